@@ -1,0 +1,24 @@
+"""The errors a user can cause, each with words that say what to do.
+
+Everything a person can get wrong (a missing file, an impossible setting, a prompt that does not
+fit) raises an `UnspoolError`. The command line prints its text on one line and exits with 2; a
+Python caller can catch it, or `ValueError`, which it also is. Any other exception is a bug.
+"""
+
+from __future__ import annotations
+
+
+class UnspoolError(ValueError):
+    """Something the caller can put right; the message says what was wrong and what to do."""
+
+
+class ModelFileError(UnspoolError):
+    """A checkpoint, tokenizer or template that cannot be used as it is."""
+
+
+class SettingsError(UnspoolError):
+    """An option that is unknown, or outside what it may be."""
+
+
+class ContextError(UnspoolError):
+    """More tokens than the model's context can hold."""
