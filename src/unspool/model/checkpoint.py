@@ -1,0 +1,267 @@
+"""Checkpoints in and out: a safetensors folder or a GGUF file in, a safetensors folder out.
+
+    checkpoint = open_checkpoint("model.gguf")    # reads the header, no weights yet
+    checkpoint.config                             # ModelConfig
+    model = load_transformer(checkpoint)          # a Transformer with its weights
+    save_checkpoint(model, "folder")              # that transformers can load
+
+Files are memory-mapped. Pickle files (.bin, .pt, .pth, .ckpt) are refused: loading one runs
+whatever code its author put there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unspool.errors import ModelFileError
+from unspool.model.config import ModelConfig
+from unspool.model.config_gguf import config_from_gguf, rules_for_gguf
+from unspool.model.config_hf import config_from_hf, config_to_hf, read_json
+from unspool.model.families import FAMILIES
+from unspool.model.gguf import GGUFFile
+from unspool.model.weights import Rule, parameter_count, read_weights, shapes, write_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from unspool.model.transformer import Transformer
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+class Checkpoint(Protocol):
+    """A model on disk: its settings at once, its weights when asked for."""
+
+    path: Path
+    config: ModelConfig
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def bits_per_weight(self) -> float: ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Look at what lies at `path` and read its settings."""
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise ModelFileError(f"{path}: no such file or folder")
+    if path.suffix in PICKLES:
+        raise _pickle_refused(path)
+    if path.suffix == ".safetensors":
+        return SafetensorsCheckpoint(path.parent, [path])
+    return GGUFCheckpoint(path)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return SafetensorsCheckpoint(folder, _shards(index))
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) > 1 and folder / "model.safetensors" in found:
+        found = [folder / "model.safetensors"]
+    if len(found) > 1:
+        raise ModelFileError(
+            f"{folder}: has {len(found)} .safetensors files and no model.safetensors.index.json "
+            "that says how they belong together"
+        )
+    if found:
+        return SafetensorsCheckpoint(folder, found)
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return GGUFCheckpoint(ggufs[0])
+    if ggufs:
+        names = ", ".join(file.name for file in ggufs)
+        raise ModelFileError(f"{folder}: holds several GGUF files; name one of {names}")
+    for file in sorted(folder.iterdir()):
+        if file.suffix in PICKLES:
+            raise _pickle_refused(file)
+    raise ModelFileError(f"{folder}: no .safetensors or .gguf file in it")
+
+
+def _pickle_refused(file: Path) -> ModelFileError:
+    return ModelFileError(
+        f"{file}: pickle checkpoints are refused, because loading one runs any code inside it; "
+        "use the model's .safetensors or .gguf files"
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    mapping = read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise ModelFileError(f"{index}: has no weight_map; download it again")
+    files = []
+    for name in sorted({str(value) for value in mapping.values()}):
+        if Path(name).name != name:  # a name, never a way out of the folder
+            raise ModelFileError(f"{index}: {name!r} is not a plain file name")
+        if not (index.parent / name).exists():
+            raise ModelFileError(f"{index.parent}: {name} is missing; download it again")
+        files.append(index.parent / name)
+    return files
+
+
+class SafetensorsCheckpoint:
+    """A folder with config.json and one or several .safetensors files."""
+
+    def __init__(self, folder: Path, files: list[Path]) -> None:
+        self.path, self.files = folder, files
+        if not (folder / "config.json").exists():
+            raise ModelFileError(f"{folder}: has no config.json, which says what the model is")
+        self.config = config_from_hf(read_json(folder / "config.json"))
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            self._file_of.update(dict.fromkeys(self._open(file).keys(), file))
+        if not self.config.tied and not self._has("head.weight"):
+            self.config = replace(self.config, tied=True)
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(str(file), framework="pt")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelFileError(
+                f"{file}: not a usable safetensors file ({error}); download it again"
+            ) from error
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return rules_for_hf(self.config)
+
+    def _prefix(self) -> str:
+        for prefix in prefixes_for_hf(self.config):
+            if any(rule.theirs.replace("{p}", prefix) in self._file_of for rule in self.rules):
+                return prefix
+        return ""
+
+    def _has(self, ours: str) -> bool:
+        return any(rule.theirs in self._file_of for rule in self.rules if ours in rule.ours)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import SafetensorError
+
+        opened = {file: self._open(file) for file in self.files}
+        prefix = self._prefix()
+
+        def fetch(name: str) -> torch.Tensor | None:
+            full = name.replace("{p}", prefix)
+            if full not in self._file_of:
+                return None
+            try:
+                tensor: torch.Tensor = opened[self._file_of[full]].get_tensor(full)
+            except (SafetensorError, TypeError, ValueError) as error:
+                raise ModelFileError(f"tensor {full} cannot be read: {error}") from error
+            if not tensor.dtype.is_floating_point:
+                raise ModelFileError(
+                    f"tensor {full} holds {str(tensor.dtype).removeprefix('torch.')} numbers; "
+                    "only floating-point checkpoints and GGUF files are supported"
+                )
+            return tensor
+
+        return read_weights(self.config, self.rules, fetch)
+
+    def bits_per_weight(self) -> float:
+        size = sum(file.stat().st_size for file in self.files)
+        return size * 8 / parameter_count(self.config)
+
+
+class GGUFCheckpoint:
+    """One GGUF file: settings, vocabulary and weights together."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = GGUFFile(path)
+        self.config = config_from_gguf(self.file)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        def fetch(name: str) -> torch.Tensor | None:
+            if name not in self.file.tensors:
+                return None
+            values = self.file.float32(name)
+            # A view into the read-only file would let torch write to it by accident.
+            return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+        return read_weights(self.config, rules_for_gguf(self.config), fetch)
+
+    def bits_per_weight(self) -> float:
+        used = [t for name, t in self.file.tensors.items() if not name.startswith("rope_")]
+        return sum(t.nbytes for t in used) * 8 / sum(t.elements for t in used)
+
+
+def rules_for_hf(config: ModelConfig) -> tuple[Rule, ...]:
+    """The family's tables; a model of our own is stored under our own names."""
+    if config.family in FAMILIES:
+        return FAMILIES[config.family].rules
+    patterns = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.{i}", n) for n in shapes(config))
+    return tuple(Rule(pattern, (pattern,)) for pattern in patterns)
+
+
+def prefixes_for_hf(config: ModelConfig) -> tuple[str, ...]:
+    return FAMILIES[config.family].prefixes if config.family in FAMILIES else ("",)
+
+
+def load_transformer(
+    checkpoint: Checkpoint, *, dtype: str = "float32", device: str = "cpu"
+) -> Transformer:
+    """The plain transformer with the checkpoint's weights in the given precision."""
+    import torch
+
+    from unspool.model.transformer import Transformer
+
+    with torch.device("meta"):  # no memory until the real weights come
+        model = Transformer(checkpoint.config)
+    wanted: torch.dtype = getattr(torch, dtype)
+    state = {name: tensor.to(device=device, dtype=wanted) for name, tensor in checkpoint.weights()}
+    broken = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise ModelFileError(
+            f"{checkpoint.path}: {broken[0]} holds NaN or infinite numbers; the file is damaged "
+            f"or {dtype} is too narrow for it"
+        )
+    model.load_state_dict(state, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def save_checkpoint(
+    model: Transformer, folder: str | Path, *, largest_file: int = 5_000_000_000
+) -> None:
+    """Write config.json and safetensors (in shards if large) that transformers can load."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    prefix = prefixes_for_hf(config)[0]
+    named = write_weights(config, rules_for_hf(config), model.state_dict())
+    tensors = {name.replace("{p}", prefix): tensor.cpu() for name, tensor in named.items()}
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if shards[-1] and size > largest_file:
+            shards.append({})
+            size = tensor.nbytes
+        shards[-1][name] = tensor
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        where.update(dict.fromkeys(shard, name))
+        save_file(shard, folder / f"{name}.part", metadata={"format": "pt"})
+        (folder / f"{name}.part").replace(folder / name)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2))

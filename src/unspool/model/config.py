@@ -1,0 +1,181 @@
+"""One description of a model, whatever file it came from.
+
+A `ModelConfig` says everything that decides which numbers a transformer computes, in our words.
+`families.py` reads it from a config.json or from GGUF metadata; backends and trainer only ever
+see this. It checks itself, so a nonsensical file is refused before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unspool.errors import ModelFileError
+from unspool.model.positions import SCALINGS, Rotary
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+# Sizes beyond these are not models but damaged files.
+_LARGEST = {
+    "vocab_size": 10_000_000,
+    "width": 1_000_000,
+    "layers": 10_000,
+    "heads": 100_000,
+    "kv_heads": 100_000,
+    "head_width": 100_000,
+    "ff_width": 10_000_000,
+    "context": 1_000_000_000,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape and the settings of one transformer."""
+
+    family: str
+    vocab_size: int
+    width: int  # numbers in the vector that each token carries through the layers
+    layers: int
+    heads: int
+    kv_heads: int  # fewer than `heads`: several query heads share keys and values
+    head_width: int
+    ff_width: int
+    context: int  # the longest text, in tokens
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_plus_one: bool = False  # the stored weight w means 1 + w
+    norm_before: bool = True  # normalize what goes into attention and feed-forward
+    norm_after: bool = False  # normalize what comes out of them
+    parallel: bool = False  # attention and feed-forward both read the layer's input
+
+    positions: Literal["rotary", "learned", "sinusoidal", "none"] = "rotary"
+    rotary: Rotary | None = None
+    local_rotary: Rotary | None = None  # for layers with a window, where it differs
+    unrotated_layers: tuple[int, ...] = ()  # layers that see no positions at all
+
+    windows: tuple[int, ...] = ()  # per layer, how many last tokens it sees; 0 or empty: all
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    attention_scale: float = 0.0  # 0: one over the root of head_width
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated: bool = True
+    ff_bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    normalize_experts: bool = True  # the weights of the chosen experts sum to one
+    dense_layers: tuple[int, ...] = ()  # layers without experts in a model that has them
+
+    embedding_scale: float = 1.0
+    tied: bool = False  # the output head is the embedding table
+    head_bias: bool = False
+    end_ids: tuple[int, ...] = ()  # tokens that end a text, as far as the file says
+
+    def __post_init__(self) -> None:
+        for name, largest in _LARGEST.items():
+            self._need(_is_size(getattr(self, name), largest), name, f"1 to {largest:,}")
+        self._need(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of {self.heads}")
+        self._need(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
+        self._need(0 < self.norm_eps < 1, "norm_eps", "between 0 and 1")
+        for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
+            self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
+        self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
+        self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
+        if self.positions == "rotary":
+            self._need(self.rotary is not None, "rotary", "given for rotary positions")
+        for rotary in (self.rotary, self.local_rotary):
+            if rotary is not None:
+                self._check_rotary(rotary)
+        if self.experts:
+            limit = min(self.experts, 1024)
+            self._need(_is_size(self.experts, 4096), "experts", "0 to 4,096")
+            self._need(
+                _is_size(self.experts_per_token, limit), "experts_per_token", f"1 to {limit}"
+            )
+            self._need(_is_size(self.expert_width, 10_000_000), "expert_width", "1 to 10,000,000")
+
+    def _check_rotary(self, rotary: Rotary) -> None:
+        fits = _is_size(rotary.width, self.head_width) and rotary.width % 2 == 0
+        self._need(fits, "rotary.width", f"an even number up to {self.head_width}")
+        self._need(1 < rotary.base < math.inf, "rotary.base", "more than 1")
+        self._need(rotary.scaling in SCALINGS, "rotary.scaling", ", ".join(SCALINGS))
+        self._need(0 < rotary.factor < math.inf, "rotary.factor", "more than 0")
+        pairs = rotary.width // 2
+        if rotary.scaling == "longrope":
+            sizes = {len(rotary.short_factors), len(rotary.long_factors)}
+            self._need(sizes == {pairs}, "rotary factors", f"{pairs} numbers each")
+            positive = all(f > 0 for f in rotary.short_factors + rotary.long_factors)
+            self._need(positive, "rotary factors", "more than 0")
+        if rotary.scaling in ("dynamic", "yarn", "llama3"):
+            known = rotary.original_context > 0
+            self._need(known, "rotary.original_context", f"given for {rotary.scaling} scaling")
+
+    def _need(self, holds: bool, name: str, wanted: str) -> None:
+        if not holds:
+            value = getattr(self.rotary, name.removeprefix("rotary."), getattr(self, name, None))
+            raise ModelFileError(
+                f"the model's settings make no sense: {name} is {value!r}, and must be {wanted}"
+            )
+
+    # -- what a layer needs to know ---------------------------------------------------------
+
+    def window(self, layer: int) -> int:
+        """How many last tokens this layer sees; 0 means all."""
+        return self.windows[layer] if self.windows else 0
+
+    def layer_rotary(self, layer: int) -> Rotary | None:
+        """How this layer turns its queries and keys, or None if it does not."""
+        if self.positions != "rotary" or layer in self.unrotated_layers:
+            return None
+        if self.local_rotary is not None and self.window(layer):
+            return self.local_rotary
+        return self.rotary
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def scale(self) -> float:
+        """What query times key is multiplied by."""
+        return self.attention_scale or self.head_width**-0.5
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
+
+    # -- our own files ----------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = _tuples(fields)
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise ModelFileError(f"unknown setting {unknown[0]!r} in the model's config.json")
+        try:
+            for name in ("rotary", "local_rotary"):
+                if values.get(name) is not None:
+                    values[name] = Rotary(**_tuples(values[name]))
+            return cls(**values)
+        except TypeError as error:
+            raise ModelFileError(f"the model's config.json is not usable: {error}") from error
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
+
+
+def _is_size(value: object, largest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest

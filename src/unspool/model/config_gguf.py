@@ -1,0 +1,211 @@
+"""GGUF metadata to our ModelConfig.
+
+A GGUF file says the sizes in its metadata and leaves the rest to who knows the architecture;
+biases and tied embeddings are seen from which tensors there are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from unspool.errors import ModelFileError
+from unspool.model.config import ModelConfig
+from unspool.model.config_hf import longrope_attention
+from unspool.model.families import Family, family_of_gguf
+from unspool.model.gguf import GGUFFile
+from unspool.model.positions import Rotary
+from unspool.model.tensor_names import gguf as gguf_rules
+from unspool.model.weights import Rule
+
+# Families whose query and key rows llama.cpp stores for a rotation of neighbouring numbers.
+_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3")
+
+
+def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
+    return gguf_rules(interleaved=config.family in _INTERLEAVED, plus_one=config.norm_plus_one)
+
+
+class _Keys:
+    """Metadata under the architecture's own name, with its types checked."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.architecture = file.metadata.get("general.architecture")
+        if not isinstance(self.architecture, str):
+            raise ModelFileError(f"{file.path}: does not say its general.architecture")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, np.ndarray):  # one number for each layer: we need them all alike
+            if value.size == 0 or (value != value[0]).any():
+                raise ModelFileError(
+                    f"{self.file.path}: {key} differs from layer to layer, which is not supported"
+                )
+            value = value[0].item()
+        return value
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            state = "is missing" if value is None else f"is {value!r}, not a number"
+            raise ModelFileError(f"{self.file.path}: {self.architecture}.{key} {state}")
+        return value
+
+
+def config_from_gguf(file: GGUFFile) -> ModelConfig:
+    """The settings in a GGUF file."""
+    keys = _Keys(file)
+    experts = int(keys.number("expert_count", 0))
+    family = family_of_gguf(keys.architecture, experts)
+    layers, width = keys.number("block_count"), keys.number("embedding_length")
+    heads = keys.number("attention.head_count")
+    for name, size in (("block_count", layers), ("embedding_length", width), ("heads", heads)):
+        if not isinstance(size, int) or size <= 0:
+            raise ModelFileError(f"{file.path}: {name} is {size!r}; at least 1 is needed")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelFileError(
+            f"{file.path}: has no token_embd.weight: it holds a vocabulary but no model"
+        )
+    head_width = keys.number("attention.key_length", width // heads)
+    if keys.number("attention.value_length", head_width) != head_width:
+        raise ModelFileError(f"{file.path}: keys and values of different width are not supported")
+    eps = "layer_norm_rms_epsilon" if family.fixed.get("norm") != "layer" else "layer_norm_epsilon"
+    values: dict[str, Any] = {
+        "family": family.name,
+        "vocab_size": embedding.shape[0],
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": keys.number("attention.head_count_kv", heads),
+        "head_width": head_width,
+        "ff_width": keys.number("feed_forward_length"),
+        "context": keys.number("context_length"),
+        "norm_eps": keys.number(f"attention.{eps}"),
+        "tied": "output.weight" not in file.tensors,
+        "head_bias": "output.bias" in file.tensors,
+        "qkv_bias": any(f"blk.0.attn_{part}.bias" in file.tensors for part in ("q", "qkv")),
+        "out_bias": "blk.0.attn_output.bias" in file.tensors,
+        "ff_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "windows": _windows(family, keys, layers),
+        "activation": {"gpt2": "gelu_tanh", "gpt-neox": "gelu"}.get(family.name, "silu"),
+        "end_ids": _end_ids(file),
+        **family.fixed,
+    }
+    if values.get("positions", "rotary") == "rotary":
+        values["rotary"] = _rotary(file, keys, head_width)
+    if family.name == "gpt-neox":
+        values["parallel"] = bool(keys.get("use_parallel_residual", True))
+    if family.name.startswith("gemma"):
+        values.update(_gemma(family, keys, values))
+    if family.name == "smollm3":
+        values["unrotated_layers"] = tuple(range(3, layers, 4))
+    if experts:
+        values["experts"] = experts
+        values["experts_per_token"] = keys.number("expert_used_count")
+        values["expert_width"] = keys.number("expert_feed_forward_length", values["ff_width"])
+        dense = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
+        values["dense_layers"] = tuple(dense)
+    try:
+        return ModelConfig(**values)
+    except TypeError as error:
+        raise ModelFileError(f"{file.path}: its metadata cannot be used: {error}") from error
+
+
+def _end_ids(file: GGUFFile) -> tuple[int, ...]:
+    found = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(int(i) for i in found if isinstance(i, int)))
+
+
+def _windows(family: Family, keys: _Keys, layers: int) -> tuple[int, ...]:
+    window = int(keys.number("attention.sliding_window", 0))
+    if not window or family.window_needs_switch:
+        return ()
+    every = {"every second": 2, "five of six": 6}.get(family.window_layers)
+    if every is None:
+        return (window,) * layers
+    return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
+
+
+def _gemma(family: Family, keys: _Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp knows about Gemma without being told."""
+    width, heads, rotary = values["width"], values["heads"], values["rotary"]
+    # Only the 27B models scale by width / heads; their files do not say so.
+    largest = values["layers"] == {"gemma2": 46, "gemma3": 62}[family.name]
+    found: dict[str, Any] = {
+        "activation": "gelu_tanh",
+        "embedding_scale": math.sqrt(width),
+        "attention_scale": (width / heads if largest else values["head_width"]) ** -0.5,
+        "attention_softcap": float(keys.number("attn_logit_softcapping", 0.0)),
+        "logit_softcap": float(keys.number("final_logit_softcapping", 0.0)),
+    }
+    if family.name == "gemma2":
+        found["attention_softcap"] = float(keys.number("attn_logit_softcapping", 50.0))
+        found["logit_softcap"] = float(keys.number("final_logit_softcapping", 30.0))
+    if family.name == "gemma3":
+        base = float(keys.number("rope.freq_base_swa", 10000.0))
+        found["local_rotary"] = Rotary(width=rotary.width, base=base)
+    return found
+
+
+def _rotary(file: GGUFFile, keys: _Keys, head_width: int) -> Rotary:
+    width = int(keys.number("rope.dimension_count", head_width))
+    base = float(keys.number("rope.freq_base", 10000.0))
+    context = int(keys.number("context_length"))
+    original = int(keys.number("rope.scaling.original_context_length", context))
+    kind = keys.get("rope.scaling.type", "none")
+    factor = float(keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)))
+    if "rope_factors_long.weight" in file.tensors:
+        return Rotary(
+            width=width,
+            base=base,
+            scaling="longrope",
+            factor=context / original,
+            original_context=original,
+            attention_factor=float(
+                keys.number(
+                    "rope.scaling.attn_factor", longrope_attention(context / original, original)
+                )
+            ),
+            short_factors=_factors(file, "rope_factors_short.weight"),
+            long_factors=_factors(file, "rope_factors_long.weight"),
+        )
+    if "rope_freqs.weight" in file.tensors:  # Llama 3: the slowing of each pair, worked out
+        factors = _factors(file, "rope_freqs.weight")
+        return Rotary(
+            width=width,
+            base=base,
+            scaling="longrope",
+            original_context=context,
+            short_factors=factors,
+            long_factors=factors,
+        )
+    if kind == "yarn":
+        grown = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+        return Rotary(
+            width=width,
+            base=base,
+            scaling="yarn",
+            factor=factor,
+            original_context=original,
+            attention_factor=grown * float(keys.number("rope.scaling.attn_factor", 1.0)),
+            beta_fast=float(keys.number("rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(keys.number("rope.scaling.yarn_beta_slow", 1.0)),
+        )
+    if kind == "linear" or (kind == "none" and factor != 1.0):
+        return Rotary(width=width, base=base, scaling="linear", factor=factor)
+    if kind != "none":
+        raise ModelFileError(
+            f"{file.path}: the position scaling {kind!r} is not supported; "
+            "these are: none, linear, yarn, longrope"
+        )
+    return Rotary(width=width, base=base)
+
+
+def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
+    if name not in file.tensors:
+        raise ModelFileError(f"{file.path}: has no {name}, which its position scaling needs")
+    return tuple(float(factor) for factor in file.float32(name).reshape(-1))

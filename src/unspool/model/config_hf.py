@@ -1,0 +1,303 @@
+"""config.json, as transformers writes it, to our ModelConfig and back.
+
+The simple settings are tables in `families.py`. What is left here needs a thought: which layers
+have a window, how positions are scaled, where old files say the same thing in another way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unspool.errors import ModelFileError
+from unspool.model.config import ModelConfig
+from unspool.model.families import FAMILIES, Family, family_of_model_type
+from unspool.model.positions import Rotary
+
+Raw = Mapping[str, Any]
+
+_ACTIVATIONS = {
+    "swish": "silu",
+    "silu": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+OUR_MODEL_TYPE = "unspool"  # checkpoints of our own say everything in our words
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a sentence about what is wrong with it."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: not valid JSON ({error}); download it again") from error
+    if not isinstance(loaded, dict):
+        raise ModelFileError(f"{path}: holds a {type(loaded).__name__} where an object is needed")
+    return loaded
+
+
+def config_from_hf(raw: Raw) -> ModelConfig:
+    """The settings in a config.json."""
+    if "model_type" not in raw:
+        raise ModelFileError("config.json does not say its model_type; is this a language model?")
+    if raw["model_type"] == OUR_MODEL_TYPE:
+        return ModelConfig.from_dict(dict(raw.get("settings", {})))
+    if "quantization_config" in raw:
+        method = dict(raw["quantization_config"] or {}).get("quant_method", "unknown")
+        raise ModelFileError(
+            f"the checkpoint is quantized with {method!r}, which is not supported; use the "
+            "original 16-bit weights or a GGUF file"
+        )
+    if "text_config" in raw:  # a model that also sees pictures: we read its language part
+        raw = {**raw["text_config"], "eos_token_id": _end_ids(raw) or _end_ids(raw["text_config"])}
+        raw = {"model_type": "gemma3_text", **raw}
+    family = family_of_model_type(raw["model_type"])
+    try:
+        return ModelConfig(family=family.name, **_settings(family, raw))
+    except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise ModelFileError(
+            f"config.json cannot be understood as a {family.name} model: {error!r}"
+        ) from error
+
+
+def _settings(family: Family, raw: Raw) -> dict[str, Any]:
+    """Every field of ModelConfig but the family's name."""
+    full = {**family.defaults, **{key: v for key, v in raw.items() if v is not None}}
+    if "num_experts" not in full and "num_local_experts" in full:
+        full["num_experts"] = full["num_local_experts"]
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in raw and raw[key] is None:  # silence means the default, null means none
+            full[key] = 0.0
+    values: dict[str, Any] = {ours: full[key] for ours, key in family.keys.items() if key in full}
+    for needed in ("vocab_size", "width", "layers", "heads", "context"):
+        if needed not in values:
+            raise ModelFileError(f"config.json lacks {family.keys[needed]!r}; it is incomplete")
+        if not isinstance(values[needed], int) or values[needed] <= 0:
+            raise ModelFileError(
+                f"config.json says {family.keys[needed]} is {values[needed]!r}; "
+                "a number of at least 1 is needed"
+            )
+    values.update(family.fixed)
+    values.setdefault("kv_heads", values["heads"])
+    values.setdefault("head_width", values["width"] // values["heads"])
+    values.setdefault("ff_width", 4 * values["width"])
+    activation = values["activation"]
+    if activation not in _ACTIVATIONS:
+        raise ModelFileError(
+            f"the activation {activation!r} is not supported; these are: {', '.join(_ACTIVATIONS)}"
+        )
+    values["activation"] = _ACTIVATIONS[activation]
+    values["windows"] = _windows(family, full, values["layers"])
+    values["end_ids"] = _end_ids(raw)
+    if values.get("positions", "rotary") == "rotary":
+        values.update(_rotations(family, full, values))
+    if family.name.startswith("gemma"):
+        values["embedding_scale"] = math.sqrt(values["width"])
+        values["attention_scale"] = full["query_pre_attn_scalar"] ** -0.5
+    if family.name == "smollm3":
+        values["unrotated_layers"] = _unrotated(full, values["layers"])
+    if family.name == "qwen3-moe":
+        values["dense_layers"] = _dense_layers(full, values["layers"])
+    return values
+
+
+def _end_ids(raw: Raw) -> tuple[int, ...]:
+    ends = raw.get("eos_token_id")
+    return tuple(int(e) for e in (ends if isinstance(ends, list) else [ends]) if e is not None)
+
+
+def _unrotated(full: Raw, layers: int) -> tuple[int, ...]:
+    flags = full.get("no_rope_layers")
+    if flags is None:
+        every = full["no_rope_layer_interval"]
+        flags = [int((layer + 1) % every != 0) for layer in range(layers)]
+    return tuple(layer for layer, rotated in enumerate(flags) if not rotated)
+
+
+def _dense_layers(full: Raw, layers: int) -> tuple[int, ...]:
+    dense = set(full.get("mlp_only_layers", []))
+    every = full["decoder_sparse_step"]
+    dense.update(layer for layer in range(layers) if (layer + 1) % every)
+    return tuple(sorted(dense))
+
+
+def _windows(family: Family, full: Raw, layers: int) -> tuple[int, ...]:
+    """How many last tokens each layer sees; empty if all see everything."""
+    window = full.get("sliding_window")
+    if not window or (family.window_needs_switch and not full.get("use_sliding_window", False)):
+        return ()
+    kinds = full.get("layer_types")
+    pattern = int(full.get("sliding_window_pattern", full.get("_sliding_window_pattern", 6)))
+    unrotated = _unrotated(full, layers) if family.window_layers == "unrotated" else ()
+
+    def has_window(layer: int) -> bool:
+        if kinds is not None:
+            return bool(kinds[layer] == "sliding_attention")
+        if family.window_layers == "later":
+            return layer >= int(full["max_window_layers"])
+        if family.window_layers == "every second":
+            return layer % 2 == 0
+        if family.window_layers == "five of six":
+            return (layer + 1) % pattern != 0
+        return family.window_layers == "all" or layer in unrotated
+
+    found = tuple(int(window) if has_window(layer) else 0 for layer in range(layers))
+    return found if any(found) else ()
+
+
+# -- rotary positions -----------------------------------------------------------------------
+
+
+def _rotations(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings: one for all layers, or (Gemma 3) another for layers with a window."""
+    rope = full.get("rope_parameters") or {}
+    if "full_attention" in rope:
+        return {
+            "rotary": _rotary(rope["full_attention"], full, values),
+            "local_rotary": _rotary(rope["sliding_attention"], full, values),
+        }
+    if not rope:
+        rope = {**(full.get("rope_scaling") or {}), "rope_theta": full["rope_theta"]}
+    found = {"rotary": _rotary(rope, full, values)}
+    if "rope_local_base_freq" in full:
+        found["local_rotary"] = _rotary({"rope_theta": full["rope_local_base_freq"]}, full, values)
+    return found
+
+
+def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = {"default": "none", "su": "longrope"}.get(kind, kind)
+    share = rope.get("partial_rotary_factor")
+    if share is None:
+        share = full.get("rotary_pct", full.get("partial_rotary_factor", 1.0))
+    original = rope.get(
+        "original_max_position_embeddings", full.get("original_max_position_embeddings")
+    )
+    context = values["context"]
+    settings: dict[str, Any] = {
+        "width": int(values["head_width"] * share),
+        "base": float(rope.get("rope_theta", full.get("rope_theta", 10000.0))),
+        "scaling": kind,
+        "factor": float(rope.get("factor") or context / (original or context)),
+        "original_context": int(original or context),
+    }
+    if kind == "none":
+        settings["factor"] = 1.0
+    elif kind == "dynamic":
+        settings["original_context"] = context
+    elif kind == "yarn":
+        settings["attention_factor"] = _yarn_attention(rope, settings["factor"])
+        settings["beta_fast"] = float(rope.get("beta_fast") or 32)
+        settings["beta_slow"] = float(rope.get("beta_slow") or 1)
+        settings["whole_dimensions"] = bool(rope.get("truncate", True))
+    elif kind == "llama3":
+        settings["low_frequency"] = float(rope["low_freq_factor"])
+        settings["high_frequency"] = float(rope["high_freq_factor"])
+    elif kind == "longrope":
+        settings["short_factors"] = tuple(float(f) for f in rope["short_factor"])
+        settings["long_factors"] = tuple(float(f) for f in rope["long_factor"])
+        settings["attention_factor"] = rope.get("attention_factor") or longrope_attention(
+            settings["factor"], settings["original_context"]
+        )
+    elif kind != "linear":
+        raise ModelFileError(
+            f"the position scaling {kind!r} is not supported; these are: "
+            "linear, dynamic, yarn, llama3, longrope"
+        )
+    return Rotary(**settings)
+
+
+def _yarn_attention(rope: Raw, factor: float) -> float:
+    def grown(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
+
+
+def longrope_attention(factor: float, original: int) -> float:
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
+# -- writing --------------------------------------------------------------------------------
+
+
+def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    """A config.json from which transformers builds the same model."""
+    if config.family not in FAMILIES:
+        return {"model_type": OUR_MODEL_TYPE, "settings": config.to_dict()}
+    family = FAMILIES[config.family]
+    raw: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": dtype,
+        "pad_token_id": None,  # some families' default lies outside a smaller vocabulary
+    }
+    for ours, key in family.keys.items():
+        raw.setdefault(key, getattr(config, ours))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if raw.get(key) == 0:
+            raw[key] = None
+    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}  # the last name of each wins
+    raw[family.keys["activation"]] = names[config.activation]
+    if config.windows:
+        kinds = {0: "full_attention"}
+        raw["layer_types"] = [kinds.get(w, "sliding_attention") for w in config.windows]
+        raw["sliding_window"] = max(config.windows)
+        if family.window_needs_switch:
+            raw["use_sliding_window"] = True
+    elif "sliding_window" in family.defaults:
+        raw["sliding_window"] = None
+    if config.rotary is not None and config.local_rotary is not None:
+        raw["rope_parameters"] = {
+            "full_attention": _rope_to_hf(config.rotary, config),
+            "sliding_attention": _rope_to_hf(config.local_rotary, config),
+        }
+    elif config.rotary is not None:
+        raw["rope_parameters"] = _rope_to_hf(config.rotary, config)
+    if family.name.startswith("gemma"):
+        raw["query_pre_attn_scalar"] = round(config.scale**-2)  # transformers wants a whole one
+    if family.name == "smollm3":
+        raw["no_rope_layers"] = [
+            int(i not in config.unrotated_layers) for i in range(config.layers)
+        ]
+    if family.name == "qwen3-moe":
+        raw["mlp_only_layers"] = list(config.dense_layers)
+    if config.end_ids:
+        raw["eos_token_id"] = list(config.end_ids) if len(config.end_ids) > 1 else config.end_ids[0]
+    return raw
+
+
+def _rope_to_hf(rotary: Rotary, config: ModelConfig) -> dict[str, Any]:
+    kind = "default" if rotary.scaling == "none" else rotary.scaling
+    raw: dict[str, Any] = {"rope_type": kind, "rope_theta": rotary.base}
+    if rotary.width != config.head_width:
+        raw["partial_rotary_factor"] = rotary.width / config.head_width
+    if kind == "default":
+        return raw
+    raw["factor"] = rotary.factor
+    if kind in ("yarn", "llama3", "longrope"):
+        raw["original_max_position_embeddings"] = rotary.original_context
+    if kind in ("yarn", "longrope"):
+        raw["attention_factor"] = rotary.attention_factor
+    if kind == "yarn":
+        raw.update(beta_fast=rotary.beta_fast, beta_slow=rotary.beta_slow)
+        raw["truncate"] = rotary.whole_dimensions
+    if kind == "llama3":
+        raw["low_freq_factor"] = rotary.low_frequency
+        raw["high_freq_factor"] = rotary.high_frequency
+    if kind == "longrope":
+        raw["short_factor"] = list(rotary.short_factors)
+        raw["long_factor"] = list(rotary.long_factors)
+    return raw

@@ -1,0 +1,415 @@
+"""The model families, as tables: what their files call our settings and our weights.
+
+A new family is a new entry at the end: which `model_type` names it, which of our settings are
+fixed for it, where its config.json differs from Llama's, and where its tensors' names do.
+GGUF files use one set of names for all families (`GGUF` in `tensor_names.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from unspool.errors import ModelFileError
+from unspool.model.tensor_names import (
+    ATTENTION,
+    ENDS,
+    FEED,
+    IN_LAYER,
+    LLAMA,
+    NORMS_AFTER,
+    NORMS_AROUND,
+    NORMS_BEFORE,
+    experts,
+    layer,
+    rules,
+)
+from unspool.model.weights import Rule
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one family's Hugging Face checkpoints are read and written."""
+
+    name: str
+    model_type: str  # what config.json says
+    architecture: str  # the class that transformers builds from it
+    gguf: str  # general.architecture in a GGUF file
+    keys: Table  # our setting -> their key
+    defaults: Table  # their key -> value where config.json is silent
+    fixed: Table = field(default_factory=dict)  # our setting -> what it always is here
+    window_layers: Literal["all", "later", "every second", "five of six", "unrotated"] = "all"
+    window_needs_switch: bool = False  # only with use_sliding_window
+    prefixes: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.", "")
+    rules: tuple[Rule, ...] = ()
+
+
+_LLAMA_KEYS = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "ff_width": "intermediate_size",
+    "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tied": "tie_word_embeddings",
+}
+_LLAMA_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+}
+_GEMMA_KEYS = {**_LLAMA_KEYS, "activation": "hidden_activation", "qkv_bias": "attention_bias"}
+_GEMMA_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "max_position_embeddings": 8192,
+}
+
+_ALL = (
+    Family(
+        name="llama",
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        gguf="llama",
+        keys={
+            **_LLAMA_KEYS,
+            "qkv_bias": "attention_bias",
+            "out_bias": "attention_bias",
+            "ff_bias": "mlp_bias",
+        },
+        defaults=_LLAMA_DEFAULTS,
+        rules=LLAMA,
+    ),
+    Family(
+        name="mistral",
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        gguf="llama",
+        keys=_LLAMA_KEYS,
+        defaults={**_LLAMA_DEFAULTS, "sliding_window": 4096},
+        rules=LLAMA,
+    ),
+    Family(
+        name="qwen2",
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        gguf="qwen2",
+        keys=_LLAMA_KEYS,
+        defaults={**_LLAMA_DEFAULTS, "max_window_layers": 28},
+        fixed={"qkv_bias": True},
+        window_layers="later",
+        window_needs_switch=True,
+        rules=LLAMA,
+    ),
+    Family(
+        name="qwen3",
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        gguf="qwen3",
+        keys={**_LLAMA_KEYS, "qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        defaults={**_LLAMA_DEFAULTS, "head_dim": 128, "max_window_layers": 28},
+        fixed={"qk_norm": "head"},
+        window_layers="later",
+        window_needs_switch=True,
+        rules=LLAMA,
+    ),
+    Family(
+        name="gemma2",
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        gguf="gemma2",
+        keys={
+            **_GEMMA_KEYS,
+            "out_bias": "attention_bias",
+            "attention_softcap": "attn_logit_softcapping",
+            "logit_softcap": "final_logit_softcapping",
+        },
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed={"norm_plus_one": True, "norm_after": True},
+        window_layers="every second",
+        rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
+    ),
+    Family(
+        name="gemma3",
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        gguf="gemma3",
+        keys={
+            **_GEMMA_KEYS,
+            "out_bias": "attention_bias",
+            "attention_softcap": "attn_logit_softcapping",
+            "logit_softcap": "final_logit_softcapping",
+        },
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10000.0,
+            "max_position_embeddings": 131072,
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+        fixed={"norm_plus_one": True, "norm_after": True, "qk_norm": "head"},
+        window_layers="five of six",
+        rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
+    ),
+    Family(
+        name="phi3",
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        gguf="phi3",
+        keys=_LLAMA_KEYS,
+        defaults={**_LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        rules=rules(
+            ENDS,
+            layer(IN_LAYER + "self_attn.qkv_proj", "attention.q", "attention.k", "attention.v"),
+            layer(IN_LAYER + "self_attn.o_proj", "attention.out"),
+            layer(IN_LAYER + "mlp.gate_up_proj", "feed.gate", "feed.up"),
+            layer(IN_LAYER + "mlp.down_proj", "feed.down"),
+            NORMS_BEFORE,
+        ),
+    ),
+    Family(
+        name="olmo2",
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        gguf="olmo2",
+        keys={**_LLAMA_KEYS, "qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        defaults={**_LLAMA_DEFAULTS, "rms_norm_eps": 1e-5},
+        fixed={"norm_before": False, "norm_after": True, "qk_norm": "whole"},
+        rules=rules(ENDS, ATTENTION, NORMS_AFTER, FEED),
+    ),
+    Family(
+        name="smollm3",
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        gguf="smollm3",
+        keys={
+            **_LLAMA_KEYS,
+            "qkv_bias": "attention_bias",
+            "out_bias": "attention_bias",
+            "ff_bias": "mlp_bias",
+        },
+        defaults={
+            **_LLAMA_DEFAULTS,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+            "max_position_embeddings": 32768,
+        },
+        window_layers="unrotated",
+        window_needs_switch=True,
+        rules=LLAMA,
+    ),
+    Family(
+        name="mixtral",
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        gguf="llama",
+        keys={
+            **_LLAMA_KEYS,
+            "experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_width": "intermediate_size",
+        },
+        defaults={
+            **_LLAMA_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        rules=rules(
+            ENDS,
+            ATTENTION,
+            NORMS_BEFORE,
+            experts(
+                "block_sparse_moe.gate",
+                "block_sparse_moe.experts.{e}.w1",
+                "block_sparse_moe.experts.{e}.w3",
+                "block_sparse_moe.experts.{e}.w2",
+            ),
+        ),
+    ),
+    Family(
+        name="qwen3-moe",
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        gguf="qwen3moe",
+        keys={
+            **_LLAMA_KEYS,
+            "qkv_bias": "attention_bias",
+            "out_bias": "attention_bias",
+            "experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_width": "moe_intermediate_size",
+            "normalize_experts": "norm_topk_prob",
+        },
+        defaults={
+            **_LLAMA_DEFAULTS,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+        },
+        fixed={"qk_norm": "head"},
+        window_needs_switch=True,
+        rules=rules(
+            ENDS,
+            ATTENTION,
+            NORMS_BEFORE,
+            FEED,  # for layers without experts; their names come first in those
+            experts(
+                "mlp.gate",
+                "mlp.experts.{e}.gate_proj",
+                "mlp.experts.{e}.up_proj",
+                "mlp.experts.{e}.down_proj",
+            ),
+        ),
+    ),
+    Family(
+        name="gpt2",
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        gguf="gpt2",
+        keys={
+            "vocab_size": "vocab_size",
+            "width": "n_embd",
+            "layers": "n_layer",
+            "heads": "n_head",
+            "ff_width": "n_inner",
+            "context": "n_positions",
+            "norm_eps": "layer_norm_epsilon",
+            "activation": "activation_function",
+            "tied": "tie_word_embeddings",
+        },
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+            "n_positions": 1024,
+        },
+        fixed={
+            "norm": "layer",
+            "positions": "learned",
+            "gated": False,
+            "qkv_bias": True,
+            "out_bias": True,
+            "ff_bias": True,
+        },
+        prefixes=("transformer.", ""),
+        rules=rules(
+            (
+                Rule("{p}wte.weight", ("embed.weight",)),
+                Rule("{p}wpe.weight", ("position_embed.weight",)),
+                Rule("{p}ln_f.weight", ("norm.weight",)),
+                Rule("{p}ln_f.bias", ("norm.bias",)),
+                Rule("lm_head.weight", ("head.weight",)),
+            ),
+            layer("{p}h.{i}.ln_1", "attention_norm"),
+            layer(
+                "{p}h.{i}.attn.c_attn",
+                "attention.q",
+                "attention.k",
+                "attention.v",
+                layout="transposed",
+            ),
+            layer("{p}h.{i}.attn.c_proj", "attention.out", layout="transposed"),
+            layer("{p}h.{i}.ln_2", "feed_norm"),
+            layer("{p}h.{i}.mlp.c_fc", "feed.up", layout="transposed"),
+            layer("{p}h.{i}.mlp.c_proj", "feed.down", layout="transposed"),
+        ),
+    ),
+    Family(
+        name="gpt-neox",
+        model_type="gpt_neox",
+        architecture="GPTNeoXForCausalLM",
+        gguf="gptneox",
+        keys={
+            "vocab_size": "vocab_size",
+            "width": "hidden_size",
+            "layers": "num_hidden_layers",
+            "heads": "num_attention_heads",
+            "ff_width": "intermediate_size",
+            "context": "max_position_embeddings",
+            "norm_eps": "layer_norm_eps",
+            "activation": "hidden_act",
+            "tied": "tie_word_embeddings",
+            "parallel": "use_parallel_residual",
+            "qkv_bias": "attention_bias",
+            "out_bias": "attention_bias",
+        },
+        defaults={
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": False,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+        },
+        fixed={"norm": "layer", "gated": False, "ff_bias": True},
+        prefixes=("gpt_neox.", ""),
+        rules=rules(
+            (
+                Rule("{p}embed_in.weight", ("embed.weight",)),
+                Rule("{p}final_layer_norm.weight", ("norm.weight",)),
+                Rule("{p}final_layer_norm.bias", ("norm.bias",)),
+                Rule("embed_out.weight", ("head.weight",)),
+                Rule("lm_head.weight", ("head.weight",)),
+            ),
+            NORMS_BEFORE,
+            layer(
+                IN_LAYER + "attention.query_key_value",
+                "attention.q",
+                "attention.k",
+                "attention.v",
+                layout="per_head",
+            ),
+            layer(IN_LAYER + "attention.dense", "attention.out"),
+            layer(IN_LAYER + "mlp.dense_h_to_4h", "feed.up"),
+            layer(IN_LAYER + "mlp.dense_4h_to_h", "feed.down"),
+        ),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+
+
+def family_of_model_type(model_type: object) -> Family:
+    """The family that a config.json names, or an error that lists what there is."""
+    wanted = {"gemma3": "gemma3_text"}.get(str(model_type), model_type)
+    for family in _ALL:
+        if family.model_type == wanted:
+            return family
+    known = ", ".join(family.model_type for family in _ALL)
+    raise ModelFileError(f"models of type {model_type!r} are not supported; these are: {known}")
+
+
+def family_of_gguf(architecture: object, experts: int) -> Family:
+    """The family behind general.architecture; 'llama' with experts is Mixtral."""
+    for family in _ALL:
+        has_experts = "experts" in family.keys
+        if family.gguf == architecture and has_experts == (experts > 0):
+            return family
+    known = ", ".join(sorted({family.gguf for family in _ALL}))
+    raise ModelFileError(
+        f"GGUF files of architecture {architecture!r} are not supported; these are: {known}"
+    )

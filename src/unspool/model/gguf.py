@@ -1,0 +1,257 @@
+"""Reading a GGUF file: its metadata and where each tensor lies, nothing copied.
+
+The `gguf` package reads the same files, but builds a numpy view for every string of the
+vocabulary (seconds for a large one) and trusts the counts a file claims. This reader parses the
+header in one pass over a memory map and believes no number before the bytes for it are there, so
+a damaged or hostile file ends in a sentence instead of a crash or a giant allocation.
+
+    file = GGUFFile("model.gguf")
+    file.metadata["general.architecture"]     # 'llama'
+    file.tensors["token_embd.weight"].shape   # (49152, 576)
+    file.float32("token_embd.weight")         # numpy array, dequantized
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unspool.errors import ModelFileError
+
+# Types of metadata values: number -> (struct letter, numpy type).
+_SCALARS = {
+    0: ("B", "<u1"),
+    1: ("b", "<i1"),
+    2: ("H", "<u2"),
+    3: ("h", "<i2"),
+    4: ("I", "<u4"),
+    5: ("i", "<i4"),
+    6: ("f", "<f4"),
+    7: ("?", "?"),
+    10: ("Q", "<u8"),
+    11: ("q", "<i8"),
+    12: ("d", "<f8"),
+}
+_STRING, _ARRAY = 8, 9
+_DEEPEST_ARRAY = 4  # arrays of arrays exist in theory; nobody nests further
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How a tensor's numbers are packed: `elements` of them in every `size` bytes."""
+
+    name: str
+    elements: int
+    size: int
+
+
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    30: BlockType("BF16", 1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """Where one tensor lies. `shape` has the slowest axis first, as in numpy and torch."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_number: int
+    start: int
+
+    @property
+    def type(self) -> BlockType:
+        known = BLOCK_TYPES.get(self.type_number)
+        if known is None:
+            raise ModelFileError(
+                f"tensor {self.name} has type {_type_name(self.type_number)}, which is not "
+                f"supported; use a file with {', '.join(t.name for t in BLOCK_TYPES.values())}"
+            )
+        return known
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements // self.type.elements * self.type.size
+
+
+class GGUFFile:
+    """A memory-mapped GGUF file, its header parsed and checked."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as handle:
+                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:  # an empty file cannot be mapped
+            raise ModelFileError(f"{path}: the file is empty; download it again") from error
+        except OSError as error:
+            raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from error
+        try:
+            self._parse()
+        except struct.error as error:
+            raise self._broken("it ends in the middle of its header") from error
+        except UnicodeDecodeError as error:
+            raise self._broken("a text in its header is not UTF-8") from error
+
+    def _broken(self, why: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: not a usable GGUF file: {why}; download it again")
+
+    # -- the header -------------------------------------------------------------------------
+
+    def _parse(self) -> None:
+        if self._map[:4] != b"GGUF":
+            raise self._broken(f"it begins with {self._map[:4]!r} instead of b'GGUF'")
+        (self.version,) = struct.unpack_from("<I", self._map, 4)
+        if self.version not in (2, 3):
+            hint = " (big-endian?)" if self.version > 0xFFFF else ""
+            raise self._broken(f"its version is {self.version}{hint} and 2 or 3 can be read")
+        tensor_count, key_count = struct.unpack_from("<QQ", self._map, 8)
+        self._at = 24
+        self._room_for(key_count, 13, "metadata entries")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = self._string()
+            if key in self.metadata:
+                raise self._broken(f"the key {key!r} stands twice in its metadata")
+            self.metadata[key] = self._value(self._number("<I"))
+        self._room_for(tensor_count, 24, "tensors")
+        self.tensors: dict[str, GGUFTensor] = {}
+        entries = [self._tensor_entry() for _ in range(tensor_count)]
+        self._place(entries)
+
+    def _room_for(self, count: int, least_size: int, what: str) -> None:
+        """A count is believed only if the rest of the file could hold that many."""
+        if count * least_size > len(self._map) - self._at:
+            raise self._broken(f"it claims {count:,} {what}, more than the file has room for")
+
+    def _number(self, layout: str) -> Any:
+        (value,) = struct.unpack_from(layout, self._map, self._at)
+        self._at += struct.calcsize(layout)
+        return value
+
+    def _string(self) -> str:
+        length = self._number("<Q")
+        self._room_for(length, 1, "characters of text")
+        self._at += length
+        return self._map[self._at - length : self._at].decode("utf-8")
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self._number("<" + _SCALARS[kind][0])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY or depth >= _DEEPEST_ARRAY:
+            raise self._broken(f"a metadata value has the unknown type {kind}")
+        element_kind, count = self._number("<I"), self._number("<Q")
+        if element_kind in _SCALARS:
+            layout = np.dtype(_SCALARS[element_kind][1])
+            self._room_for(count, layout.itemsize, "numbers in an array")
+            self._at += count * layout.itemsize
+            return np.frombuffer(self._map, layout, count, self._at - count * layout.itemsize)
+        if element_kind == _STRING:
+            self._room_for(count, 8, "texts in an array")
+            return self._strings(count)
+        self._room_for(count, 12, "arrays in an array")
+        return [self._value(element_kind, depth + 1) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """Many strings at once: a vocabulary has 50,000 and more, so this loop is kept lean."""
+        data, at, end = self._map, self._at, len(self._map)
+        length_of = struct.Struct("<Q").unpack_from
+        texts: list[str] = []
+        for _ in range(count):
+            (length,) = length_of(data, at)
+            at += 8
+            if length > end - at:
+                raise self._broken("a text in an array is longer than the file")
+            texts.append(data[at : at + length].decode("utf-8"))
+            at += length
+        self._at = at
+        return texts
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, axes = self._string(), self._number("<I")
+        if not 1 <= axes <= 4:
+            raise self._broken(f"tensor {name!r} claims {axes} axes; 1 to 4 are possible")
+        sizes = [self._number("<Q") for _ in range(axes)]
+        type_number, offset = self._number("<I"), self._number("<Q")
+        if 0 in sizes:
+            raise self._broken(f"tensor {name!r} has an axis of size 0")
+        return name, tuple(reversed(sizes)), type_number, offset
+
+    def _place(self, entries: list[tuple[str, tuple[int, ...], int, int]]) -> None:
+        """Check that every tensor lies inside the file, on its alignment."""
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+            raise self._broken(f"its alignment is {alignment!r}; a multiple of 8 is needed")
+        data_start = -(-self._at // alignment) * alignment
+        for name, shape, type_number, offset in entries:
+            if name in self.tensors:
+                raise self._broken(f"tensor {name!r} stands in it twice")
+            if offset % alignment:
+                raise self._broken(f"tensor {name!r} starts at {offset}, off its alignment")
+            tensor = GGUFTensor(name, shape, type_number, data_start + offset)
+            if type_number in BLOCK_TYPES:  # others are refused when they are asked for
+                if shape[-1] % tensor.type.elements:
+                    raise self._broken(
+                        f"rows of tensor {name!r} have {shape[-1]} numbers, not a multiple of "
+                        f"the {tensor.type.elements} in a block of {tensor.type.name}"
+                    )
+                if tensor.start + tensor.nbytes > len(self._map):
+                    raise self._broken(f"tensor {name!r} reaches past its end: it was cut short")
+            self.tensors[name] = tensor
+
+    # -- the tensors ------------------------------------------------------------------------
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The packed bytes of a tensor, one row of blocks a row; a view into the file."""
+        tensor = self.tensors[name]
+        flat = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start)
+        return flat.reshape(*tensor.shape[:-1], -1)
+
+    def float32(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor as 32-bit floats: a view where it is stored so, else dequantized."""
+        tensor, raw = self.tensors[name], self.raw(name)
+        if tensor.type.name == "F32":
+            return raw.view("<f4")
+        if tensor.type.name == "F16":
+            return raw.view("<f2").astype(np.float32)
+        if tensor.type.name == "BF16":  # the upper half of a float32
+            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        values: npt.NDArray[np.float32] = dequantize(raw, GGMLQuantizationType(tensor.type_number))
+        return values.reshape(tensor.shape)
+
+
+def _type_name(number: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    try:
+        return f"{GGMLQuantizationType(number).name}"
+    except ValueError:
+        return f"number {number}, which no version of the format knows"

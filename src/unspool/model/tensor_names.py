@@ -1,0 +1,111 @@
+"""What other people's files call the weights of a layer: the names that families share.
+
+`{p}` stands for a prefix that differs between exports of the same model, `{i}` for the layer and
+`{e}` for the expert.
+"""
+
+from __future__ import annotations
+
+from unspool.model.weights import Layout, Rule
+
+
+def layer(theirs: str, *ours: str, layout: Layout = "plain") -> tuple[Rule, Rule]:
+    """The weight and the bias of something inside a layer."""
+    return (
+        Rule(f"{theirs}.weight", tuple(f"layers.{{i}}.{o}.weight" for o in ours), layout),
+        Rule(f"{theirs}.bias", tuple(f"layers.{{i}}.{o}.bias" for o in ours), layout),
+    )
+
+
+def rules(*groups: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    return tuple(rule for group in groups for rule in group)
+
+
+ENDS = (
+    Rule("{p}embed_tokens.weight", ("embed.weight",)),
+    Rule("{p}norm.weight", ("norm.weight",)),
+    Rule("lm_head.weight", ("head.weight",)),
+    Rule("language_model.lm_head.weight", ("head.weight",)),
+    Rule("lm_head.bias", ("head.bias",)),
+)
+IN_LAYER = "{p}layers.{i}."
+ATTENTION = rules(
+    layer(IN_LAYER + "self_attn.q_proj", "attention.q"),
+    layer(IN_LAYER + "self_attn.k_proj", "attention.k"),
+    layer(IN_LAYER + "self_attn.v_proj", "attention.v"),
+    layer(IN_LAYER + "self_attn.o_proj", "attention.out"),
+    layer(IN_LAYER + "self_attn.q_norm", "attention.q_norm"),
+    layer(IN_LAYER + "self_attn.k_norm", "attention.k_norm"),
+)
+FEED = rules(
+    layer(IN_LAYER + "mlp.gate_proj", "feed.gate"),
+    layer(IN_LAYER + "mlp.up_proj", "feed.up"),
+    layer(IN_LAYER + "mlp.down_proj", "feed.down"),
+)
+NORMS_BEFORE = rules(
+    layer(IN_LAYER + "input_layernorm", "attention_norm"),
+    layer(IN_LAYER + "post_attention_layernorm", "feed_norm"),
+)
+NORMS_AFTER = rules(
+    layer(IN_LAYER + "post_attention_layernorm", "attention_post_norm"),
+    layer(IN_LAYER + "post_feedforward_layernorm", "feed_post_norm"),
+)
+NORMS_AROUND = rules(
+    layer(IN_LAYER + "input_layernorm", "attention_norm"),
+    NORMS_AFTER,
+    layer(IN_LAYER + "pre_feedforward_layernorm", "feed_norm"),
+)
+
+
+def experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    return (
+        Rule(f"{IN_LAYER}{router}.weight", ("layers.{i}.feed.router.weight",)),
+        Rule(f"{IN_LAYER}{gate}.weight", ("layers.{i}.feed.gate.weight",)),
+        Rule(f"{IN_LAYER}{up}.weight", ("layers.{i}.feed.up.weight",)),
+        Rule(f"{IN_LAYER}{down}.weight", ("layers.{i}.feed.down.weight",)),
+    )
+
+
+LLAMA = rules(ENDS, ATTENTION, NORMS_BEFORE, FEED)
+
+
+def gguf(*, interleaved: bool, plus_one: bool) -> tuple[Rule, ...]:
+    """llama.cpp's names, the same for every family.
+
+    `interleaved`: rows of queries and keys are ordered for a rotation of neighbours.
+    `plus_one`: norm weights are stored with the one already added.
+    """
+    turned: Layout = "interleaved" if interleaved else "plain"
+    norm: Layout = "plus_one" if plus_one else "plain"
+    return rules(
+        (
+            Rule("token_embd.weight", ("embed.weight",)),
+            Rule("position_embd.weight", ("position_embed.weight",)),
+            Rule("output_norm.weight", ("norm.weight",), norm),
+            Rule("output_norm.bias", ("norm.bias",)),
+            Rule("output.weight", ("head.weight",)),
+            Rule("output.bias", ("head.bias",)),
+        ),
+        layer("blk.{i}.attn_norm", "attention_norm", layout=norm),
+        layer("blk.{i}.attn_q", "attention.q", layout=turned),
+        layer("blk.{i}.attn_k", "attention.k", layout=turned),
+        layer("blk.{i}.attn_v", "attention.v"),
+        layer("blk.{i}.attn_qkv", "attention.q", "attention.k", "attention.v"),
+        layer("blk.{i}.attn_q_norm", "attention.q_norm", layout=norm),
+        layer("blk.{i}.attn_k_norm", "attention.k_norm", layout=norm),
+        layer("blk.{i}.attn_output", "attention.out"),
+        layer("blk.{i}.post_attention_norm", "attention_post_norm", layout=norm),
+        layer("blk.{i}.ffn_norm", "feed_norm", layout=norm),
+        layer("blk.{i}.ffn_gate", "feed.gate"),
+        layer("blk.{i}.ffn_up", "feed.up"),
+        layer("blk.{i}.ffn_up", "feed.gate", "feed.up"),  # Phi-3: both in one
+        layer("blk.{i}.ffn_down", "feed.down"),
+        layer("blk.{i}.post_ffw_norm", "feed_post_norm", layout=norm),
+        layer("blk.{i}.ffn_gate_inp", "feed.router"),
+        layer("blk.{i}.ffn_gate_exps", "feed.gate"),
+        layer("blk.{i}.ffn_up_exps", "feed.up"),
+        layer("blk.{i}.ffn_down_exps", "feed.down"),
+        layer("blk.{i}.ffn_gate.{e}", "feed.gate"),  # files from before experts were stacked
+        layer("blk.{i}.ffn_up.{e}", "feed.up"),
+        layer("blk.{i}.ffn_down.{e}", "feed.down"),
+    )

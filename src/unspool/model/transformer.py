@@ -1,0 +1,304 @@
+"""The transformer in plain torch: the specification that every faster path is tested against.
+
+Read it from `Transformer.forward` up: token numbers become vectors, each layer adds to them what
+attention and feed-forward have to say, the last vector is compared with every token's embedding.
+
+    model = Transformer(config)
+    logits = model(tokens)                        # every position, no memory
+    cache = model.new_cache(capacity=512)
+    logits = model(prompt, cache, last_only=True) # the prompt, keys and values kept
+    logits = model(next_token, cache)             # one more token, nothing computed twice
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unspool.model.config import ModelConfig
+from unspool.model.positions import sinusoidal
+
+# Attention looks at this many queries at a time, so that a long prompt needs no giant table.
+QUERIES_AT_ONCE = 256
+
+
+class Cache:
+    """Keys and values of the tokens so far, one pair of tensors a layer."""
+
+    def __init__(
+        self, config: ModelConfig, capacity: int, batch: int, dtype: torch.dtype, device: str
+    ) -> None:
+        shape = (batch, config.kv_heads, capacity, config.head_width)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.capacity = capacity
+        self.length = 0
+
+    def rewind(self, length: int) -> None:
+        """Forget every token from position `length` on; what lies behind is overwritten."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot rewind {self.length} tokens to {length}")
+        self.length = length
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm, computed in 32 bits whatever the weights are in."""
+
+    def __init__(self, config: ModelConfig, size: int, kind: str) -> None:
+        super().__init__()
+        self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if self.plus_one else 1.0))
+        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        if self.bias is not None:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        weight = self.weight.float()
+        wide = wide * (1 + weight if self.plus_one else weight)
+        if self.bias is not None:
+            wide = wide + self.bias.float()
+        return wide.to(x.dtype)
+
+
+def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate pairs of numbers (one of each half) by their angle; what is left over passes."""
+    width = cosine.shape[-1] * 2
+    first, second = x[..., : width // 2], x[..., width // 2 : width]
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+
+
+class Attention(nn.Module):
+    """Each position gathers from itself and the positions before it what it needs."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer, self.window = config, layer, config.window(layer)
+        width, out, shared = config.width, config.heads * config.head_width, config.kv_width
+        self.q = nn.Linear(width, out, bias=config.qkv_bias)
+        self.k = nn.Linear(width, shared, bias=config.qkv_bias)
+        self.v = nn.Linear(width, shared, bias=config.qkv_bias)
+        self.out = nn.Linear(out, width, bias=config.out_bias)
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if config.qk_norm != "none":
+            whole = config.qk_norm == "whole"
+            self.q_norm = Norm(config, out if whole else config.head_width, "rms")
+            self.k_norm = Norm(config, shared if whole else config.head_width, "rms")
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, cache: Cache | None
+    ) -> Tensor:
+        batch, count, _ = x.shape
+        query, key, value = self.q(x), self.k(x), self.v(x)
+        if self.config.qk_norm == "whole" and self.q_norm and self.k_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (self._heads(part) for part in (query, key, value))
+        if self.config.qk_norm == "head" and self.q_norm and self.k_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if angles is not None:
+            query, key = turn(query, *angles), turn(key, *angles)
+        start = 0
+        if cache is not None:
+            start, end = cache.length, cache.length + count
+            cache.keys[self.layer][:, :, start:end] = key
+            cache.values[self.layer][:, :, start:end] = value
+            key, value = cache.keys[self.layer][:, :, :end], cache.values[self.layer][:, :, :end]
+        mixed = torch.cat(
+            [
+                self._attend(query[:, :, at : at + QUERIES_AT_ONCE], key, value, start + at)
+                for at in range(0, count, QUERIES_AT_ONCE)
+            ],
+            dim=2,
+        )
+        return self.out(mixed.transpose(1, 2).reshape(batch, count, -1))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
+        """Softmax-weighted values for queries at positions `start`, `start + 1`, ..."""
+        count = query.shape[2]
+        # What no query here may see is not even read.
+        oldest = max(0, start + 1 - self.window) if self.window else 0
+        key, value = key[:, :, oldest : start + count], value[:, :, oldest : start + count]
+        # Several query heads share one key head: put them side by side as more queries.
+        group = self.config.heads // self.config.kv_heads
+        grouped = query.unflatten(1, (-1, group)).flatten(2, 3)
+        scores = (grouped @ key.transpose(-1, -2)).float() * self.config.scale
+        if self.config.attention_softcap:
+            scores = torch.tanh(scores / self.config.attention_softcap)
+            scores = scores * self.config.attention_softcap
+        ours = torch.arange(start, start + count, device=key.device).repeat(group)[:, None]
+        theirs = torch.arange(oldest, start + count, device=key.device)[None, :]
+        hidden = theirs > ours  # the causal mask: nobody sees what comes later
+        if self.window:
+            hidden = hidden | (theirs <= ours - self.window)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1).to(value.dtype)
+        return (weights @ value).unflatten(2, (group, count)).flatten(1, 2)
+
+
+def activate(kind: str, x: Tensor) -> Tensor:
+    if kind == "silu":
+        return functional.silu(x)
+    if kind == "relu":
+        return functional.relu(x)
+    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+class FeedForward(nn.Module):
+    """Each position by itself: widen, bend, and narrow again."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        width, inner, bias = config.width, config.ff_width, config.ff_bias
+        self.gate = nn.Linear(width, inner, bias=bias) if config.gated else None
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(activate(self.activation, self.up(x)))
+        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
+
+
+class Stacked(nn.Module):
+    """The same matrix of every expert, one above the other."""
+
+    def __init__(self, experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, rows, columns) * columns**-0.5)
+
+
+class Experts(nn.Module):
+    """Many feed-forwards, of which a router picks a few for each token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.gate = Stacked(config.experts, config.expert_width, config.width)
+        self.up = Stacked(config.experts, config.expert_width, config.width)
+        self.down = Stacked(config.experts, config.width, config.expert_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        chances = self.router(tokens).float().softmax(-1)
+        weights, chosen = chances.topk(self.config.experts_per_token, dim=-1)
+        if self.config.normalize_experts:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():  # only the experts that somebody asked for
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            picked = tokens[rows]
+            bent = activate(self.config.activation, picked @ self.gate.weight[expert].t())
+            answer = (bent * (picked @ self.up.weight[expert].t())) @ self.down.weight[expert].t()
+            total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
+        return total.view_as(x)
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each adding to the vector that passes through."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.parallel = config.parallel
+
+        def norm(wanted: bool) -> nn.Module:
+            return Norm(config, config.width, config.norm) if wanted else nn.Identity()
+
+        self.attention_norm = norm(config.norm_before)
+        self.attention = Attention(config, layer)
+        self.attention_post_norm = norm(config.norm_after)
+        self.feed_norm = norm(config.norm_before)
+        self.feed = Experts(config) if config.has_experts(layer) else FeedForward(config)
+        self.feed_post_norm = norm(config.norm_after)
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, cache: Cache | None
+    ) -> Tensor:
+        attended = self.attention_post_norm(self.attention(self.attention_norm(x), angles, cache))
+        between = x if self.parallel else x + attended
+        fed = self.feed_post_norm(self.feed(self.feed_norm(between)))
+        return x + attended + fed if self.parallel else between + fed
+
+
+class Transformer(nn.Module):
+    """Token numbers in, a logit for every token of the vocabulary out."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.position_embed: nn.Embedding | None = None
+        if config.positions == "learned":
+            self.position_embed = nn.Embedding(config.context, config.width)
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.layers))
+        self.norm = Norm(config, config.width, config.norm)
+        self.head: nn.Linear | None = None
+        if not config.tied:
+            self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
+
+    def new_cache(self, capacity: int, batch: int = 1) -> Cache:
+        weight = self.embed.weight
+        return Cache(self.config, capacity, batch, weight.dtype, str(weight.device))
+
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, *, last_only: bool = False
+    ) -> Tensor:
+        """Logits for `tokens` [batch, count], which continue what the cache holds."""
+        start, count = (cache.length if cache else 0), tokens.shape[1]
+        if cache is not None and start + count > cache.capacity:
+            raise ValueError(f"{start + count} tokens do not fit a cache of {cache.capacity}")
+        positions = np.arange(start, start + count)
+        angles = self._angles(positions, cache.capacity if cache else count)
+        x = self._embedded(tokens, positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, angles[index], cache)
+        if cache is not None:
+            cache.length = start + count
+        return self.logits(x[:, -1:] if last_only else x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What a vector that has passed the layers says about the next token."""
+        x = self.norm(x)
+        scores = self.head(x) if self.head else functional.linear(x, self.embed.weight)
+        if self.config.logit_softcap:
+            cap = self.config.logit_softcap
+            scores = torch.tanh(scores / cap) * cap
+        return scores
+
+    def _embedded(
+        self, tokens: Tensor, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        if self.config.embedding_scale != 1:
+            # Rounded to the weights' own precision first, as these models were trained.
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+        if self.position_embed is not None:
+            x = x + self.position_embed(torch.from_numpy(positions).to(tokens.device))
+        elif self.config.positions == "sinusoidal":
+            x = x + torch.from_numpy(sinusoidal(positions, self.config.width)).to(x)
+        return x
+
+    def _angles(
+        self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], length: int
+    ) -> list[tuple[Tensor, Tensor] | None]:
+        """Cosine and sine for each layer; layers that turn alike share one pair of tables."""
+        weight, made = self.embed.weight, {}
+        for rotary in {self.config.layer_rotary(layer) for layer in range(self.config.layers)}:
+            if rotary is not None:
+                cosine, sine = rotary.tables(positions, length)
+                made[rotary] = (
+                    torch.from_numpy(cosine).to(weight),
+                    torch.from_numpy(sine).to(weight),
+                )
+        turning = (self.config.layer_rotary(layer) for layer in range(self.config.layers))
+        return [made[rotary] if rotary is not None else None for rotary in turning]

@@ -1,0 +1,235 @@
+"""The names and shapes of a model's weights, and how files call and lay out the same numbers.
+
+`shapes(config)` lists our names in the order the data meets them. A `Rule` says where one or
+several of them stand in somebody else's file. Reading and writing use the same rules, so what
+can be loaded can be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from unspool.errors import ModelFileError
+from unspool.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+Layout = Literal["plain", "transposed", "per_head", "interleaved", "plus_one"]
+
+
+def shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every weight of the model by our name, with its shape."""
+    width, out = config.width, config.heads * config.head_width
+    found: dict[str, Shape] = {"embed.weight": (config.vocab_size, width)}
+    if config.positions == "learned":
+        found["position_embed.weight"] = (config.context, width)
+
+    def norm(name: str, size: int = width) -> None:
+        found[f"{name}.weight"] = (size,)
+        if config.norm == "layer":
+            found[f"{name}.bias"] = (size,)
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        found[f"{name}.weight"] = (rows, columns)
+        if bias:
+            found[f"{name}.bias"] = (rows,)
+
+    for layer in range(config.layers):
+        at = f"layers.{layer}"
+        if config.norm_before:
+            norm(f"{at}.attention_norm")
+        linear(f"{at}.attention.q", out, width, config.qkv_bias)
+        linear(f"{at}.attention.k", config.kv_width, width, config.qkv_bias)
+        linear(f"{at}.attention.v", config.kv_width, width, config.qkv_bias)
+        if config.qk_norm != "none":
+            whole = config.qk_norm == "whole"
+            found[f"{at}.attention.q_norm.weight"] = (out if whole else config.head_width,)
+            found[f"{at}.attention.k_norm.weight"] = (
+                config.kv_width if whole else config.head_width,
+            )
+        linear(f"{at}.attention.out", width, out, config.out_bias)
+        if config.norm_after:
+            norm(f"{at}.attention_post_norm")
+        if config.norm_before:
+            norm(f"{at}.feed_norm")
+        if config.has_experts(layer):
+            experts, inner = config.experts, config.expert_width
+            found[f"{at}.feed.router.weight"] = (experts, width)
+            found[f"{at}.feed.gate.weight"] = (experts, inner, width)
+            found[f"{at}.feed.up.weight"] = (experts, inner, width)
+            found[f"{at}.feed.down.weight"] = (experts, width, inner)
+        else:
+            if config.gated:
+                linear(f"{at}.feed.gate", config.ff_width, width, config.ff_bias)
+            linear(f"{at}.feed.up", config.ff_width, width, config.ff_bias)
+            linear(f"{at}.feed.down", width, config.ff_width, config.ff_bias)
+        if config.norm_after:
+            norm(f"{at}.feed_post_norm")
+    norm("norm")
+    if not config.tied:
+        linear("head", config.vocab_size, width, config.head_bias)
+    return found
+
+
+def parameter_count(config: ModelConfig) -> int:
+    total = 0
+    for shape in shapes(config).values():
+        size = 1
+        for axis in shape:
+            size *= axis
+        total += size
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One tensor of somebody's file (or one an expert) and the weights of ours it holds.
+
+    Names may contain {i} (the layer) and {e} (the expert). Several of ours in one of theirs
+    stand below each other, rows of the first on top.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    layout: Layout = "plain"
+
+    @property
+    def for_experts(self) -> bool:
+        return "{e}" in self.theirs or "_exps." in self.theirs
+
+
+Fetch = Callable[[str], "torch.Tensor | None"]
+
+
+def read_weights(
+    config: ModelConfig, rules: tuple[Rule, ...], fetch: Fetch
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of ours, found in a file by its rules; `fetch` gives their tensor or None."""
+    wanted = shapes(config)
+    by_name: dict[str, list[Rule]] = {}
+    for rule in rules:
+        for name in rule.ours:
+            by_name.setdefault(name, []).append(rule)
+    done: set[str] = set()
+    for name in wanted:
+        if name in done:
+            continue
+        layer, pattern = _pattern(name)
+        stacked = len(wanted[name]) == 3  # the matrices of all experts
+        candidates = [r for r in by_name.get(pattern, []) if r.for_experts == stacked]
+        for rule in candidates:
+            parts = [part.replace("{i}", layer) for part in rule.ours]
+            if not all(part in wanted for part in parts):
+                continue
+            whole = _fetch_rule(rule, layer, config, fetch)
+            if whole is None:
+                continue
+            pieces = _split(rule, whole, [wanted[part] for part in parts], config)
+            for part, piece in zip(parts, pieces, strict=True):
+                if tuple(piece.shape) != wanted[part]:
+                    raise ModelFileError(
+                        f"tensor {rule.theirs.replace('{i}', layer)} has shape "
+                        f"{tuple(piece.shape)} where the model's settings need {wanted[part]}; "
+                        "the settings and the weights do not belong together"
+                    )
+                done.add(part)
+                yield part, piece
+            break
+        else:
+            tried = [rule.theirs.replace("{i}", layer) for rule in candidates]
+            raise ModelFileError(
+                f"the checkpoint lacks {' or '.join(tried) or name}, which a "
+                f"{config.family} model needs; it is incomplete"
+            )
+
+
+def write_weights(
+    config: ModelConfig, rules: tuple[Rule, ...], weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The same weights under their names: the first rule that fits each one."""
+    wanted = shapes(config)
+    theirs: dict[str, torch.Tensor] = {}
+    done: set[str] = set()
+    for name in wanted:
+        if name in done:
+            continue
+        layer, pattern = _pattern(name)
+        for rule in rules:
+            parts = [part.replace("{i}", layer) for part in rule.ours]
+            fits = pattern in rule.ours and rule.for_experts == (len(wanted[name]) == 3)
+            if fits and all(part in wanted for part in parts):
+                done.update(parts)
+                whole = _join(rule, [weights[part] for part in parts], config)
+                their_name = rule.theirs.replace("{i}", layer)
+                if "{e}" in their_name:
+                    for expert, piece in enumerate(whole):
+                        theirs[their_name.replace("{e}", str(expert))] = piece.contiguous()
+                else:
+                    theirs[their_name] = whole.contiguous()
+                break
+        else:
+            raise ModelFileError(f"a {config.family} checkpoint has no place for {name}")
+    return theirs
+
+
+def _pattern(name: str) -> tuple[str, str]:
+    """'layers.3.feed.up.weight' -> ('3', 'layers.{i}.feed.up.weight')"""
+    if not name.startswith("layers."):
+        return "", name
+    _, layer, rest = name.split(".", 2)
+    return layer, "layers.{i}." + rest
+
+
+def _fetch_rule(rule: Rule, layer: str, config: ModelConfig, fetch: Fetch) -> torch.Tensor | None:
+    name = rule.theirs.replace("{i}", layer)
+    if "{e}" not in name:
+        return fetch(name)
+    experts = [fetch(name.replace("{e}", str(expert))) for expert in range(config.experts)]
+    found = [expert for expert in experts if expert is not None]
+    if len(found) != config.experts:
+        return None
+    import torch
+
+    return torch.stack(found)
+
+
+def _split(
+    rule: Rule, whole: torch.Tensor, parts: list[Shape], config: ModelConfig
+) -> list[torch.Tensor]:
+    if rule.layout == "transposed" and whole.ndim == 2:
+        whole = whole.t()
+    elif rule.layout == "plus_one":
+        whole = whole - 1
+    elif rule.layout == "interleaved":  # llama.cpp pairs neighbours, we pair halves of a head
+        pairs = whole.reshape(-1, config.head_width // 2, 2, *whole.shape[1:])
+        whole = pairs.transpose(1, 2).reshape(whole.shape)
+    elif rule.layout == "per_head":  # q, k and v of head 0, then of head 1, ...
+        heads = whole.reshape(config.heads, 3, config.head_width, *whole.shape[1:])
+        whole = heads.transpose(0, 1).reshape(whole.shape)
+    if len(parts) == 1:
+        return [whole]
+    rows = [shape[0] for shape in parts]
+    if sum(rows) != whole.shape[0]:
+        return [whole] * len(parts)  # the caller sees that the shapes differ and says so
+    return list(whole.split(rows))
+
+
+def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    import torch
+
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if rule.layout == "transposed" and whole.ndim == 2:
+        return whole.t()
+    if rule.layout == "plus_one":
+        return whole + 1
+    if rule.layout == "interleaved":
+        halves = whole.reshape(-1, 2, config.head_width // 2, *whole.shape[1:])
+        return halves.transpose(1, 2).reshape(whole.shape)
+    if rule.layout == "per_head":
+        stacked = whole.reshape(3, config.heads, config.head_width, *whole.shape[1:])
+        return stacked.transpose(0, 1).reshape(whole.shape)
+    return whole
