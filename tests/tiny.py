@@ -48,9 +48,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "llama-linear": _named("Llama", **_rope("linear", factor=4.0)),
     "llama-dynamic": _named("Llama", **_rope("dynamic", factor=4.0)),
-    "llama-yarn": _named(
-        "Llama", **_rope("yarn", factor=4.0, original_max_position_embeddings=32)
-    ),
+    "llama-yarn": _named("Llama", **_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
     "llama-llama3": _named(
         "Llama",
         **_rope(
@@ -63,9 +61,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "mistral": _named("Mistral", sliding_window=7),
     "qwen2": _named("Qwen2"),
-    "qwen2-window": _named(
-        "Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=2
-    ),
+    "qwen2-window": _named("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=2),
     "qwen3": _named("Qwen3", head_dim=16, tie_word_embeddings=True),
     "gemma2": _named("Gemma2", head_dim=16, sliding_window=7, query_pre_attn_scalar=20),
     "gemma2-file": _named("Gemma2", head_dim=16, sliding_window=7, query_pre_attn_scalar=16),

@@ -119,7 +119,8 @@ class ModelConfig:
 
     def _need(self, holds: bool, name: str, wanted: str) -> None:
         if not holds:
-            value = getattr(self.rotary, name.removeprefix("rotary."), getattr(self, name, None))
+            owner = self.rotary if name.startswith("rotary.") else self
+            value = getattr(owner, name.removeprefix("rotary."), None)
             raise ModelFileError(
                 f"the model's settings make no sense: {name} is {value!r}, and must be {wanted}"
             )

@@ -111,7 +111,8 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
 
 def _end_ids(raw: Raw) -> tuple[int, ...]:
     ends = raw.get("eos_token_id")
-    return tuple(int(e) for e in (ends if isinstance(ends, list) else [ends]) if e is not None)
+    several = ends if isinstance(ends, list | tuple) else [ends]
+    return tuple(int(end) for end in several if end is not None)
 
 
 def _unrotated(full: Raw, layers: int) -> tuple[int, ...]:

@@ -1,0 +1,185 @@
+"""Folders and files that are not what they should be: each a sentence that says what to do."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from unspool.errors import ModelFileError
+from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.config_hf import config_from_hf
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.save("llama", tmp_path)
+    return tmp_path
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v != "gone"}))
+
+
+def refused(folder: Path, words: str) -> None:
+    with pytest.raises(ModelFileError, match=words) as caught:
+        load_transformer(open_checkpoint(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing(tmp_path: Path):
+    refused(tmp_path / "nothing", "no such file")
+    refused(tmp_path, r"no \.safetensors or \.gguf")
+
+
+def test_pickles_are_refused_with_the_reason(tmp_path: Path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "run",))
+
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(pickle.dumps(Evil()))
+    refused(file, "runs any code")
+    refused(tmp_path, "runs any code")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mamba"}, "'mamba' are not supported; these are: llama"),
+        ({"model_type": "gone"}, "model_type"),
+        ({"hidden_size": -4}, "hidden_size is -4"),
+        ({"hidden_size": 10**12}, "width is 1000000000000"),
+        ({"hidden_size": "many"}, "hidden_size is 'many'"),
+        ({"num_hidden_layers": 10**9}, "layers is 1000000000"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 4}, "kv_heads is 4"),
+        ({"vocab_size": "gone"}, "lacks 'vocab_size'"),
+        ({"rms_norm_eps": -1.0}, "norm_eps is -1.0"),
+        ({"rms_norm_eps": "small"}, "cannot be understood"),
+        ({"hidden_act": "mish"}, "'mish' is not supported"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "'spiral' is not supp"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "cannot be understood"),
+        ({"rope_parameters": [1]}, "cannot be understood"),
+        ({"hidden_size": 96}, "do not belong together"),
+        ({"num_hidden_layers": 5}, "lacks .*layers.4"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
+    ],
+)
+def test_impossible_settings(folder: Path, changes: dict[str, Any], words: str):
+    change_config(folder, **changes)
+    refused(folder, words)
+
+
+def test_settings_in_the_words_of_older_versions(folder: Path):
+    """Before version 5 transformers wrote rope_theta and rope_scaling; both read the same."""
+    scaling = {"rope_type": "linear", "factor": 3.0}
+    change_config(folder, rope_parameters={**scaling, "rope_theta": 5e5})
+    new = open_checkpoint(folder).config
+    change_config(folder, rope_parameters="gone", rope_theta=5e5, rope_scaling=scaling)
+    assert open_checkpoint(folder).config == new
+    change_config(folder, rope_scaling={"type": "linear", "factor": 3.0})
+    assert open_checkpoint(folder).config == new
+    assert new.rotary is not None and new.rotary.base == 5e5 and new.rotary.factor == 3.0
+
+
+def test_gemma3_as_the_older_versions_and_the_pictures_model_write_it():
+    text = {
+        "hidden_size": 64, "num_hidden_layers": 7, "intermediate_size": 128, "sliding_window": 5,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 100,
+    }  # fmt: skip
+    config = config_from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    assert config.windows == (5, 5, 5, 5, 5, 0, 5)
+    assert config.end_ids == (1, 106)
+    first, sixth = config.layer_rotary(0), config.layer_rotary(5)
+    assert first is not None and sixth is not None
+    assert (first.base, first.scaling) == (1e4, "none")
+    assert (sixth.base, sixth.scaling, sixth.factor) == (1e6, "linear", 8.0)
+    assert (config.heads, config.kv_heads, config.head_width) == (8, 4, 256)
+
+
+def test_broken_json(folder: Path):
+    (folder / "config.json").write_text("{" * 100_000)
+    refused(folder, "not valid JSON")
+    (folder / "config.json").write_text("[1, 2]")
+    refused(folder, "holds a list")
+
+
+def test_truncated_weights(folder: Path):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(folder, "not a usable safetensors file")
+
+
+def test_numbers_that_are_none(folder: Path):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, file)
+    refused(folder, r"layers\.1\.feed\.up\.weight holds NaN")
+
+
+def test_whole_numbers_are_refused(folder: Path):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.ones(48, dtype=torch.int8)
+    save_file(tensors, file)
+    refused(folder, "holds int8 numbers")
+
+
+def test_shards_stay_in_their_folder(folder: Path):
+    names = load_file(folder / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../../etc/passwd")}))
+    refused(folder, "not a plain file name")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-2.safetensors")}))
+    refused(folder, "model-2.safetensors is missing")
+    index.write_text(json.dumps({"weight_map": []}))
+    refused(folder, "no weight_map")
+
+
+def test_half_precision_weights(folder: Path):
+    tiny.make("llama").half().save_pretrained(folder)
+    loaded = load_transformer(open_checkpoint(folder))
+    assert loaded.embed.weight.dtype == torch.float32
+    narrow = load_transformer(open_checkpoint(folder), dtype="bfloat16")
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert (loaded(tokens) - narrow(tokens)).abs().max() < 0.5
+    assert narrow(tokens).dtype == torch.bfloat16
+
+
+@settings(max_examples=150, deadline=5000, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_fuzzed_safetensors_never_crash(data: st.DataObject, tmp_path_factory):
+    """Cut, flip and overwrite the file's header: a sentence, or a model."""
+    folder = tmp_path_factory.getbasetemp() / "fuzzed-safetensors"
+    if not folder.exists():
+        tiny.save("llama", folder)
+        (folder / "model.safetensors").rename(folder / "whole")
+    content = bytearray((folder / "whole").read_bytes())
+    length = struct.unpack_from("<Q", content)[0]
+    for _ in range(data.draw(st.integers(1, 3))):
+        if data.draw(st.booleans()):
+            content[data.draw(st.integers(0, length))] = data.draw(st.integers(0, 255))
+        else:
+            content[:8] = struct.pack("<Q", data.draw(st.integers(0, 2**64 - 1)))
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))]
+    (folder / "model.safetensors").write_bytes(content)
+    try:
+        load_transformer(open_checkpoint(folder))
+    except ModelFileError as error:
+        assert "\n" not in str(error)

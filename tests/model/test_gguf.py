@@ -1,0 +1,222 @@
+"""The GGUF reader: every type it claims, against the gguf package; and files made to break it."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from unspool.errors import ModelFileError
+from unspool.model.checkpoint import open_checkpoint
+from unspool.model.gguf import BLOCK_TYPES, GGUFFile
+
+
+def write_gguf(path: Path, tensors: dict[str, tuple[np.ndarray, int]], **metadata: object) -> Path:
+    """A small GGUF file, written by the gguf package."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        name = key.replace("__", ".")
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, int(value))  # type: ignore[call-overload]
+    for name, (data, number) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(number))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def random_blocks(number: int, rows: int, columns: int) -> np.ndarray:
+    """Random packed rows of a type, without scales that are infinite or not a number."""
+    kind = BLOCK_TYPES[number]
+    values = np.random.default_rng(number).standard_normal((rows, columns)).astype(np.float32)
+    if kind.name == "F32":
+        return values
+    if kind.name == "F16":
+        return values.astype(np.float16)
+    try:
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType(number))
+    except NotImplementedError:  # the K types cannot be written in Python: take random bits
+        bits = np.random.default_rng(number)
+        shape = (rows, columns // kind.elements * kind.size)
+        # 0x3F as the high byte of a half is no NaN and no infinity, wherever the scales lie.
+        return bits.integers(0, 0x3F, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("number", BLOCK_TYPES, ids=lambda n: BLOCK_TYPES[n].name)
+def test_every_type_reads_as_the_gguf_package_reads_it(number: int, tmp_path: Path):
+    blocks = random_blocks(number, rows=3, columns=512)
+    path = write_gguf(tmp_path / "a.gguf", {"first": (blocks, number), "second": (blocks, number)})
+    file = GGUFFile(path)
+    reader = gguf.GGUFReader(path)
+    for theirs in reader.tensors:
+        expected = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
+        ours = file.float32(theirs.name)
+        assert ours.shape == (3, 512)
+        assert ours.dtype == np.float32
+        np.testing.assert_array_equal(ours, expected)
+        assert np.isfinite(ours).all() and ours.std() > 0
+
+
+def test_quantization_by_hand(tmp_path: Path):
+    """Q4_0 and Q8_0 from their definition, so that not only gguf vouches for gguf."""
+    scale, nibbles = np.float16(0.5), np.arange(16, dtype=np.uint8)
+    block = np.concatenate([np.array([scale]).view(np.uint8), nibbles | (nibbles[::-1] << 4)])
+    path = write_gguf(tmp_path / "a.gguf", {"x": (block[None], 2)})
+    expected = np.concatenate([nibbles, nibbles[::-1]]).astype(np.float32) - 8
+    np.testing.assert_array_equal(GGUFFile(path).float32("x")[0], expected * 0.5)
+    whole = np.arange(-16, 16, dtype=np.int8)
+    block = np.concatenate([np.array([scale]).view(np.uint8), whole.view(np.uint8)])
+    path = write_gguf(tmp_path / "b.gguf", {"x": (block[None], 8)})
+    np.testing.assert_array_equal(GGUFFile(path).float32("x")[0], whole * np.float32(0.5))
+
+
+def test_metadata_of_every_kind(tmp_path: Path):
+    path = write_gguf(
+        tmp_path / "a.gguf",
+        {},
+        a__text="Grüße 🌿",
+        a__number=7,
+        a__float=0.5,
+        a__texts=["one", "", "drei"],
+        a__numbers=[1, 2, 3],
+    )
+    found = GGUFFile(path).metadata
+    assert found["a.text"] == "Grüße 🌿"
+    assert (found["a.number"], found["a.float"]) == (7, 0.5)
+    assert found["a.texts"] == ["one", "", "drei"]
+    assert found["a.numbers"].tolist() == [1, 2, 3]
+
+
+def test_unsupported_type_is_named(tmp_path: Path):
+    block = np.zeros((1, 66), np.uint8)  # one block of 256 numbers
+    path = write_gguf(tmp_path / "a.gguf", {"blk.0.attn_q.weight": (block, 16)})
+    with pytest.raises(ModelFileError, match=r"blk\.0\.attn_q\.weight has type IQ2_XXS"):
+        GGUFFile(path).float32("blk.0.attn_q.weight")
+
+
+def test_unsupported_architecture_is_named(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelFileError, match=r"'mamba' are not supported; these are: .*llama"):
+        open_checkpoint(tmp_path / "a.gguf")
+
+
+HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"GGU", "begins with"),
+        (b"PK\x03\x04" * 10, "begins with"),
+        (b"GGUF\x03\x00\x00\x00", "ends in the middle"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version is 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "metadata entries, more than"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "tensors, more than"),
+        (HEADER[:16] + struct.pack("<QQ", 1, 2**62) + b"key" * 9, "characters of text, more than"),
+        # one key, an array of 2**40 numbers
+        (
+            HEADER[:16] + struct.pack("<QQ", 1, 1) + b"k" + struct.pack("<IIQ", 9, 4, 2**40),
+            "numbers in an array, more than",
+        ),
+        # one key of an unknown type
+        (HEADER[:16] + struct.pack("<QQ", 1, 1) + b"k" + struct.pack("<IQ", 99, 0), "type 99"),
+        # a tensor far outside
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"t"
+            + struct.pack("<IQIQ", 1, 32, 0, 2**40) + b"\0" * 64,
+            "reaches past its end",
+        ),
+        # a tensor of 2**63 numbers
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"t"
+            + struct.pack("<IQIQ", 1, 2**63, 0, 0) + b"\0" * 64,
+            "reaches past its end",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"t"
+            + struct.pack("<IQIQ", 1, 0, 0, 0) + b"\0" * 64,
+            "axis of size 0",
+        ),
+    ],
+)  # fmt: skip
+def test_broken_files_end_in_a_sentence(content: bytes, words: str, tmp_path: Path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=words) as caught:
+        GGUFFile(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def small_file(folder: Path) -> bytes:
+    blocks = random_blocks(3, rows=2, columns=64)
+    return write_gguf(
+        folder / "whole.gguf",
+        {"token_embd.weight": (blocks, 3), "x": (random_blocks(0, 1, 8), 0)},
+        llama__block_count=1,
+        tokenizer__tokens=["a", "b", "c"],
+        tokenizer__scores=[1.0, 2.0],
+    ).read_bytes()
+
+
+@settings(max_examples=400, deadline=2000, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_fuzzed_files_never_crash_or_grow(data: st.DataObject, tmp_path_factory):
+    """Cut, flip and overwrite: a sentence or a readable file, and no large allocation."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    content = bytearray(small_file(folder))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 8))
+        if data.draw(st.booleans()):
+            content[at] = data.draw(st.integers(0, 255))
+        else:  # a whole number: where a count or an offset may stand
+            value = data.draw(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
+            content[at : at + 8] = struct.pack("<Q", value)
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))]
+    path = folder / "broken.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        file = GGUFFile(path)
+        for name in file.tensors:
+            file.float32(name)
+        open_checkpoint(path)
+    except ModelFileError as error:
+        assert "\n" not in str(error)
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 50_000_000
+
+
+@settings(max_examples=200, deadline=2000)
+@given(st.binary(max_size=300))
+@example(b"GGUF")
+def test_random_bytes(content: bytes):
+    from tempfile import NamedTemporaryFile
+
+    with NamedTemporaryFile(suffix=".gguf") as handle:
+        handle.write(HEADER[:8] + content)
+        handle.flush()
+        with pytest.raises(ModelFileError):
+            open_checkpoint(handle.name)

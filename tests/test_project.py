@@ -1,0 +1,123 @@
+"""The project holds its own rules: who imports whom, types, style, a quick import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "unspool"
+
+# Each part, and the parts it may import. Nothing imports upward.
+MAY_IMPORT = {
+    "errors": set(),
+    "text": {"errors"},
+    "model": {"errors"},
+    "sampling": {"errors"},
+    "backends": {"errors", "model"},
+    "engine": {"errors", "text", "backends", "sampling"},
+    "lm": {"errors", "text", "model", "backends", "sampling", "engine"},
+    "conversation": {"errors", "backends", "engine", "lm"},
+    "cli": {"errors", "text", "model", "engine", "lm", "conversation", "__init__"},
+    "__init__": {"errors", "text", "engine", "lm"},
+    "__main__": {"cli"},
+}
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_parts(file: Path) -> set[str]:
+    """The parts of Unspool that a file imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are written out in full"
+            names = [node.module or ""]
+            if node.module == "unspool":
+                names = [f"unspool.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "unspool":
+                part = name.split(".")[1] if "." in name else "__init__"
+                known = (SOURCE / part).exists() or (SOURCE / f"{part}.py").exists()
+                found.add(part if known else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda f: str(f.name))
+def test_nothing_imports_upward(file: Path):
+    part = part_of(file)
+    assert part in MAY_IMPORT, f"{part} has no place in the order of parts"
+    assert imported_parts(file) - {part} <= MAY_IMPORT[part]
+
+
+def test_importing_unspool_is_light():
+    code = (
+        "import unspool, sys; print(*[m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+def test_help_does_not_load_torch():
+    code = (
+        "import sys; from unspool.cli.main import _exit_code; _exit_code(['--help']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_core_imports_with_few_packages():
+    """Where only torch, numpy, safetensors, tokenizers and jinja2 are there, models still run."""
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('typer', 'rich', 'gguf', 'huggingface_hub', 'filelock', 'click'):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+import unspool
+unspool.load
+import unspool.conversation
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_lint_and_format():
+    for arguments in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *arguments, "src", "tests", "bench"],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_types():
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_files_stay_short():
+    long = {
+        str(file.relative_to(ROOT)): lines
+        for file in [*SOURCE.rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+        if (lines := len(file.read_text(encoding="utf-8").splitlines())) > 450
+    }
+    assert not long
+
+
+def test_ci_runs_the_command_in_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"^(python3 -m venv .*pytest.*)$", readme, re.MULTILINE)
+    assert command, "the README shows one command that sets up and passes the tests"
+    assert "README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
