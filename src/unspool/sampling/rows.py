@@ -1,0 +1,124 @@
+"""What the stages know about each row of a batch besides its logits.
+
+`RowInput` is what a caller says about a row at one step. `RowSettings` holds the settings of many
+rows as columns, made once for a batch and used at every step. `Rows` is the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unspool.sampling.arrays import Array, operations
+from unspool.sampling.draw import uniforms
+from unspool.sampling.settings import SamplingSettings
+
+Tokens = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """What a stage carries from one token to the next; kept per token, so that rewinding works."""
+
+    mirostat_mu: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """One row at one step.
+
+    `history` is every token so far, prompt first; a numpy array spares a conversion at each step.
+    `position` is that of the token to be picked, by default the next one. `forbidden` are tokens
+    that may not be picked at this step, whatever the settings say.
+    """
+
+    history: Sequence[int] | Tokens = ()
+    prompt_length: int = 0
+    sample: int = 0
+    position: int | None = None
+    state: StageState | None = None
+    forbidden: Sequence[int] = ()
+
+
+class RowSettings:
+    """Many rows' settings, as columns in the kind of array that the logits are."""
+
+    def __init__(self, settings: Sequence[SamplingSettings]) -> None:
+        self.settings = tuple(settings)
+        self._columns: dict[tuple[str, Any, Any], Array] = {}
+
+    def column(self, name: str, like: Array) -> Array:
+        """A setting of every row, [rows, 1], float in the type of `like`."""
+        key = (name, like.dtype, getattr(like, "device", None))
+        if key not in self._columns:
+            values = np.array([[float(getattr(s, name))] for s in self.settings])
+            self._columns[key] = operations(like).like(values, like)
+        return self._columns[key]
+
+
+class Rows:
+    """The rows of one step: their settings, and what was said about them."""
+
+    def __init__(self, settings: RowSettings, inputs: Sequence[RowInput]) -> None:
+        self._columns = settings
+        self.settings = settings.settings
+        self.inputs = inputs
+        self._histories: list[Tokens] | None = None
+        self._counts: tuple[Tokens, Tokens, Tokens] | None = None
+
+    def column(self, name: str, like: Array) -> Array:
+        """A setting of every row, [rows, 1]."""
+        return self._columns.column(name, like)
+
+    @property
+    def histories(self) -> list[Tokens]:
+        if self._histories is None:
+            self._histories = [np.asarray(row.history, dtype=np.int64) for row in self.inputs]
+        return self._histories
+
+    def counts(self, vocabulary: int) -> tuple[Tokens, Tokens, Tokens]:
+        """Which tokens the penalties see, and how often: flat row numbers, tokens, counts."""
+        if self._counts is None:
+            keys = []
+            for row, history in enumerate(self.histories):
+                settings = self.settings[row]
+                start = 0 if settings.penalize_prompt else self.inputs[row].prompt_length
+                if settings.penalty_window >= 0:
+                    start = max(start, len(history) - settings.penalty_window)
+                keys.append(known(history[start:], vocabulary) + row * vocabulary)
+            every = keys[0] if len(keys) == 1 else np.concatenate(keys)
+            every.sort()
+            fresh = np.ones(every.size + 1, bool)  # where another token begins, and at the end
+            np.not_equal(every[1:], every[:-1], out=fresh[1:-1])
+            starts = np.flatnonzero(fresh)
+            found = every[starts[:-1]]
+            rows = found // vocabulary
+            self._counts = rows, found - rows * vocabulary, starts[1:] - starts[:-1]
+        return self._counts
+
+    def uniform(self, stream: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The draw of every row at its position; [rows]."""
+        inputs = self.inputs
+        return uniforms(
+            [s.seed for s in self.settings],
+            [row.sample for row in inputs],
+            [len(row.history) if row.position is None else row.position for row in inputs],
+            stream,
+        )
+
+    def mirostat_mu(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Mirostat's bound of every row, [rows, 1]: what was carried here, or 2·tau at first."""
+        pairs = zip(self.inputs, self.settings, strict=True)
+        return np.array(
+            [[r.state.mirostat_mu if r.state else 2.0 * s.mirostat_tau] for r, s in pairs]
+        )
+
+
+def known(tokens: Tokens, vocabulary: int) -> Tokens:
+    """Those that are in the vocabulary: an embedding may have more rows than the head gives."""
+    if tokens.size and (tokens.max() >= vocabulary or tokens.min() < 0):
+        return tokens[(tokens >= 0) & (tokens < vocabulary)]
+    return tokens

@@ -1,0 +1,72 @@
+"""Small helpers that the sampling tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unspool.sampling import STAGES, Candidates, RowInput, Rows, SamplingSettings
+from unspool.sampling.rows import RowSettings
+
+Matrix = np.ndarray[Any, Any]
+
+
+def neutral(**options: Any) -> SamplingSettings:
+    """Settings in which nothing is on but what is given."""
+    off: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return SamplingSettings(**(off | options))
+
+
+def apply(
+    name: str,
+    logits: Any,
+    settings: SamplingSettings | Sequence[SamplingSettings],
+    rows: Sequence[RowInput] | None = None,
+) -> Candidates:
+    """One stage by itself, on logits [rows, vocabulary]."""
+    many = [settings] * len(logits) if isinstance(settings, SamplingSettings) else list(settings)
+    said = [RowInput()] * len(logits) if rows is None else list(rows)
+    with np.errstate(all="ignore"):
+        return STAGES[name].apply(Candidates(logits), Rows(RowSettings(many), said))
+
+
+def dense(candidates: Candidates) -> Matrix:
+    """The logits over the whole vocabulary, -inf where removed."""
+    logits = candidates.ops.host(candidates.logits)
+    if candidates.ids is None:
+        return logits
+    full = np.full((candidates.rows, candidates.vocabulary), -np.inf)
+    ids = candidates.ops.host(candidates.ids)
+    for row in range(candidates.rows):
+        kept = logits[row] > -np.inf
+        full[row, ids[row][kept]] = logits[row][kept]
+    return full
+
+
+def softmax(logits: Matrix) -> Matrix:
+    logits = np.asarray(logits, dtype=np.float64)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def after(
+    name: str,
+    probabilities: Sequence[float],
+    settings: SamplingSettings,
+    history: Sequence[int] = (),
+) -> Matrix:
+    """The probabilities that a stage makes of given ones."""
+    logits = np.log(np.array([probabilities], dtype=np.float32))
+    return softmax(dense(apply(name, logits, settings, [RowInput(history=history)])))[0]
+
+
+def random_logits(seed: int, rows: int, width: int, spread: float = 3.0) -> Matrix:
+    """Logits as models give them: a bell, and a few that stand out."""
+    generator = np.random.default_rng(seed)
+    logits = generator.standard_normal((rows, width)) * spread
+    for row in range(rows):
+        few = generator.integers(0, width, 5)
+        logits[row, few] += generator.exponential(spread, 5)
+    return logits.astype(np.float32)
