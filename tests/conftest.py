@@ -5,8 +5,39 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import assets`
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """Where the default model lies; fetched the first time."""
+    from unspool.model.hub import find_model
+
+    return find_model(None, progress=False)
+
+
+@pytest.fixture(scope="session")
+def lm(default_model: Path) -> Any:
+    """The default model, loaded once for the whole run."""
+    import unspool
+
+    return unspool.load(default_model)
+
+
+@pytest.fixture(scope="session")
+def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny random model without a vocabulary: quick, for everything that needs only ids."""
+    import tiny
+
+    import unspool
+
+    folder = tmp_path_factory.mktemp("tiny-lm")
+    tiny.save("llama", folder)
+    return unspool.load(folder)

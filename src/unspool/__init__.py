@@ -1,0 +1,56 @@
+"""Unspool: text unspools from a language model one token at a time, every step visible.
+
+    import unspool
+    lm = unspool.load()
+    print(lm.generate("Once upon a time"))
+
+Importing this package is quick: nothing heavy is loaded before a model is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
+
+if TYPE_CHECKING:
+    from unspool.engine.steps import Generation, Score, Step
+    from unspool.lm import LanguageModel, load
+    from unspool.text.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ContextError",
+    "Generation",
+    "LanguageModel",
+    "ModelFileError",
+    "Score",
+    "SettingsError",
+    "Step",
+    "Tokenizer",
+    "UnspoolError",
+    "__version__",
+    "load",
+]
+
+_HOME_OF = {
+    "load": "unspool.lm",
+    "LanguageModel": "unspool.lm",
+    "Generation": "unspool.engine.steps",
+    "Score": "unspool.engine.steps",
+    "Step": "unspool.engine.steps",
+    "Tokenizer": "unspool.text.tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'unspool' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m unspool` is `unspool`."""
+
+from unspool.cli import main
+
+main()

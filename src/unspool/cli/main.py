@@ -1,0 +1,102 @@
+"""Where every command starts: which one was meant, and how mistakes are told.
+
+A mistake of the user's is one line on stderr and exit code 2. Ctrl-C is exit code 130, with what
+was written so far left on the screen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from unspool import __version__
+from unspool.cli.chat import chat
+from unspool.cli.models import models
+from unspool.cli.run import run
+from unspool.cli.score import score
+from unspool.cli.tokenize import tokenize
+from unspool.errors import UnspoolError
+
+# Typer may carry its own copy of click: take the exceptions from what it shows.
+UsageError: Any = typer.BadParameter.__base__
+ClickException: Any = UsageError.__base__
+
+app = typer.Typer(
+    name="unspool",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel="Write")(run)
+app.command(rich_help_panel="Write")(chat)
+app.command(rich_help_panel="Look")(tokenize)
+app.command(rich_help_panel="Look")(score)
+app.add_typer(models, name="models", rich_help_panel="Models")
+
+_COMMANDS = ("run", "chat", "tokenize", "score", "models")
+_OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
+
+
+@app.callback(
+    epilog='Examples:  unspool "Why do leaves change color in fall?"   ·   '
+    'unspool "Once upon a time" --raw --probs   ·   cat notes.txt | unspool "Summarize:"'
+)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Say the version.")] = False,
+) -> None:
+    """Text unspools from a language model one token at a time. See every step.
+
+    [b]unspool "a prompt"[/b] is short for [b]unspool run "a prompt"[/b].
+    """
+    if version:
+        print(f"unspool {__version__}")
+        raise typer.Exit
+
+
+def with_command(arguments: Sequence[str], piped: bool) -> list[str]:
+    """Put in the `run` that was left out: `unspool "prompt"`, `unspool -t 0 "prompt"`."""
+    if not arguments:
+        return ["run"] if piped else ["--help"]
+    first = arguments[0]
+    if first in _COMMANDS or first in _OWN_OPTIONS or first.startswith("--show-completion"):
+        return list(arguments)
+    return ["run", *arguments]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    piped = not sys.stdin.isatty() if sys.stdin else False
+    sys.exit(_exit_code(with_command(given, piped)))
+
+
+def _exit_code(arguments: list[str]) -> int:
+    try:
+        result = app(args=arguments, prog_name="unspool", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except UnspoolError as error:
+        return _say(str(error))
+    except ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return 0  # the help has been shown already
+        context = error.ctx if isinstance(error, UsageError) else None
+        command = context.command_path if context else "unspool"
+        return _say(f"{error.format_message().rstrip('.')}; see {command} --help")
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone: nothing left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _say(message: str) -> int:
+    line = " ".join(message.split())
+    print(f"unspool: {line}", file=sys.stderr)
+    return 2

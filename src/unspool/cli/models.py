@@ -1,0 +1,120 @@
+"""`unspool models`: what is on this machine, what it is, and getting more."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from unspool.cli import options as o
+
+models = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="List models, fetch one, look at what one is.",
+    epilog="Examples:  unspool models list   ·   unspool models pull   ·   "
+    "unspool models info model.gguf",
+)
+
+
+@models.command("list")
+def list_models() -> None:
+    """The models on this machine.
+
+    [b]Example[/b]
+
+      unspool models list
+    """
+    from rich.table import Table
+
+    from unspool.cli.show import out
+    from unspool.model.hub import cached_models
+
+    found = cached_models()
+    if not found:
+        out().print("no models yet; unspool models pull fetches the default one (98 MB)")
+        return
+    table = Table("name", "size", "where", box=None)
+    for entry in found:
+        table.add_row(entry.name, f"{entry.bytes / 1e6:,.0f} MB", str(entry.path))
+    out().print(table)
+
+
+@models.command()
+def pull(
+    model: Annotated[str | None, typer.Argument(help="A repo id; nothing: the default.")] = None,
+) -> None:
+    """Fetch a model, so that it can be used offline.
+
+    [b]Examples[/b]
+
+      unspool models pull
+      unspool models pull HuggingFaceTB/SmolLM2-360M-Instruct
+    """
+    from unspool.model.hub import find_model
+
+    print(find_model(model))
+
+
+@models.command()
+def info(
+    model: Annotated[str | None, typer.Argument(help="A path or a repo id.")] = None,
+    offline: o.Offline = False,
+) -> None:
+    """What a model is: family, size, precision, context, vocabulary, template.
+
+    [b]Examples[/b]
+
+      unspool models info
+      unspool models info ./model.gguf
+    """
+    from rich.table import Table
+
+    from unspool.cli.show import out
+    from unspool.lm import open_tokenizer
+    from unspool.model.checkpoint import open_checkpoint
+    from unspool.model.hub import find_model
+    from unspool.model.weights import parameter_count
+
+    checkpoint = open_checkpoint(find_model(model, offline=offline))
+    config, tokenizer = checkpoint.config, open_tokenizer(checkpoint)
+    heads = f"{config.heads} heads of {config.head_width}"
+    if config.kv_heads != config.heads:
+        heads += f", {config.kv_heads} for keys and values"
+    cache = 2 * config.layers * config.kv_width * 2
+    rows = {
+        "path": str(checkpoint.path),
+        "family": config.family,
+        "parameters": f"{parameter_count(config):,}",
+        "bits per weight": f"{checkpoint.bits_per_weight():.2f}",
+        "context": f"{config.context:,} tokens",
+        "layers": f"{config.layers} of width {config.width}, {heads}",
+        "feed-forward": f"{config.ff_width} ({config.activation}{', gated' * config.gated})",
+        "positions": _positions(config),
+        "keys and values": f"{cache:,} bytes a token in 16 bits",
+        "vocabulary": "none in this folder",
+        "chat template": "none",
+    }
+    if config.experts:
+        rows["experts"] = f"{config.experts}, {config.experts_per_token} a token"
+    if tokenizer is not None:
+        ends = ", ".join(sorted(tokenizer.token_text(i) for i in tokenizer.end_ids))
+        rows["vocabulary"] = f"{len(tokenizer):,} ({tokenizer.kind}); ends with {ends or 'none'}"
+        if tokenizer.chat_template:
+            rows["chat template"] = f"yes, {len(tokenizer.chat_template):,} characters"
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"[dim]{name}[/dim]", value)
+    out().print(table)
+
+
+def _positions(config: object) -> str:
+    from unspool.model.config import ModelConfig
+
+    assert isinstance(config, ModelConfig)
+    if config.rotary is None:
+        return config.positions
+    scaled = "" if config.rotary.scaling == "none" else f", {config.rotary.scaling} scaling"
+    windows = [w for w in config.windows if w]
+    window = f"; {len(windows)} layers see {windows[0]:,} tokens" if windows else ""
+    return f"rotary, base {config.rotary.base:,.0f}{scaled}{window}"

@@ -1,0 +1,167 @@
+"""`unspool run`: continue a prompt, or answer it, and show as much of each step as is wanted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unspool.cli import options as o
+from unspool.errors import SettingsError, UnspoolError
+
+if TYPE_CHECKING:
+    from unspool.engine.steps import Generation, Step
+
+
+@o.sampling_options
+def run(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to go on from; - or nothing reads stdin.")
+    ] = None,
+    model: o.Model = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
+    ] = None,
+    system: o.System = None,
+    max_tokens: o.MaxTokens = 256,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    probs: Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")] = False,
+    top: Annotated[int, typer.Option(help="Show this many candidates of each step.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Steps as JSON lines.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No closing line.")] = False,
+    context: o.Context = None,
+    dtype: o.DType = "auto",
+    device: o.Device = "auto",
+    offline: o.Offline = False,
+    sampling: dict[str, Any] | None = None,
+) -> None:
+    """Write on from a prompt.
+
+    Models with a chat template answer; others (and --raw) continue the text.
+
+    [b]Examples[/b]
+
+      unspool "Why do leaves change color in fall?"
+      unspool "Once upon a time" --raw --temperature 0.7 --seed 7 --probs
+      unspool "The capital of Germany is" --raw -n 5 -t 0 --top 5
+      cat notes.txt | unspool "Summarize in one sentence:"
+      unspool "Hi" --json | jq -r .text
+    """
+    text = read_prompt(prompt)
+    if system is not None and chat is False:
+        raise SettingsError("--system needs the chat template; leave --raw out")
+    from unspool.lm import load
+
+    lm = load(model, dtype=dtype, device=device, context=context, offline=offline)
+    options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, **(sampling or {})}
+    options.update(top=max(top, 5 if as_json else 0), explain=as_json, stop=tuple(stop or ()))
+    if chat or (chat is None and lm.is_instruct):
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        ids: str | list[int] = lm.chat_prompt([*messages, {"role": "user", "content": text}]).ids
+        options["stop"] += lm.chat_template.stops
+    else:
+        ids = text
+    generation, steps = lm.begin(ids, **options)
+    show = _json_lines if as_json else _bars if top else show_colours if probs else show_plain
+    try:
+        show(_kept(generation, steps), generation)
+    finally:
+        if not quiet and not as_json:
+            from unspool.cli.show import closing_line, say
+
+            say(closing_line(generation))
+
+
+def read_prompt(given: str | None) -> str:
+    """The argument, standard input, or both: an instruction and the text it is about."""
+    piped = ""
+    if given in (None, "-") or not sys.stdin.isatty():
+        piped = _stdin(wait=given in (None, "-"))
+    text = "" if given in (None, "-") else str(given)
+    if piped.strip() or not text:
+        text = f"{text}\n\n{piped}" if text else piped
+    if not text:
+        raise UnspoolError('the prompt is empty; for example: unspool "Once upon a time"')
+    return text
+
+
+def _stdin(wait: bool) -> str:
+    if not wait and not _has_input():
+        return ""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnspoolError(
+            f"standard input is not UTF-8 text (byte {error.start}); convert it first"
+        ) from None
+
+
+def _has_input() -> bool:
+    """Whether something was piped in, without waiting for a writer that never writes."""
+    import select
+    import stat
+    from os import fstat
+
+    try:
+        mode = fstat(sys.stdin.fileno()).st_mode
+        if stat.S_ISREG(mode):
+            return True
+        return stat.S_ISFIFO(mode) and bool(select.select([sys.stdin], [], [], 0.2)[0])
+    except (OSError, ValueError):
+        return False
+
+
+def _kept(generation: Generation, steps: Iterable[Step]) -> Iterable[Step]:
+    """Steps as they come, each kept; Ctrl-C ends them where they are."""
+    try:
+        for step in steps:
+            generation.steps.append(step)
+            yield step
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def show_plain(steps: Iterable[Step], generation: Generation) -> None:
+    try:
+        for step in steps:
+            sys.stdout.write(step.text)
+            sys.stdout.flush()
+    finally:
+        if sys.stdout.isatty() or not generation.text.endswith("\n"):
+            sys.stdout.write("\n")
+
+
+def show_colours(steps: Iterable[Step], generation: Generation) -> None:
+    import math
+
+    from rich.text import Text
+
+    from unspool.cli.show import chance_style, err, legend, out
+
+    console = out()
+    try:
+        for step in steps:
+            console.print(Text(step.text, chance_style(math.exp(step.logprob))), end="")
+    finally:
+        console.print()
+        err().print(legend())
+
+
+def _bars(steps: Iterable[Step], generation: Generation) -> None:
+    from unspool.cli.show import out, step_bars
+
+    console = out()
+    for step in steps:
+        console.print(step_bars(step, step.candidates))
+
+
+def _json_lines(steps: Iterable[Step], generation: Generation) -> None:
+    for step in steps:
+        print(json.dumps(step.to_dict(), ensure_ascii=False), flush=True)
+    print(json.dumps({"generation": generation.to_dict()}, ensure_ascii=False), flush=True)

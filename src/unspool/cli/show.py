@@ -1,0 +1,99 @@
+"""Tokens on a terminal: coloured by how likely they were, with candidates as bars."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from unspool.engine.steps import Candidate, Generation, Step
+
+# From "saw it coming" to "a surprise": background colours that black text can be read on.
+_SCALE = ((0.9, "#b7e4c7"), (0.6, "#d8f3a0"), (0.3, "#ffe39a"), (0.1, "#ffc58a"), (0.0, "#ff9b9b"))
+_PIECES = ("#cfe8ff", "#ffe0c2", "#d9f2d0", "#f3d4ee", "#fff3b0")
+_BAR = 24
+
+
+def out() -> Console:
+    """Standard output; colours only where somebody looks."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def chance_style(probability: float) -> Style:
+    for least, colour in _SCALE:
+        if probability >= least:
+            return Style(color="black", bgcolor=colour)
+    return Style()
+
+
+def piece_style(number: int) -> Style:
+    """Neighbouring tokens in different colours."""
+    return Style(color="black", bgcolor=_PIECES[number % len(_PIECES)])
+
+
+def legend() -> Text:
+    line = Text().append("probability  ", "dim")
+    for least, colour in _SCALE:
+        line.append(f" ≥{least:.0%} ", Style(color="black", bgcolor=colour))
+    return line
+
+
+def quoted(text: str) -> str:
+    """A token's text so that spaces and line ends can be seen."""
+    return repr(text)[1:-1].replace("\\'", "'").replace(" ", "␣") if text else "∅"
+
+
+def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
+    """One step: the picked token, and what else the model weighed."""
+    picked = step.bytes.decode("utf-8", "replace")
+    lines = Text()
+    chance = math.exp(step.logprob)
+    lines.append(f"{step.position:>5} ", "dim")
+    lines.append(f" {quoted(picked)} ", chance_style(chance))
+    lines.append(f"  {chance:.1%} of the model's own", "dim")
+    lines.append(f", rank {step.rank + 1}, entropy {step.entropy:.2f} nats", "dim")
+    if step.draw is not None:
+        lines.append(f", drew {step.draw.u:.3f}", "dim")
+    for candidate in candidates:
+        probability = math.exp(candidate.logprob)
+        width = round(probability * _BAR)
+        mark = "▸" if candidate.token == step.token else " "
+        lines.append(f"\n      {mark} {quoted(candidate.text):<16.16} ")
+        lines.append("█" * width or "▏", "green" if candidate.token == step.token else "blue")
+        lines.append(f" {probability:.1%}")
+        if step.draw is None:  # greedy: nothing was drawn, the likeliest was taken
+            continue
+        if candidate.probability == 0:
+            lines.append("  removed", "dim")
+        elif abs(candidate.probability - probability) > 0.0005:
+            lines.append(f"  → {candidate.probability:.1%}", "dim")
+    return lines
+
+
+def closing_line(generation: Generation) -> str:
+    """What it took, for stderr."""
+    usage = generation.usage
+    return (
+        f"{usage.completion_tokens} tokens after {usage.prompt_tokens} of prompt, "
+        f"{usage.tokens_per_second:.1f} tokens/s, first token {usage.first_token_seconds:.2f} s, "
+        f"finish: {generation.finish_reason}, seed {generation.seed}"
+    )
+
+
+def say(message: str) -> None:
+    """A remark to the person, beside the output."""
+    if sys.stderr.isatty():
+        err().print(Text(message, style="dim"))
+    else:
+        print(message, file=sys.stderr)

@@ -1,0 +1,127 @@
+"""`unspool tokenize`: a text in the pieces that a model reads."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unspool.cli import options as o
+
+if TYPE_CHECKING:
+    from unspool.text.tokenizer import Tokenizer
+
+
+def tokenize(
+    text: Annotated[
+        str | None, typer.Argument(help="The text to cut; - or nothing reads stdin.")
+    ] = None,
+    model: o.Model = None,
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(help="gpt2, cl100k or o200k, or a .tiktoken or tokenizer.json file."),
+    ] = None,
+    merges: Annotated[bool, typer.Option("--merges", help="Show the pieces joining.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Only the ids, on one line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list.")] = False,
+    specials: Annotated[
+        bool, typer.Option("--specials", help="Control tokens in the text are control.")
+    ] = False,
+    offline: o.Offline = False,
+) -> None:
+    """Cut a text into tokens: pieces in colour, ids, bytes.
+
+    [b]Examples[/b]
+
+      unspool tokenize "Why do leaves change color in fall?"
+      unspool tokenize "unspooling" --merges
+      unspool tokenize --ids < notes.txt
+    """
+    from unspool.cli.run import read_prompt
+
+    given = read_prompt(text)
+    tokenizer = _open(model, vocabulary, offline)
+    found = tokenizer.encode(given, specials=specials)
+    if ids:
+        print(*found)
+    elif as_json:
+        pieces = [(token, tokenizer.token_bytes(token)) for token in found]
+        rows = [
+            {"id": i, "text": b.decode("utf-8", "replace"), "bytes": list(b)} for i, b in pieces
+        ]
+        print(json.dumps(rows, ensure_ascii=False))
+    elif merges:
+        _show_merges(tokenizer, given)
+    else:
+        _show_pieces(tokenizer, given, found)
+
+
+def _open(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer:
+    from unspool.errors import ModelFileError, SettingsError
+    from unspool.text.tokenizer import Tokenizer
+
+    if vocabulary is not None:
+        if model is not None:
+            raise SettingsError("give --model or --vocabulary, not both")
+        if vocabulary.endswith(".json"):
+            return Tokenizer.from_file(vocabulary)
+        return Tokenizer.from_tiktoken(vocabulary)
+    from unspool.lm import open_tokenizer
+    from unspool.model.checkpoint import open_checkpoint
+    from unspool.model.hub import find_model
+
+    path = find_model(model, offline=offline)
+    found = open_tokenizer(open_checkpoint(path))
+    if found is None:
+        raise ModelFileError(
+            f"{path}: has no vocabulary; put its tokenizer.json beside the weights"
+        )
+    return found
+
+
+def _show_pieces(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from unspool.cli.show import out, piece_style, quoted
+    from unspool.text.stream import TextStream
+
+    console = out()
+    line, stream = Text(), TextStream()
+    for number, token in enumerate(ids):  # a character of several tokens stands at its last one
+        line.append(stream.push(tokenizer.token_bytes(token)), piece_style(number))
+    line.append(stream.finish())
+    console.print(line)
+    table = Table("id", "piece", "bytes", box=None)
+    for number, token in enumerate(ids):
+        piece = tokenizer.token_bytes(token)
+        shown = Text(quoted(piece.decode("utf-8", "replace")), piece_style(number))
+        table.add_row(str(token), shown, piece.hex(" "))
+    console.print(table)
+    characters = max(1, len(ids))
+    console.print(
+        f"{len(ids)} tokens, {len(text)} characters, {len(text.encode())} bytes: "
+        f"{len(text) / characters:.2f} characters a token"
+    )
+
+
+def _show_merges(tokenizer: Tokenizer, text: str) -> None:
+    from rich.text import Text
+
+    from unspool.cli.show import out, piece_style, quoted
+    from unspool.text.merges import merge_steps
+
+    def drawn(pieces: tuple[bytes, ...]) -> Text:
+        line = Text()
+        for number, piece in enumerate(pieces):
+            line.append(quoted(piece.decode("utf-8", "replace")), piece_style(number))
+            line.append(" ")
+        return line
+
+    console = out()
+    for word in merge_steps(tokenizer, text):
+        console.print(Text("          ").append_text(drawn(word.start)))
+        for merge in word.merges:
+            console.print(Text(f"{merge.rank:>8}  ", style="dim").append_text(drawn(merge.pieces)))
+        console.print(Text("          → " + " ".join(map(str, word.ids)), style="bold"))

@@ -1,0 +1,210 @@
+"""Fetch one file: resumed where it broke off, checked against its checksum, told in words.
+
+The bytes go into the `.part` file they are given and stay there when anything stops them, Ctrl-C
+too; the next call goes on from there. A file whose checksum is wrong is thrown away and fetched
+once more from the start, because the beginning may be what an earlier, different answer left.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import http.client
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import unquote, urlsplit
+
+from unspool.errors import ModelFileError, UnspoolError
+
+Advance = Callable[[int, int | None], None]  # bytes so far, bytes in all (None: not known)
+
+_CHUNK = 1 << 20
+_TIMEOUT = 30.0  # seconds without a byte
+_ATTEMPTS = 4  # without a new byte between them
+
+
+class DownloadError(UnspoolError):
+    """The file could not be fetched; what came so far is kept."""
+
+
+class _BrokenOffError(Exception):
+    """The answer ended early; asking for the rest may help."""
+
+
+def fetch(url: str, part: Path, *, sha256: str, advance: Advance | None = None) -> None:
+    """Fill the file `part` from `url` until its SHA-256 is `sha256`."""
+    for attempt in ("first", "again"):
+        digest = _fetch_all(url, part, advance or (lambda done, total: None), sha256)
+        if digest == sha256:
+            return
+        part.unlink(missing_ok=True)
+        if attempt == "again":
+            raise ModelFileError(
+                f"{_file_name(url)} came with the wrong checksum twice (sha256 {digest[:16]}...,"
+                f" expected {sha256[:16]}...): the source has another file, or a proxy changes it"
+            )
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    _feed(digest, path)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, path: Path) -> None:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+
+
+def _fetch_all(url: str, part: Path, advance: Advance, wanted: str) -> str:
+    """Ask until everything is there; gives the SHA-256 of what came."""
+    idle = 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            return _fetch_rest(url, part, before, advance, wanted)
+        except urllib.error.HTTPError as error:
+            if error.code < 500 and error.code not in (408, 429):
+                raise DownloadError(
+                    f"{_file_name(url)} cannot be fetched: the server answers {error.code}"
+                    f" {error.reason}"
+                ) from None
+            problem: Exception = error
+        except (urllib.error.URLError, http.client.HTTPException, _BrokenOffError) as error:
+            problem = error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = shutil.disk_usage(part.parent).free
+                raise DownloadError(
+                    f"the disk is full ({free / 1e6:.0f} MB free at {part.parent}): make room and"
+                    " try again, what came so far is kept"
+                ) from None
+            if error.filename is not None:
+                raise DownloadError(f"cannot write {part}: {error.strerror}") from None
+            problem = error  # the connection
+        after = part.stat().st_size if part.exists() else 0
+        idle = 0 if after > before else idle + 1
+        if idle >= _ATTEMPTS:
+            raise DownloadError(
+                f"{_file_name(url)} cannot be fetched ({_reason(problem)}): check the network and"
+                " try again, what came so far is kept"
+            ) from None
+        time.sleep(min(0.2 * 2**idle, 5.0) if idle else 0.05)
+
+
+def _fetch_rest(url: str, part: Path, have: int, advance: Advance, wanted: str) -> str:
+    digest = hashlib.sha256()
+    if have:
+        _feed(digest, part)
+        if digest.hexdigest() == wanted:  # complete, and only the next step was interrupted
+            return wanted
+    with _open(url, have) as (answer, start, total):
+        if start != have:
+            digest = hashlib.sha256()
+        with part.open("r+b" if start else "wb") as file:
+            file.seek(start)
+            file.truncate()
+            done = start
+            advance(done, total)
+            while chunk := answer.read(_CHUNK):
+                file.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                advance(done, total)
+    if total is not None and done < total:
+        raise _BrokenOffError(f"the answer ended after {done:,} of {total:,} bytes")
+    return digest.hexdigest()
+
+
+@contextmanager
+def _open(url: str, have: int) -> Iterator[tuple[IO[bytes], int, int | None]]:
+    """The rest of the file, where it starts, and how long the whole is."""
+    if urlsplit(url).scheme in ("", "file"):
+        path = _local_path(url)
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise DownloadError(f"{path} cannot be read: {error.strerror}") from None
+        with file:
+            yield file, 0, path.stat().st_size
+        return
+    headers = {"User-Agent": "unspool", "Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    try:
+        answer = urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=_TIMEOUT
+        )
+    except urllib.error.HTTPError as error:
+        if error.code != 416 or not have:
+            raise
+        error.close()  # nothing behind what we have, and that is not the file: from the start
+        with _open(url, 0) as whole:
+            yield whole
+        return
+    with answer:
+        length = answer.headers.get("Content-Length")
+        start = 0
+        if answer.status == 206:
+            answered = answer.headers.get("Content-Range", "")
+            start = have if answered.startswith(f"bytes {have}-") else -1
+            if start < 0:
+                raise _BrokenOffError(f"the server sent another range: {answered!r}")
+        yield answer, start, start + int(length) if length and length.isdigit() else None
+
+
+def _local_path(url: str) -> Path:
+    """The file that a file:// address, or a bare path, names."""
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return Path(url)
+    return Path(urllib.request.url2pathname(unquote(parts.path)))
+
+
+def _file_name(url: str) -> str:
+    return unquote(urlsplit(url).path.rpartition("/")[2]) or "the file"
+
+
+def _reason(error: Exception) -> str:
+    inner = getattr(error, "reason", None) or error
+    return " ".join(str(inner).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def progress_bar(label: str, *, show: bool) -> Iterator[Advance]:
+    """A bar on stderr where a person looks, one line where a file does, nothing if not wanted."""
+    if not show:
+        yield lambda done, total: None
+        return
+    if not sys.stderr.isatty():
+        print(f"fetching {label} ...", file=sys.stderr, flush=True)
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

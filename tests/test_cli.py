@@ -1,0 +1,249 @@
+"""The command line as a new user would use it, and as one who gets everything wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unspool.cli.main import _exit_code, with_command
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def unspool(lm: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Run a command in this process, on the model that is loaded already."""
+    monkeypatch.setattr("unspool.lm.load", lambda *args, **options: lm)
+
+    def run(*arguments: str, stdin: str | bytes | None = None) -> tuple[int, str, str]:
+        data = stdin.encode() if isinstance(stdin, str) else stdin or b""
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        code = _exit_code(with_command(arguments, piped=stdin is not None))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def real(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "unspool", *arguments], capture_output=True, text=True, **options
+    )
+
+
+def test_a_prompt_is_enough(unspool):
+    code, out, err = unspool("The capital of Germany is", "--raw", "-n", "4", "-t", "0")
+    assert code == 0
+    assert out.startswith(" Berlin")
+    assert "4 tokens after 5 of prompt" in err and "tokens/s" in err and "seed" in err
+
+
+def test_instruct_models_answer_unless_raw(unspool, lm):
+    code, chat, _ = unspool("Say hello.", "-n", "5", "-t", "0")
+    assert code == 0
+    assert chat.rstrip("\n") == lm.chat("Say hello.", max_tokens=5, temperature=0).text.rstrip("\n")
+    _, raw, _ = unspool("Say hello.", "-n", "5", "-t", "0", "--raw")
+    assert raw != chat
+
+
+def test_the_system_message_is_heard(unspool, lm):
+    _code, out, _ = unspool("Hi", "--system", "Talk like a pirate.", "-n", "8", "-t", "0")
+    messages = [
+        {"role": "system", "content": "Talk like a pirate."},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert out.strip() == lm.chat(messages, max_tokens=8, temperature=0).text.strip()
+
+
+def test_stdin_is_the_prompt_or_its_end(unspool, lm):
+    code, out, _ = unspool("--raw", "-n", "3", "-t", "0", "-q", stdin="The capital of Germany is")
+    assert code == 0 and out.startswith(" Berlin")
+
+
+def test_piped_text_follows_the_instruction():
+    done = real("tokenize", "Summarize:", "--ids", input="some notes")
+    alone = real("tokenize", "--ids", input="Summarize:\n\nsome notes")
+    assert done.returncode == 0
+    assert done.stdout == alone.stdout != ""
+
+
+def test_json_lines(unspool):
+    code, out, _err = unspool("Hi", "--json", "-n", "6", "--seed", "3")
+    lines = [json.loads(line) for line in out.splitlines()]
+    steps, last = lines[:-1], lines[-1]["generation"]
+    assert code == 0
+    assert "".join(step["text"] for step in steps) == last["text"]
+    assert [step["token"] for step in steps] == last["tokens"]
+    assert steps[0]["candidates"] and steps[0]["stages"]
+    assert last["seed"] == 3 and last["finish_reason"] == "length"
+
+
+def test_same_seed_same_text(unspool):
+    one, two = (unspool("Tell me", "-n", "8", "--seed", "11", "-t", "1.5")[1] for _ in range(2))
+    assert one == two
+    assert unspool("Tell me", "-n", "8", "--seed", "12", "-t", "1.5")[1] != one
+
+
+def test_every_sampling_option_reaches_the_model(unspool, lm):
+    code, out, _ = unspool(
+        "Once", "--raw", "-n", "6", "--seed", "2", "--temperature", "1.1", "--top-k", "20",
+        "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.2",
+        "--dry-multiplier", "0.5", "--logit-bias", "504=-3", "--logit-bias", "28=2",
+        "--stages", "temperature,top_k,top-p,min_p,repetition_penalty,dry,logit_bias",
+    )  # fmt: skip
+    made = lm.generate(
+        "Once", max_tokens=6, seed=2, temperature=1.1, top_k=20, top_p=0.9, min_p=0.01,
+        repetition_penalty=1.2, dry_multiplier=0.5, logit_bias={504: -3.0, 28: 2.0},
+        stages=("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "dry",
+                "logit_bias"),
+    )  # fmt: skip
+    assert code == 0
+    assert out.rstrip("\n") == made.text.rstrip("\n")
+
+
+def test_candidates_as_bars(unspool):
+    code, out, _ = unspool("The capital of Germany is", "--raw", "-n", "1", "-t", "0", "--top", "3")
+    assert code == 0
+    assert "▸ ␣Berlin" in out and "█" in out
+    assert len(out.splitlines()) == 4
+
+
+def test_plain_when_piped_and_coloured_on_a_terminal(unspool, monkeypatch):
+    _, plain, _ = unspool("The sky is", "--raw", "-n", "3", "-t", "0", "--probs")
+    assert "\x1b[" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, coloured, _ = unspool("The sky is", "--raw", "-n", "3", "-t", "0", "--probs")
+    assert "\x1b[" in coloured
+
+
+def test_tokenize(unspool):
+    code, out, _ = unspool("tokenize", "unspooling 🌿")
+    assert code == 0
+    assert "unspooling 🌿" in out and "f0 9f" in out
+    assert unspool("tokenize", "--ids", "unspooling")[1].split() == ["419", "2401", "751", "274"]
+    rows = json.loads(unspool("tokenize", "--json", "unspooling")[1])
+    assert [row["text"] for row in rows] == ["un", "sp", "ool", "ing"]
+    _, merges, _ = unspool("tokenize", "--merges", "unspooling")
+    assert "u n s p o o l i n g" in merges and "un sp ool ing" in merges
+
+
+def test_score(unspool, lm):
+    code, out, _ = unspool("score", "The cat sat on the mat", "--top", "2")
+    expected = lm.score("The cat sat on the mat")
+    assert code == 0
+    assert f"perplexity {expected.perplexity:.3f}" in out
+    found = json.loads(unspool("score", "--json", "The cat sat")[1])
+    assert found["positions"][0]["logprob"] is None
+    assert found["positions"][1]["logprob"] == pytest.approx(expected.logprobs[1], abs=1e-4)
+
+
+def test_models(unspool, default_model):
+    code, out, _ = unspool("models", "info")
+    assert code == 0
+    for words in ("llama", "134,515,008", "5.74", "8,192", "byte-level BPE", "<|im_end|>"):
+        assert words in out
+    code, out, _ = unspool("models", "list")
+    assert code == 0 and "smollm2" in out.lower()
+    code, out, _ = unspool("models", "pull")
+    assert code == 0 and Path(out.strip()) == default_model
+
+
+def test_chat(unspool, tmp_path):
+    saved = tmp_path / "talk.json"
+    code, _out, err = unspool(
+        "chat", "-n", "12", "-t", "0", "--system", "Be brief.",
+        stdin=f"Name a colour.\n/retry\nAnother.\n/undo\n/nonsense\n/save {saved}\n/quit\nnever\n",
+    )  # fmt: skip
+    assert code == 0
+    assert "taken back: Another." in err
+    assert "no command /nonsense; /help" in err
+    assert "prompt tokens not read again" in err
+    content = json.loads(saved.read_text())
+    assert [m["role"] for m in content["messages"]] == ["system", "user", "assistant"]
+    assert content["messages"][1]["content"] == "Name a colour."
+    assert content["ids"]
+    code, _, err = unspool("chat", stdin="/undo\n/system Be kind.\n/save\n/help\n")
+    assert code == 0
+    assert "nothing to take back" in err and "a new conversation" in err
+    assert "say where" in err and "/retry" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "words"),
+    [
+        (["Hi", "-t", "-1"], None, "temperature was -1"),
+        (["Hi", "--top-p", "1.5"], None, "top_p was 1.5"),
+        (["Hi", "--top-p", "much"], None, "--top-p"),
+        (["Hi", "--stages", "top_q"], None, "unknown stage 'top_q'"),
+        (["Hi", "--temperatur", "1"], None, "--temperature"),
+        (["Hi", "--logit-bias", "x=1"], None, "TOKEN_ID=AMOUNT"),
+        (["Hi", "--raw", "--system", "x"], None, "--system needs the chat template"),
+        (["Hi", "-n", "-5"], None, "max_tokens is -5"),
+        ([""], None, "prompt is empty"),
+        ([], "", "prompt is empty"),
+        (["-"], b"\xff\xfe", "not UTF-8"),
+        (["tokenize", "x", "--vocabulary", "klingon"], None, "klingon"),
+        (["tokenize", "x", "--vocabulary", "gpt2", "-m", "y"], None, "not both"),
+        (["models", "info", "/no/such/model.gguf"], None, "/no/such/model.gguf"),
+        (["models", "burn"], None, "burn"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(unspool, arguments, stdin, words):
+    code, out, err = unspool(*arguments, stdin=stdin)
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert err.startswith("unspool: ") and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"PK\x03\x04", None])
+def test_bad_files_are_one_line_and_exit_2(content: bytes | None, tmp_path: Path):
+    file = tmp_path / "bad.gguf"
+    if content is not None:
+        file.write_bytes(content)
+    done = real("Hi", "-m", str(file))
+    assert done.returncode == 2
+    assert str(file) in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_help_has_examples():
+    for command in ([], ["run"], ["chat"], ["tokenize"], ["score"], ["models"], ["models", "info"]):
+        done = real(*command, "--help")
+        assert done.returncode == 0
+        assert "Example" in done.stdout, command
+
+
+def test_ctrl_c_leaves_what_was_written():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unspool", "Tell me a long story.", "-n", "2000"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 1)  # wait until it writes
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first + out) > 3
+    assert b"Traceback" not in err
+    assert b"finish: interrupted" in err
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m unspool 'Tell me a story.' -n 30 | head -c 1",
+        shell=True, capture_output=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert len(done.stdout) == 1
+    assert b"Traceback" not in done.stderr and b"BrokenPipe" not in done.stderr

@@ -1,0 +1,62 @@
+"""The documentation is true: its examples are run, its links lead somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(autouse=True)
+def one_model(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unspool.load()` in the examples gives the model that is loaded already."""
+    monkeypatch.setattr("unspool.lm.load", lambda *args, **options: lm)
+
+
+@pytest.mark.real
+def test_how_it_works_with_its_numbers():
+    failed, tried = doctest.testfile(
+        str(ROOT / "docs" / "how-it-works.md"), module_relative=False, verbose=False
+    )
+    assert tried > 20
+    assert failed == 0
+
+
+@pytest.mark.real
+def test_readme_python(capsys: pytest.CaptureFixture[str]):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert "Berlin" in capsys.readouterr().out
+
+
+def test_readme_commands_exist():
+    """Every command and option that the README shows is one that the program knows."""
+    import typer.main
+
+    from unspool.cli.main import app, with_command
+
+    root: Any = typer.main.get_command(app)
+    shown = re.findall(r"`(unspool [^`]+)`", (ROOT / "README.md").read_text())
+    assert len(shown) > 6
+    for line in shown:
+        words = with_command(shlex.split(line.replace("COMMAND", "run"))[1:], piped=False)
+        command = root.commands[words[0]]
+        known = {name for option in command.params for name in (*option.opts, "--help")}
+        assert all(word in known for word in words if word.startswith("--")), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path):
+    targets = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    for target in targets:
+        if not target.startswith(("http", "#")):
+            assert (page.parent / target.split("#")[0]).exists(), target
