@@ -79,7 +79,8 @@ class _Cage(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.filters["tojson"] = _to_json
         self.filters = {name: _guarded_filter(name, f) for name, f in self.filters.items()}
-        self.tests = {name: _guarded_test(name, t) for name, t in self.tests.items()}
+        tests: dict[str, Any] = dict(self.tests)
+        self.tests = {name: _guarded_test(name, test) for name, test in tests.items()}
         del self.globals["lipsum"]
         self.globals.update(
             range=_range,
@@ -222,7 +223,7 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name in _SIZED:
             budget.check_sizes(values[1:])
         budget.check_filter(name, values)
-        value = args[offset] if len(args) > offset else None
+        value: Any = args[offset] if len(args) > offset else None
         if run.marks is not None and any(map(run.marked, values)):
             if name in _MARKED_METHODS:
                 return run.marks.call(_MARKED_METHODS[name], value, args[offset + 1 :], kwargs)

@@ -1,0 +1,215 @@
+"""Text to ids, with one promise: without `specials`, no text becomes a control token.
+
+Two kinds. `SplittingEncoder` cuts the known tokens out of the text itself; the library then sees
+only plain text, and its model does not even hold the control tokens. `AddedTokenEncoder` leaves
+the cutting to a tokenizer.json, whose rules (stripping, normalizing) the library knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+from threading import Lock
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as Library
+
+_BLANKS = " \t\n\v\f\r"
+
+
+class Encoder(Protocol):
+    """What turns text into ids."""
+
+    def encode(self, text: str, *, specials: bool) -> list[int]: ...
+
+    def parts(self, text: str) -> Iterator[str | int]:
+        """Plain text and the ids of user-defined tokens in it, in order."""
+
+    @property
+    def plain(self) -> Library:
+        """The library's tokenizer for text that holds no control tokens."""
+
+
+def token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds any of the tokens; of those that begin at one place, the longest."""
+    tree: dict[str, Any] = {}
+    for token in tokens:
+        node = tree
+        for character in token:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return re.compile(_tree_pattern(tree)) if tree else None
+
+
+def _tree_pattern(tree: dict[str, Any]) -> str:
+    """A regular expression that shares common beginnings: thousands of tokens stay quick."""
+    single: list[str] = []
+    longer: list[str] = []
+    for character, below in tree.items():
+        if character == "":
+            continue
+        # A chain without branches is written in one go, so that long tokens do not nest deeply.
+        text = re.escape(character)
+        while len(below) == 1 and "" not in below:
+            ((character, below),) = below.items()
+            text += re.escape(character)
+        if below.keys() == {""}:
+            single.append(text)
+        else:
+            longer.append(text + _tree_pattern(below))
+    choices = "|".join([*longer, *single])
+    if "" in tree:
+        return f"(?:{choices})?" if choices else ""
+    return f"(?:{choices})"
+
+
+class SplittingEncoder:
+    """For vocabularies that come as plain tables: GGUF files and tiktoken ranks."""
+
+    def __init__(
+        self,
+        plain: Library,
+        user_defined: Mapping[str, int],
+        control: Mapping[str, int],
+        *,
+        blanks_before: frozenset[int] = frozenset(),
+        blanks_after: frozenset[int] = frozenset(),
+    ) -> None:
+        """`blanks_before` and `blanks_after` are tokens that swallow the blanks beside them."""
+        self._plain = plain
+        self._blanks_before = blanks_before
+        self._blanks_after = blanks_after
+        self._user_defined = dict(user_defined)
+        self._all = {**control, **user_defined}
+
+    @property
+    def plain(self) -> Library:
+        return self._plain
+
+    @property
+    def cut_out(self) -> Mapping[str, int]:
+        """The tokens that are cut out of the text before the library sees it."""
+        return self._all
+
+    @cached_property
+    def _user_defined_pattern(self) -> re.Pattern[str] | None:
+        return token_pattern(self._user_defined)
+
+    @cached_property
+    def _all_pattern(self) -> re.Pattern[str] | None:
+        return token_pattern(self._all)
+
+    def encode(self, text: str, *, specials: bool) -> list[int]:
+        pattern = self._all_pattern if specials else self._user_defined_pattern
+        if pattern is None:
+            return self._encode_plain(text)
+        ids: list[int] = []
+        for part in self._cut(text, pattern):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._encode_plain(part)
+        return ids
+
+    def parts(self, text: str) -> Iterator[str | int]:
+        pattern = self._user_defined_pattern
+        if pattern is not None:
+            yield from self._cut(text, pattern)
+        elif text:
+            yield text
+
+    def _cut(self, text: str, pattern: re.Pattern[str]) -> Iterator[str | int]:
+        done, after = 0, False
+        for match in pattern.finditer(text):
+            token = self._all[match.group()]
+            before = text[done : match.start()]
+            before = before.lstrip(_BLANKS) if after else before
+            before = before.rstrip(_BLANKS) if token in self._blanks_before else before
+            if before:
+                yield before
+            yield token
+            done, after = match.end(), token in self._blanks_after
+        rest = text[done:].lstrip(_BLANKS) if after else text[done:]
+        if rest:
+            yield rest
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class AddedTokenEncoder:
+    """For a tokenizer.json: the library finds the added tokens, by the file's own rules."""
+
+    def __init__(self, library: Library, control: Collection[int]) -> None:
+        self._library = library
+        self._control = frozenset(control)
+        self._lock = Lock()
+        self._without_control: Library | None = None
+
+    @property
+    def library(self) -> Library:
+        """The file as it was."""
+        return self._library
+
+    @property
+    def plain(self) -> Library:
+        # Built only when a text really holds a control token's text: most never do.
+        with self._lock:
+            if self._without_control is None:
+                self._without_control = without_tokens(self._library, self._control)
+            return self._without_control
+
+    def encode(self, text: str, *, specials: bool) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        if specials or self._control.isdisjoint(ids):
+            return ids
+        plain: list[int] = self.plain.encode(text, add_special_tokens=False).ids
+        return plain
+
+    def parts(self, text: str) -> Iterator[str | int]:
+        added = self.plain.get_added_tokens_decoder()
+        encoding = self.plain.encode(text, add_special_tokens=False)
+        done = 0
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in added and end > done:
+                if start > done:
+                    yield text[done:start]
+                yield token
+                done = end
+        if done < len(text):
+            yield text[done:]
+
+
+def hidden_name(number: int) -> str:
+    """A name for a piece that no text may reach: words never hold a space when they are looked up,
+    and the second character is one that Unicode sets aside."""
+    return f" \ufdd0{number}"
+
+
+def without_tokens(library: Library, ids: Collection[int]) -> Library:
+    """A copy that cannot write the tokens `ids`, whatever the text."""
+    described = json.loads(library.to_str())
+    added = described["added_tokens"]
+    gone = {token["content"] for token in added if token["id"] in ids}
+    gone |= {piece for token in ids if (piece := library.id_to_token(token)) is not None}
+    described["added_tokens"] = [token for token in added if token["content"] not in gone]
+    described["post_processor"] = None  # it may name the tokens that are gone
+    model = described["model"]
+    # A piece keeps its id under a name that no word can have. The one for the unknown keeps its
+    # name, by which the model finds it; without the merges to it no text leads there.
+    renamed = sorted(gone - {model.get("unk_token")})
+    hidden = {piece: hidden_name(number) for number, piece in enumerate(renamed)}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hidden.get(piece, piece): n for piece, n in model["vocab"].items()}
+    else:
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [
+            pair
+            for pair in model["merges"]
+            if not (pair[0] in gone or pair[1] in gone or pair[0] + pair[1] in gone)
+        ]
+    return Library.from_str(json.dumps(described))

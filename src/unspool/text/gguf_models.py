@@ -1,0 +1,201 @@
+"""Builds the library's tokenizer for each kind of GGUF vocabulary.
+
+What is built here sees plain text only: control and unknown tokens are left out of it, so that no
+text can become one. Ids are those of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from unspool.errors import ModelFileError
+from unspool.text import pieces
+from unspool.text.encoders import hidden_name
+from unspool.text.pretokenizers import Pretokenizer
+from unspool.text.score_merges import merges_by_rank
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tokens of a GGUF vocabulary: for each id its piece, its type, its score."""
+
+    tokens: Sequence[str]
+    types: np.ndarray[Any, np.dtype[np.int64]]
+    scores: np.ndarray[Any, np.dtype[np.float64]]
+    unk_id: int | None
+
+    def of_types(self, *types: TokenType) -> list[int]:
+        found: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
+        return found
+
+    def pieces_in_text(self) -> dict[str, int]:
+        """The pieces that text may become; the later of two equal ones, as in llama.cpp."""
+        vocab = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        for hidden in self.of_types(TokenType.UNKNOWN, TokenType.CONTROL):
+            if vocab.get(self.tokens[hidden]) == hidden:
+                del vocab[self.tokens[hidden]]
+        return vocab
+
+
+@dataclass(frozen=True)
+class Built:
+    """The library's tokenizer, and how its pieces are written."""
+
+    kind: str
+    library: Library
+    piece_bytes: pieces.PieceToBytes
+    text_piece: Callable[[str], str]
+
+
+def byte_pair(table: Table, merges: Sequence[str] | None, cut: Pretokenizer) -> Built:
+    """Byte-pair encoding with a list of merges, over bytes or (gemma4) over characters."""
+    vocab = table.pieces_in_text()
+    fallback = cut.byte_fallback
+    settings = {"byte_fallback": fallback, "ignore_merges": cut.whole_words}
+    if merges is not None:
+        model = _from_merges(vocab, merges, **settings)
+    else:
+        # Files without merges hold their tokens in the order in which tiktoken would merge them.
+        in_order = (table.tokens[n] for n in table.of_types(TokenType.NORMAL))
+        model = models.BPE(vocab, merges_by_rank(in_order, vocab), **settings)
+    library = Library(model)
+    splits: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns
+    ]
+    if cut.byte_level:
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        library.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        return Built(
+            "byte-level BPE", library, pieces.byte_level_bytes, pieces.byte_level_text_piece
+        )
+    if fallback:
+        library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
+    else:  # words only: the blanks between them are not kept
+        splits.insert(0, pre_tokenizers.WhitespaceSplit())
+    library.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    return Built(
+        "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
+    )
+
+
+def _from_merges(vocab: dict[str, int], merges: Sequence[str], **settings: Any) -> models.BPE:
+    """The model with the file's merges; each is two pieces with a space between them."""
+    try:
+        # Nearly every file passes like this; the library looks each piece up anyway.
+        return models.BPE(vocab, [merge.partition(" ")[::2] for merge in merges], **settings)
+    except Exception:  # a piece that is no token; the library raises bare exceptions
+        return models.BPE(vocab, list(_checked_pairs(vocab, merges)), **settings)
+
+
+def _checked_pairs(vocab: dict[str, int], merges: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for merge in merges:
+        # The first piece may itself begin with a space, so the search starts behind it.
+        cut = merge.find(" ", 1)
+        if cut < 0 or cut == len(merge) - 1:
+            raise ModelFileError(
+                f"a merge of the vocabulary is not two pieces: {merge!r}; the file is damaged"
+            )
+        left, right = merge[:cut], merge[cut + 1 :]
+        # llama.cpp lets merges be that lead to no token: they only cost time.
+        if left in vocab and right in vocab and left + right in vocab:
+            yield left, right
+
+
+def sentence_piece(table: Table, *, space_prefix: bool) -> Built:
+    """SentencePiece's byte-pair encoding: merges by score, bytes for what has no piece."""
+    vocab = table.pieces_in_text()
+    usable_ids = table.of_types(
+        TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.UNDEFINED
+    )
+    usable = {table.tokens[n] for n in usable_ids}
+    ids = np.asarray(usable_ids, dtype=np.int64)
+    order = ids[np.argsort(-table.scores[ids], kind="stable")].tolist()
+    pairs = merges_by_rank((table.tokens[n] for n in order), usable)
+    unknown = None
+    if table.unk_id is not None:
+        unknown = table.tokens[table.unk_id]
+        vocab[unknown] = table.unk_id
+    library = Library(
+        models.BPE(vocab, pairs, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    )
+    spaces = normalizers.Replace(" ", pieces.SPACE_MARK)
+    library.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(pieces.SPACE_MARK), spaces])
+        if space_prefix
+        else spaces
+    )
+    return Built(
+        "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
+    )
+
+
+def word_piece(table: Table, *, lowercase: bool, strip_accents: bool) -> Built:
+    """BERT's WordPiece. GGUF marks the pieces that begin a word; the library the others."""
+    vocab: dict[str, int] = {}
+    for piece, n in table.pieces_in_text().items():
+        begins = piece.startswith(pieces.SPACE_MARK)
+        vocab[piece.removeprefix(pieces.SPACE_MARK) if begins else "##" + piece] = n
+    if table.unk_id is None:
+        raise ModelFileError("a WordPiece vocabulary needs tokenizer.ggml.unknown_token_id")
+    unknown = table.tokens[table.unk_id]
+    vocab[unknown] = table.unk_id
+    library = Library(models.WordPiece(vocab, unk_token=unknown))
+    library.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=True,
+        strip_accents=strip_accents,
+        lowercase=lowercase,
+    )
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return Built("WordPiece", library, pieces.space_marked_bytes, pieces.space_marked_text_piece)
+
+
+def unigram(
+    table: Table, *, charsmap: bytes | None, space_prefix: bool, merge_spaces: bool
+) -> Built:
+    """SentencePiece's unigram model: the likeliest way to cut the text."""
+    if table.unk_id is None:
+        raise ModelFileError("a Unigram vocabulary needs tokenizer.ggml.unknown_token_id")
+    hidden = set(table.of_types(TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE))
+    user_defined = set(table.of_types(TokenType.USER_DEFINED))
+    seen: set[str] = set()
+    normal = table.scores[table.of_types(TokenType.NORMAL)]
+    lowest = float(normal.min()) if len(normal) else 0.0
+    scored: list[tuple[str, float]] = []
+    for n, (piece, score) in enumerate(zip(table.tokens, table.scores.tolist(), strict=True)):
+        if n in hidden or piece in seen:
+            # Its place stays, under a name that no text has. The lowest score sets what an unknown
+            # character costs, so it must not change.
+            scored.append((hidden_name(n), lowest))
+        else:
+            scored.append((piece, 0.0 if n in user_defined else score))
+            seen.add(piece)
+    library = Library(models.Unigram(scored, table.unk_id, False))
+    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if merge_spaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if steps:
+        library.normalizer = normalizers.Sequence(steps)
+    library.pre_tokenizer = pre_tokenizers.Metaspace(
+        pieces.SPACE_MARK, "always" if space_prefix else "never", split=False
+    )
+    return Built("Unigram", library, pieces.space_marked_bytes, pieces.space_marked_text_piece)

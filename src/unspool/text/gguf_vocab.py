@@ -1,0 +1,310 @@
+"""Reads the vocabulary out of a GGUF file's metadata.
+
+The keys begin with `tokenizer.ggml.`; what they mean, and what holds where one is missing,
+follows llama.cpp, which writes and reads these files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unspool.errors import ModelFileError
+from unspool.text import gguf_models as models
+from unspool.text.encoders import SplittingEncoder
+from unspool.text.end_tokens import CLEAR_END_TEXTS, end_ids
+from unspool.text.gguf_models import Built, Table, TokenType
+from unspool.text.pretokenizers import Pretokenizer, pretokenizer_named
+from unspool.text.vocabulary import Vocabulary
+
+_PREFIX = "tokenizer.ggml."
+# bos, eos, unknown and padding where the file does not say.
+_USUAL_IDS: dict[str, dict[str, int]] = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0},
+    "gpt2": {"bos": 11, "eos": 11},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+}
+_KINDS = ("gpt2", "llama", "bert", "t5", "gemma4", "whitespace")
+
+
+def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary that a GGUF file holds."""
+    model = _text(metadata, "model")
+    if model is None:
+        raise ModelFileError(
+            "the GGUF file has no vocabulary (tokenizer.ggml.model is missing); "
+            "use a complete model file, or give a tokenizer.json"
+        )
+    if model not in _KINDS:
+        raise ModelFileError(
+            f"the GGUF vocabulary is of the kind {model!r}, which is not supported; "
+            f"supported are {', '.join(_KINDS)}"
+        )
+    return _Reader(metadata, model).vocabulary()
+
+
+class _Reader:
+    """One vocabulary on its way from metadata to `Vocabulary`."""
+
+    def __init__(self, metadata: Mapping[str, Any], model: str) -> None:
+        self.metadata = metadata
+        self.model = model
+        self.tokens = self._tokens()
+        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        self.types = self._types()
+        self.bos_id = self._special("bos")
+        if self.bos_id is None and model == "bert":
+            self.bos_id = self._special("cls")
+        self.eos_id = self._special("eos")
+        self.unk_id = self._special("unknown")
+        self.pad_id = self._special("padding", lenient=True)
+        self.cut = self._cut()
+        if not self.cut.has_bos and "tokenizer.ggml.bos_token_id" not in metadata:
+            self.bos_id = None
+        self.ends = self._mark_control()
+
+    def vocabulary(self) -> Vocabulary:
+        table = Table(self.tokens, self.types, self._scores(), self.unk_id)
+        space_prefix = self._flag("add_space_prefix", self.model in ("llama", "t5"))
+        try:
+            built = self._build(table, space_prefix)
+        except ModelFileError:
+            raise
+        except Exception as error:  # the library raises bare exceptions
+            reason = " ".join(str(error).split())[:200]
+            raise ModelFileError(f"the GGUF vocabulary cannot be used: {reason}") from None
+        control = self._texts(table, TokenType.CONTROL, TokenType.UNKNOWN)
+        user_defined = self._texts(table, TokenType.USER_DEFINED)
+        cut_out = {*control.values(), *user_defined.values()}
+        leading_space = built.kind == "WordPiece" or (
+            built.kind != "byte-level BPE" and space_prefix
+        )
+        return Vocabulary(
+            kind=built.kind,
+            size=len(self.tokens),
+            encoder=SplittingEncoder(
+                built.library,
+                user_defined,
+                control,
+                blanks_before=self._mask_tokens(),
+                blanks_after=self._blanks_after(cut_out),
+            ),
+            piece=lambda n: self.tokens[n],
+            id_of=self.ids.get,
+            piece_bytes=built.piece_bytes,
+            text_piece=built.text_piece,
+            plain_text_ids=frozenset(
+                cut_out if built.kind == "byte-level BPE" else control.values()
+            ),
+            cut_out_ids=frozenset(cut_out),
+            control=control,
+            end_ids=self.ends,
+            bos_id=self.bos_id,
+            eos_id=self.eos_id,
+            unk_id=self.unk_id,
+            pad_id=self.pad_id,
+            add_bos=self._add_bos(),
+            add_eos=self._flag("add_eos_token", self.model == "t5"),
+            chat_template=self._chat_template(),
+            leading_space=leading_space,
+            space_after_added=leading_space,
+        )
+
+    def _build(self, table: Table, space_prefix: bool) -> Built:
+        if self.model in ("gpt2", "gemma4", "whitespace"):
+            merges = self.metadata.get(_PREFIX + "merges")
+            if merges is None and _text(self.metadata, "pre") != "kimi-k2":
+                raise ModelFileError(
+                    "the vocabulary has no merges (tokenizer.ggml.merges); the file is not complete"
+                )
+            return models.byte_pair(table, _strings(merges, "merges"), self.cut)
+        if self.model == "llama":
+            return models.sentence_piece(table, space_prefix=space_prefix)
+        if self.model == "bert":
+            lowercase = self._flag("normalizer.lowercase", True)
+            accents = self._flag("normalizer.strip_accents", lowercase)
+            return models.word_piece(table, lowercase=lowercase, strip_accents=accents)
+        return models.unigram(
+            table,
+            charsmap=self._charsmap(),
+            space_prefix=space_prefix,
+            merge_spaces=self._flag("remove_extra_whitespaces", False),
+        )
+
+    def _charsmap(self) -> bytes | None:
+        """SentencePiece's table of replacements: the size of a tree, the tree, the texts."""
+        values = self.metadata.get(_PREFIX + "precompiled_charsmap")
+        if values is None or (numbers := np.asarray(values)).size == 0:
+            return None
+        data = numbers.astype(np.uint8).tobytes() if numbers.dtype.kind in "iu" else b""
+        size = int.from_bytes(data[:4], "little")
+        if not size or size % 4 or 4 + size > len(data):
+            raise ModelFileError("tokenizer.ggml.precompiled_charsmap is damaged")
+        return data
+
+    def _cut(self) -> Pretokenizer:
+        name = _text(self.metadata, "pre")
+        if self.model == "gemma4":
+            name = "gemma4"
+        elif self.model == "whitespace":
+            name = "whitespace"
+        elif self.model != "gpt2":
+            name = None
+        return pretokenizer_named(name)
+
+    def _add_bos(self) -> bool:
+        usual = self.model in ("llama", "bert") or self.cut.add_bos
+        if self.model == "gemma4":
+            return True  # files from before this was known say false
+        return self._flag("add_bos_token", usual)
+
+    def _tokens(self) -> list[str]:
+        tokens = _strings(self.metadata.get(_PREFIX + "tokens"), "tokens")
+        if not tokens:
+            raise ModelFileError(
+                "the GGUF file has no tokens (tokenizer.ggml.tokens); the file is not complete"
+            )
+        if "" in tokens:
+            tokens = [piece or f"[EMPTY_{n}]" for n, piece in enumerate(tokens)]
+        return list(tokens)
+
+    def _numbers(self, name: str, kinds: str = "iuf") -> np.ndarray[Any, Any] | None:
+        values = self.metadata.get(_PREFIX + name)
+        if values is None:
+            return None
+        try:
+            numbers = np.asarray(values)
+        except ValueError:
+            numbers = np.asarray([], dtype=object)
+        if numbers.ndim != 1 or numbers.dtype.kind not in kinds or len(numbers) != len(self.tokens):
+            raise ModelFileError(
+                f"tokenizer.ggml.{name} should hold {len(self.tokens)} numbers, one for each "
+                f"token, and does not; the file is damaged"
+            )
+        return numbers
+
+    def _types(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        types = self._numbers("token_type", kinds="iu")
+        if types is not None:
+            return types.astype(np.int64)
+        return np.full(len(self.tokens), TokenType.NORMAL, dtype=np.int64)
+
+    def _scores(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        scores = self._numbers("scores")
+        if scores is not None:
+            return scores.astype(np.float64)
+        if self.model in ("llama", "t5"):
+            raise ModelFileError(
+                "a SentencePiece vocabulary needs tokenizer.ggml.scores, and the file has none"
+            )
+        return np.zeros(len(self.tokens))
+
+    def _flag(self, name: str, usual: bool) -> bool:
+        value = self.metadata.get(_PREFIX + name, usual)
+        if not isinstance(value, bool | int | np.bool_ | np.integer):
+            raise ModelFileError(
+                f"tokenizer.ggml.{name} should be true or false and is a {type(value).__name__}"
+            )
+        return bool(value)
+
+    def _special(self, name: str, *, lenient: bool = False) -> int | None:
+        key = f"{_PREFIX}{name}_token_id"
+        value = self.metadata.get(key)
+        if value is None:
+            usual = _USUAL_IDS.get(self.model, {}).get(name)
+            # The usual id holds only where that token looks like one: gpt2's is Falcon's.
+            if usual is None or usual >= len(self.tokens):
+                return None
+            plain = self.types[usual] == TokenType.NORMAL
+            return None if plain and (self.model == "gpt2" or name == "padding") else usual
+        if not isinstance(value, int | np.integer):
+            raise ModelFileError(f"{key} should be a token id and is a {type(value).__name__}")
+        if not 0 <= value < len(self.tokens):
+            if lenient:
+                return None  # converters write numbers here that mean 'none'
+            raise ModelFileError(
+                f"{key} is {value}, but the vocabulary has {len(self.tokens)} tokens; "
+                "the file is damaged"
+            )
+        return int(value)
+
+    def _mark_control(self) -> frozenset[int]:
+        """Finds the end tokens, and makes control tokens of all that must never come from text."""
+        ids = self.ids
+        named = [self.bos_id, self.eos_id, self._special("eot"), self._special("eom")]
+        more = self._end_list()
+        ends = {n for n in named[1:] if n is not None} | set(more)
+        control = {n for n in [*named, *more] if n is not None}
+        control |= {ids[text] for text in CLEAR_END_TEXTS if text in ids}
+        if self.unk_id is not None and self.types[self.unk_id] == TokenType.NORMAL:
+            control.add(self.unk_id)
+        self.types = self.types.copy()
+        for n in control:
+            if self.types[n] != TokenType.UNKNOWN:
+                self.types[n] = TokenType.CONTROL
+        marked = set(np.flatnonzero(self.types == TokenType.CONTROL).tolist())
+        return frozenset(ends | end_ids(ids, marked))
+
+    def _end_list(self) -> list[int]:
+        several = self.metadata.get(_PREFIX + "eos_token_ids")
+        if several is None:
+            return []
+        numbers = np.asarray(several).reshape(-1)
+        in_range = numbers.dtype.kind in "iu" and all(0 <= n < len(self.tokens) for n in numbers)
+        if not in_range:
+            raise ModelFileError(
+                f"tokenizer.ggml.eos_token_ids are not all ids of the {len(self.tokens)} tokens; "
+                "the file is damaged"
+            )
+        return [int(n) for n in numbers]
+
+    def _blanks_after(self, cut_out: set[int]) -> frozenset[int]:
+        """Phi-3's tokens swallow the blanks behind them. No key says so; the model's name does."""
+        name = str(self.metadata.get("general.name", "")).lower()
+        if "phi-3" not in name and "phi3" not in name:
+            return frozenset()
+        not_these = {self.ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
+        return frozenset(cut_out - not_these)
+
+    def _mask_tokens(self) -> frozenset[int]:
+        """Some models' mask token swallows the blanks before it; again only names tell."""
+        pre, arch = str(self.metadata.get(_PREFIX + "pre", "")), self._architecture()
+        found: int | None = None
+        if pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code") or arch in (
+            "nomic-bert-moe",
+            "jina-bert-v3",
+        ):
+            found = self.ids.get("<mask>")
+        elif "modern-bert" in str(self.metadata.get("general.name", "")).lower():
+            found = self.ids.get("[MASK]")
+        return frozenset() if found is None else frozenset([found])
+
+    def _architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    def _texts(self, table: Table, *types: TokenType) -> dict[str, int]:
+        return {self.tokens[n]: n for n in table.of_types(*types)}
+
+    def _chat_template(self) -> str | None:
+        template = self.metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) and template else None
+
+
+def _text(metadata: Mapping[str, Any], name: str) -> str | None:
+    value = metadata.get(_PREFIX + name)
+    if value is None or isinstance(value, str):
+        return value
+    raise ModelFileError(f"tokenizer.ggml.{name} should be a text and is a {type(value).__name__}")
+
+
+def _strings(values: Any, name: str) -> Sequence[str] | None:
+    if values is None:
+        return None
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise ModelFileError(f"tokenizer.ggml.{name} is not a list of texts; the file is damaged")
+    if not set(map(type, values)) <= {str}:
+        raise ModelFileError(f"tokenizer.ggml.{name} holds something that is not a text")
+    return values

@@ -1,0 +1,259 @@
+"""Reads a Hugging Face tokenizer.json and the files beside it.
+
+The library reads tokenizer.json itself. Beside it lie tokenizer_config.json and
+special_tokens_map.json (which token is the start, the end, ...), generation_config.json and
+config.json (which tokens end a text) and chat_template.jinja; each may be missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, models
+from tokenizers import Tokenizer as Library
+
+from unspool.errors import ModelFileError
+from unspool.text import pieces
+from unspool.text.encoders import AddedTokenEncoder
+from unspool.text.end_tokens import CLEAR_END_TEXTS, end_ids
+from unspool.text.vocabulary import Vocabulary
+
+
+def read_tokenizer_json(path: Path) -> Vocabulary:
+    """The vocabulary of a tokenizer.json, or of the folder that holds it."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ModelFileError(f"there is no {file}; give a tokenizer.json or a folder with one")
+    try:
+        library = Library.from_file(str(file))
+    except Exception as error:  # the library raises bare exceptions
+        reason = " ".join(str(error).split())[:200]
+        raise ModelFileError(f"{file} cannot be read as a tokenizer: {reason}") from None
+    # Training settings that a file may carry along; a prompt is neither cut nor filled up.
+    library.no_truncation()
+    library.no_padding()
+    return _Folder(file.parent, library).vocabulary()
+
+
+class _Folder:
+    """What the files beside a tokenizer.json say about it."""
+
+    def __init__(self, folder: Path, library: Library) -> None:
+        self.folder = folder
+        self.library = library
+        self.config = self._json("tokenizer_config.json")
+        self.named = self._json("special_tokens_map.json") | {
+            key: value for key, value in self.config.items() if value is not None
+        }
+        self._add_missing_tokens()
+        self._match_control_tokens_as_written()
+        self.added: dict[int, Any] = library.get_added_tokens_decoder()
+
+    def vocabulary(self) -> Vocabulary:
+        library, added = self.library, self.added
+        bos_id, eos_id = self._named("bos_token"), self._named("eos_token")
+        unk_id, pad_id = self._named("unk_token"), self._named("pad_token")
+        if unk_id is None and (unknown := getattr(library.model, "unk_token", None)):
+            unk_id = library.token_to_id(unknown)
+        before, after = self._template_ends()
+        bos_id = before[0] if bos_id is None and len(before) == 1 else bos_id
+        texts = {token.content: n for n, token in added.items()}
+        control = {token.content: n for n, token in added.items() if token.special}
+        control |= {text: texts[text] for text in CLEAR_END_TEXTS if text in texts}
+        for n in (bos_id, eos_id):
+            if n is not None:
+                control[self._piece(n) or ""] = n
+        size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        ends = end_ids(texts, control.values()) | self._end_ids(size)
+        if eos_id is None and after:
+            ends.add(after[-1])
+        elif eos_id is not None:
+            ends.add(eos_id)
+        kind, piece_bytes, text_piece = self._style()
+        marks_spaces = text_piece is pieces.space_marked_text_piece
+        prefix = self._space_prefix()
+        if kind == "byte-level BPE" and prefix != "always":
+            prefix = "never"
+        return Vocabulary(
+            kind=kind,
+            size=size,
+            encoder=AddedTokenEncoder(library, control.values()),
+            piece=self._piece,
+            id_of=library.token_to_id,
+            piece_bytes=piece_bytes,
+            text_piece=text_piece,
+            # Where ▁ is a space it is one in added tokens too: gemma's '▁▁' is two spaces.
+            plain_text_ids=frozenset(control.values() if marks_spaces else added),
+            cut_out_ids=frozenset(added),
+            control=control,
+            end_ids=frozenset(ends),
+            bos_id=bos_id,
+            eos_id=eos_id,
+            unk_id=unk_id,
+            pad_id=pad_id,
+            add_bos=self._flag("add_bos_token", bool(before)),
+            add_eos=self._flag("add_eos_token", bool(after)),
+            chat_template=self._chat_template(),
+            leading_space=prefix != "never",
+            space_after_added=prefix == "always",
+        )
+
+    def _json(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
+        if not file.is_file():
+            return {}
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelFileError(f"{file} cannot be read: {error}") from None
+        if not isinstance(read, dict):
+            raise ModelFileError(f"{file} should hold a JSON object")
+        return read
+
+    def _add_missing_tokens(self) -> None:
+        """tokenizer_config.json may name tokens that tokenizer.json does not have yet."""
+        listed = self.config.get("added_tokens_decoder")
+        if not isinstance(listed, Mapping):
+            return
+        known = {token.content for token in self.library.get_added_tokens_decoder().values()}
+        missing = [
+            AddedToken(
+                token["content"],
+                **{
+                    name: bool(token.get(name, False))
+                    for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+                },
+            )
+            for _, token in sorted(listed.items(), key=lambda item: _number(item[0]))
+            if isinstance(token, Mapping)
+            and isinstance(token.get("content"), str)
+            and token["content"] not in known
+        ]
+        if missing:
+            self.library.add_tokens(missing)
+
+    def _match_control_tokens_as_written(self) -> None:
+        """Some files want control tokens found in the normalized text, where a mark for a space
+        is put before them: then `a</s>` would not hold the token that it plainly holds."""
+        normalized = [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=False,
+                special=True,
+            )
+            for token in self.library.get_added_tokens_decoder().values()
+            if token.special and token.normalized
+        ]
+        if normalized:
+            self.library.add_special_tokens(normalized)
+
+    def _piece(self, token: int) -> str | None:
+        added = self.added.get(token)
+        piece: str | None = self.library.id_to_token(token) if added is None else added.content
+        return piece
+
+    def _named(self, name: str) -> int | None:
+        value = self.named.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        return self.library.token_to_id(value) if isinstance(value, str) and value else None
+
+    def _flag(self, name: str, usual: bool) -> bool:
+        value = self.config.get(name)
+        return value if isinstance(value, bool) else usual
+
+    def _template_ends(self) -> tuple[list[int], list[int]]:
+        """The tokens that the file's own template puts before and behind a text."""
+        if self.library.post_processor is None:
+            return [], []
+        with_text = self.library.encode("a", add_special_tokens=True)
+        text = [n for n, mask in enumerate(with_text.special_tokens_mask) if not mask]
+        if not text:
+            return [], []
+        return with_text.ids[: text[0]], with_text.ids[text[-1] + 1 :]
+
+    def _end_ids(self, size: int) -> set[int]:
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            value = self._json(name).get("eos_token_id")
+            for n in value if isinstance(value, list) else [value]:
+                if isinstance(n, int) and 0 <= n < size:
+                    found.add(n)
+        return found
+
+    def _chat_template(self) -> str | None:
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ModelFileError(f"{file} cannot be read: {error}") from None
+        template = self.config.get("chat_template")
+        if isinstance(template, list):
+            by_name = {
+                entry.get("name"): entry.get("template")
+                for entry in template
+                if isinstance(entry, Mapping)
+            }
+            template = by_name.get("default") or next(iter(by_name.values()), None)
+        return template if isinstance(template, str) else None
+
+    def _style(self) -> tuple[str, pieces.PieceToBytes, Any]:
+        """The kind of vocabulary, and how its pieces are written."""
+        model = self.library.model
+        parts = _parts(self.library.decoder) + _parts(self.library.pre_tokenizer)
+        types = {part["type"] for part in parts}
+        if isinstance(model, models.WordPiece):
+            mark = model.continuing_subword_prefix
+            return "WordPiece", pieces.word_piece_bytes(mark), str
+        if isinstance(model, models.Unigram):
+            # Whether bytes stand in for what has no piece is seen from the decoder.
+            fallback = "ByteFallback" in types
+            to_bytes = pieces.byte_fallback_bytes if fallback else pieces.space_marked_bytes
+            return "Unigram", to_bytes, pieces.space_marked_text_piece
+        if not isinstance(model, models.BPE):
+            return type(model).__name__, pieces.word_piece_bytes(""), str
+        if "ByteLevel" in types:
+            return "byte-level BPE", pieces.byte_level_bytes, pieces.byte_level_text_piece
+        marks = {part.get("content") for part in parts if part["type"] == "Replace"}
+        if model.byte_fallback:
+            return "SentencePiece BPE", pieces.byte_fallback_bytes, pieces.space_marked_text_piece
+        if "Metaspace" in types or " " in marks:
+            return "SentencePiece BPE", pieces.space_marked_bytes, pieces.space_marked_text_piece
+        return "BPE", pieces.suffixed_bytes(model.end_of_word_suffix or ""), str
+
+    def _space_prefix(self) -> str:
+        """Whether encoding puts a space before the text: never, first, or always (also behind
+        each added token)."""
+        if isinstance(self.library.model, models.WordPiece):
+            return "always"
+        if any(part["type"] == "Prepend" for part in _parts(self.library.normalizer)):
+            return "always"
+        for part in _parts(self.library.pre_tokenizer):
+            if part["type"] == "Metaspace":
+                scheme = part.get("prepend_scheme")
+                return str(scheme if scheme else "always")
+            if part["type"] == "ByteLevel" and part.get("add_prefix_space"):
+                return "always"
+        return "never"
+
+
+def _number(text: Any) -> int:
+    return int(text) if str(text).isdigit() else 0
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """The settings of a normalizer, pre-tokenizer or decoder; of each part, if it is a sequence."""
+    if component is None:
+        return []
+    described = json.loads(component.__getstate__())
+    for several in ("normalizers", "pretokenizers", "decoders"):
+        if several in described:
+            return list(described[several])
+    return [described]

@@ -1,0 +1,86 @@
+"""The plain merges end where the library ends, step by step."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from sample_texts import SAME_EVERY_RUN, TEXTS
+from test_tokenizer_gguf import tokenizer as from_gguf
+from test_tokenizer_json import ours as from_json
+from test_tokenizer_tiktoken import ours as from_tiktoken
+
+from unspool.errors import UnspoolError
+from unspool.text.merges import Merge, merge_steps, merge_word
+from unspool.text.tokenizer import Tokenizer
+
+VOCABULARIES = {
+    "gpt-2": (from_gguf, "gpt-2"),
+    "whole words first (llama3)": (from_gguf, "llama-bpe"),
+    "tiktoken": (from_tiktoken, "cl100k"),
+    "scores with byte fallback": (from_gguf, "llama-spm"),
+    "scores, user-defined tokens": (from_gguf, "phi-3"),
+    "user-defined tokens": (from_gguf, "gpt-neox"),
+    "bytes without a token": (from_gguf, "starcoder"),
+    "json, byte level": (from_json, "qwen"),
+    "json, prefixed with a space": (from_json, "llama2"),
+    "json, prefixed at the start only": (from_json, "mistral"),
+}
+
+
+@pytest.mark.parametrize("case", VOCABULARIES)
+def test_equal_to_the_library(case: str) -> None:
+    load, name = VOCABULARIES[case]
+    tokenizer: Tokenizer = load(name)
+
+    @SAME_EVERY_RUN
+    @given(TEXTS)
+    def check(text: str) -> None:
+        words = merge_steps(tokenizer, text)
+        ids = list(chain.from_iterable(word.ids for word in words))
+        assert ids == tokenizer.encode(text)
+        for word in words:
+            pieces = word.start
+            for merge in word.merges:
+                left, right = merge.pair
+                assert pieces[merge.position : merge.position + 2] == (left, right)
+                assert len(merge.pieces) == len(pieces) - 1
+                assert merge.pieces[merge.position] == left + right
+                assert b"".join(merge.pieces) == b"".join(pieces)
+                pieces = merge.pieces
+            assert pieces == word.pieces
+
+    check()
+
+
+def test_each_merge_in_order() -> None:
+    ranks = {(b"a", b"b"): 0, (b"ab", b"c"): 2, (b"b", b"c"): 1, (b"c", b"ab"): 3}
+    assert list(merge_word([b"a", b"b", b"c", b"a", b"b"], ranks)) == [
+        Merge((b"a", b"b"), 0, 0, (b"ab", b"c", b"a", b"b")),
+        Merge((b"a", b"b"), 0, 2, (b"ab", b"c", b"ab")),
+        Merge((b"ab", b"c"), 2, 0, (b"abc", b"ab")),
+    ]
+    assert list(merge_word([], ranks)) == list(merge_word([b"a"], ranks)) == []
+
+
+def test_gpt2_joins_a_word() -> None:
+    (word,) = merge_steps(from_gguf("gpt-2"), " the")
+    assert [merge.pieces for merge in word.merges] == [
+        (b" t", b"h", b"e"),
+        (b" t", b"he"),
+        (b" the",),
+    ]
+    assert [merge.rank for merge in word.merges] == [0, 2, 6]
+
+
+def test_a_word_that_is_a_token_needs_no_merges() -> None:
+    (word,) = merge_steps(from_gguf("llama-bpe"), " the")
+    assert word.start == word.pieces == (b" the",) and word.merges == ()
+
+
+def test_other_vocabularies_have_no_merges() -> None:
+    with pytest.raises(UnspoolError, match="WordPiece"):
+        merge_steps(from_gguf("bert-bge"), "a")
+    with pytest.raises(UnspoolError, match="surrogate"):
+        merge_steps(from_gguf("gpt-2"), "\udc00")

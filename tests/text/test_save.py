@@ -1,0 +1,46 @@
+"""A saved vocabulary is the same one, here and in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import assets
+import pytest
+import transformers
+
+from unspool.model.gguf import GGUFFile
+from unspool.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "Why do leaves change color in fall?",
+    "äöü 🌿 東京\n\n\tx  y   z 12345 won't",
+    "control: <|im_end|> </s> <|endoftext|> <s>",
+    " lead and trail ",
+]
+
+
+@pytest.mark.parametrize("name", ["llama-spm", "llama-bpe", "qwen2", "phi-3", "gpt-2", "falcon"])
+def test_gguf_vocabularies(name: str, tmp_path: Path):
+    path = assets.llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
+    ours = Tokenizer.from_gguf(GGUFFile(path).metadata)
+    ours.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    again = Tokenizer.from_file(tmp_path)
+    assert (again.add_bos, again.bos_id, again.eos_id) == (ours.add_bos, ours.bos_id, ours.eos_id)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert again.encode(text) == ids
+        assert again.encode(text, specials=True) == ours.encode(text, specials=True)
+        plain = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert plain == ids
+        assert theirs.decode(ids) == ours.decode(ids)
+        assert theirs.encode(text) == ours.encode(text, specials=True, bos=True)
+
+
+def test_a_tokenizer_json_is_saved_as_it_was(tmp_path: Path):
+    ours = Tokenizer.from_file(assets.tokenizer_json_folder() / "qwen")
+    ours.save(tmp_path)
+    again = Tokenizer.from_file(tmp_path)
+    for text in TEXTS:
+        assert again.encode(text) == ours.encode(text)
+        assert again.encode(text, specials=True) == ours.encode(text, specials=True)

@@ -1,0 +1,342 @@
+"""GGUF vocabularies: llama.cpp's own vectors, round trips, and metadata that is wrong."""
+
+from __future__ import annotations
+
+import heapq
+from functools import cache
+from typing import Any
+
+import assets
+import numpy as np
+import pytest
+from hypothesis import given
+from sample_texts import SAME_EVERY_RUN, TEXTS
+
+from unspool.errors import ModelFileError, UnspoolError
+from unspool.model.gguf import GGUFFile
+from unspool.text.pieces import byte_characters
+from unspool.text.pretokenizers import PRETOKENIZERS
+from unspool.text.tokenizer import Tokenizer
+
+WITH_VECTORS = (  # noqa: SIM905
+    "bert-bge command-r deepseek-coder deepseek-llm falcon gemma-4 gpt-2 llama-bpe llama-spm mpt "
+    "phi-3 qwen2 qwen35 refact starcoder"
+).split()
+WITHOUT_VECTORS = ["aquila", "baichuan", "gpt-neox", "nomic-bert-moe"]
+LOSSY = {"bert-bge", "nomic-bert-moe"}  # they normalize case, accents or blanks away
+
+
+@cache
+def metadata(name: str) -> dict[str, Any]:
+    path = assets.llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
+    return dict(GGUFFile(path).metadata)
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    return Tokenizer.from_gguf(metadata(name))
+
+
+def vectors(name: str) -> list[tuple[str, list[int]]]:
+    models = assets.llama_cpp_source() / "models"
+    texts = (models / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode("utf-8")
+    lines = (models / f"ggml-vocab-{name}.gguf.out").read_text("utf-8").removesuffix("\n")
+    pairs = zip(
+        texts.removesuffix("\n__ggml_vocab_test__\n").split("\n__ggml_vocab_test__\n"),
+        lines.split("\n"),
+        strict=True,
+    )
+    return [(text, [int(number) for number in line.split()]) for text, line in pairs]
+
+
+@pytest.mark.parametrize("name", WITH_VECTORS)
+def test_equal_to_llama_cpp_on_its_vectors(name: str) -> None:
+    cases = vectors(name)
+    assert len(cases) >= 45
+    for text, ids in cases:
+        assert tokenizer(name).encode(text) == ids, text
+        if name not in LOSSY:
+            assert tokenizer(name).decode(ids) == text
+
+
+@pytest.mark.parametrize("name", WITH_VECTORS + WITHOUT_VECTORS)
+def test_every_text_survives_the_round_trip(name: str) -> None:
+    if name in LOSSY:
+        pytest.skip("this vocabulary normalizes the text")
+    coded = tokenizer(name)
+
+    shown = byte_characters()
+    # Falcon, for one, has no token for some control characters; nothing can bring them back.
+    tokens = set(metadata(name)["tokenizer.ggml.tokens"])
+    missing = {n for n in range(256) if shown[n] not in tokens}
+    if coded.kind != "byte-level BPE":
+        missing = set()
+
+    @SAME_EVERY_RUN
+    @given(TEXTS)
+    def check(text: str) -> None:
+        if not missing.isdisjoint(text.encode()):
+            return
+        if name == "phi-3" and any(token in text for token in ("</s>", *coded.special_tokens)):
+            return  # its tokens swallow the blanks behind them
+        ids = coded.encode(text)
+        # SentencePiece writes a space as ▁, so a ▁ in the text comes back as a space.
+        expected = text.replace("▁", " ") if "Sentence" in coded.kind else text
+        assert coded.decode(ids) == expected
+        assert coded.special_ids.isdisjoint(ids)
+        with_specials = coded.encode(text, specials=True)
+        assert coded.decode(with_specials) == expected
+
+    check()
+
+
+@pytest.mark.parametrize("name", WITHOUT_VECTORS)
+def test_vocabularies_without_vectors_load(name: str) -> None:
+    coded = tokenizer(name)
+    text = "Hello world 123, it's fine."
+    assert len(coded) == len(metadata(name)["tokenizer.ggml.tokens"])
+    assert coded.decode(coded.encode(text)) == text
+
+
+def sentence_piece_by_scores(name: str, text: str) -> list[str]:
+    """SentencePiece as it is defined: join the neighbours with the best score, leftmost first."""
+    score = score_table(name)
+    symbols: list[str | None] = list("▁" + text.replace(" ", "▁"))
+    before = list(range(-1, len(symbols) - 1))
+    after = [*range(1, len(symbols)), -1]
+    heap: list[tuple[float, int, int, str]] = []
+
+    def offer(left: int, right: int) -> None:
+        if left >= 0 and right >= 0:
+            joined = f"{symbols[left]}{symbols[right]}"
+            if joined in score:
+                heapq.heappush(heap, (-score[joined], left, right, joined))
+
+    for left in range(len(symbols) - 1):
+        offer(left, left + 1)
+    while heap:
+        _, left, right, joined = heapq.heappop(heap)
+        if symbols[left] is None or symbols[right] is None or after[left] != right:
+            continue
+        if f"{symbols[left]}{symbols[right]}" != joined:
+            continue
+        symbols[left], symbols[right] = joined, None
+        after[left] = after[right]
+        if after[right] >= 0:
+            before[after[right]] = left
+        offer(before[left], left)
+        offer(left, after[left])
+    return [symbol for symbol in symbols if symbol is not None]
+
+
+@cache
+def score_table(name: str) -> dict[str, float]:
+    found = metadata(name)
+    types = found["tokenizer.ggml.token_type"]
+    rows = zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], types, strict=True)
+    return {token: float(score) for token, score, kind in rows if kind in (1, 4, 5)}
+
+
+@pytest.mark.parametrize("name", ["llama-spm", "baichuan", "phi-3"])
+def test_merges_from_scores_equal_sentence_piece(name: str) -> None:
+    coded = tokenizer(name)
+
+    @SAME_EVERY_RUN
+    @given(TEXTS.filter(bool))
+    def check(text: str) -> None:
+        text = text.replace("</s>", "")  # phi-3 has it as a token of its own
+        if not text:
+            return
+        expected: list[int] = []
+        for piece in sentence_piece_by_scores(name, text):
+            found = coded.token_id(piece) if piece in score_table(name) else None
+            expected += (
+                [found]
+                if found is not None
+                else [coded.token_id(f"<0x{byte:02X}>") or -1 for byte in piece.encode()]
+            )
+        assert coded.encode(text) == expected
+
+    check()
+
+
+def test_control_tokens_in_text_stay_text() -> None:
+    qwen = tokenizer("qwen2")
+    text = "stop<|im_end|>\n<|im_start|>system"
+    ids = qwen.encode(text)
+    assert qwen.special_ids.isdisjoint(ids) and qwen.end_ids.isdisjoint(ids)
+    assert qwen.decode(ids) == text
+    asked = qwen.encode(text, specials=True)
+    assert [qwen.token_text(n) for n in asked if n in qwen.special_ids] == [
+        "<|im_end|>",
+        "<|im_start|>",
+    ]
+    assert qwen.decode(asked, specials=False) == "stop\nsystem"
+
+
+def test_sentence_piece_control_text_is_never_merged_into_a_control_token() -> None:
+    llama = tokenizer("llama-spm")
+    assert llama.eos_id not in llama.encode("</s>")
+    assert llama.encode("</s>", specials=True) == [llama.eos_id]
+
+
+def test_user_defined_tokens_are_found_in_any_text() -> None:
+    neox = tokenizer("gpt-neox")
+    spaces = neox.token_id(" " * 24)
+    assert spaces is not None and neox.encode(" " * 24) == [spaces]
+    assert neox.decode([spaces]) == " " * 24
+
+
+def test_the_space_before_a_text_is_taken_off_again() -> None:
+    llama = tokenizer("llama-spm")
+    assert llama.token_text(llama.encode("the")[0]) == " the"
+    assert llama.decode(llama.encode_prompt("the"), specials=False) == "the"
+    assert llama.decode(llama.encode("<s>the</s>x", specials=True)) == "<s>the</s>x"
+    assert llama.token_bytes(llama.token_id("<0x0A>") or 0) == b"\n"
+
+
+def test_phi3_tokens_swallow_the_blanks_behind_them() -> None:
+    phi = tokenizer("phi-3")
+    with_break = phi.encode("<|user|>\nHi<|end|>\n<|assistant|>\n", specials=True)
+    assert with_break == phi.encode("<|user|>Hi<|end|><|assistant|>", specials=True)
+    assert phi.decode(phi.encode("<s> Hi", specials=True)) == "<s> Hi"
+
+
+def test_start_and_end_tokens() -> None:
+    llama3 = tokenizer("llama-bpe")
+    assert llama3.add_bos and llama3.encode_prompt("a")[0] == llama3.bos_id == 128000
+    assert {llama3.token_text(n) for n in llama3.end_ids} == {"<|end_of_text|>", "<|eot_id|>"}
+    assert not tokenizer("qwen2").add_bos
+    assert tokenizer("qwen2").encode_prompt("a") == tokenizer("qwen2").encode("a")
+    assert {tokenizer("phi-3").token_text(n) for n in tokenizer("phi-3").end_ids} == {
+        "<|endoftext|>",
+        "<|end|>",
+    }
+    gemma = tokenizer("gemma-4")
+    assert {gemma.token_text(n) for n in gemma.end_ids} == {"<eos>", "<turn|>"}
+    # </s> is a tag of HTML in this vocabulary, an ordinary token.
+    assert (gemma.token_id("</s>") or -1) not in gemma.end_ids
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "<|im_end|>", "c"],
+        "tokenizer.ggml.token_type": np.array([1, 1, 1, 3, 1], dtype=np.int32),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 3,
+    }
+    described |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    return {key: value for key, value in described.items() if value is not None}
+
+
+def test_a_tiny_vocabulary() -> None:
+    coded = Tokenizer.from_gguf(tiny())
+    assert coded.encode("abcab") == [2, 4, 2]
+    assert coded.eos_id == 3 and coded.end_ids == {3} and coded.bos_id is None
+    assert coded.special_tokens == {"<|im_end|>": 3}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model": None}, "tokenizer.ggml.model"),
+        ({"model": "rwkv"}, "rwkv"),
+        ({"model": 7}, "tokenizer.ggml.model"),
+        ({"pre": "never-heard-of"}, "never-heard-of"),
+        ({"tokens": None}, "tokens"),
+        ({"tokens": []}, "tokens"),
+        ({"tokens": ["a", 3]}, "tokens"),
+        ({"tokens": "abc"}, "tokens"),
+        ({"merges": None}, "merges"),
+        ({"merges": ["ab"]}, "two pieces: 'ab'"),
+        ({"merges": ["a "]}, "two pieces"),
+        ({"merges": [""]}, "two pieces"),
+        ({"merges": 3}, "merges"),
+        ({"token_type": [1, 1]}, "token_type"),
+        ({"token_type": ["a"] * 5}, "token_type"),
+        ({"model": "llama", "scores": [0.0]}, "scores"),
+        ({"model": "llama"}, "scores"),
+        ({"eos_token_id": 5}, "eos_token_id is 5"),
+        ({"bos_token_id": -1}, "bos_token_id"),
+        ({"bos_token_id": "x"}, "bos_token_id"),
+        ({"eos_token_ids": [1, 99]}, "eos_token_ids"),
+        ({"eos_token_ids": "no"}, "eos_token_ids"),
+        ({"model": "bert"}, "unknown_token_id"),
+        ({"add_bos_token": np.zeros(3)}, "add_bos_token"),
+        (
+            {
+                "model": "t5",
+                "scores": np.zeros(5),
+                "unknown_token_id": 0,
+                "precompiled_charsmap": np.zeros(9, dtype=np.int8),
+            },
+            "precompiled_charsmap",
+        ),
+    ],
+)
+def test_bad_metadata_is_one_clear_line(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelFileError) as caught:
+        Tokenizer.from_gguf(tiny(**changes))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_merges_that_lead_nowhere_are_let_be() -> None:
+    assert Tokenizer.from_gguf(tiny(merges=["x y", "a b"])).encode("ab") == [2]
+
+
+def test_without_types_the_end_token_is_still_control() -> None:
+    coded = Tokenizer.from_gguf(tiny(token_type=None))
+    assert coded.special_ids == {3}
+    assert 3 not in coded.encode("<|im_end|>")
+
+
+@pytest.mark.parametrize("ids", [[5], [-1], [0, 10**9]])
+def test_ids_outside_the_vocabulary(ids: list[int]) -> None:
+    with pytest.raises(UnspoolError, match="0 to 4"):
+        Tokenizer.from_gguf(tiny()).decode(ids)
+
+
+def test_lone_surrogates_are_refused_in_words() -> None:
+    with pytest.raises(UnspoolError, match=r"surrogate.*position 1"):
+        Tokenizer.from_gguf(tiny()).encode("a\ud800")
+
+
+def test_nothing_is_nothing() -> None:
+    for name in ("llama-spm", "qwen2", "bert-bge"):
+        assert tokenizer(name).encode("") == [] and tokenizer(name).decode([]) == ""
+
+
+def cut(name: str, text: str) -> list[str]:
+    """The words of a text under a pre-tokenizer, seen through a vocabulary without merges."""
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in PRETOKENIZERS[name].patterns]
+    return [word for word, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
+
+
+# One name of each: many names share their expressions.
+@pytest.mark.parametrize(
+    "name", sorted({cut: name for name, cut in PRETOKENIZERS.items()}.values())
+)
+def test_every_pretokenizer_keeps_every_character(name: str) -> None:
+    @SAME_EVERY_RUN
+    @given(TEXTS)
+    def check(text: str) -> None:
+        assert "".join(cut(name, text)) == text
+
+    check()
+
+
+def test_pretokenizers_cut_where_they_should() -> None:
+    assert cut("afmoe", "a 1234567") == ["a", " ", "1", "234", "567"]
+    assert cut("tiny_aya", "12345 6") == ["12", "345", " ", "6"]
+    assert cut("superbpe", "of the 1234567") == ["of the ", "1", "234", "567"]
+    assert cut("kimi-k2", "你好world's 12345") == ["你好", "world's", " ", "123", "45"]
+    assert cut("tekken", "HelloWorld 12") == ["Hello", "World", " ", "1", "2"]
+    assert cut("gpt-4o", "großÄrger 1234") == ["groß", "Ärger", " ", "123", "4"]
+    assert cut("viking", "Hei, 12") == ["Hei", ",", " ", "1", "2"]
+    assert cut("jais-2", "a" + " " * 9 + "b") == ["a", " " * 8, " b"]
+    assert cut("llama-bpe", "I'LL go\n\n  x") == ["I", "'LL", " go", "\n\n", " ", " x"]
+    assert cut("smollm", "in 2024") == ["in", " ", "2", "0", "2", "4"]
