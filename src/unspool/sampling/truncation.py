@@ -105,8 +105,7 @@ class Typical:
         candidates = candidates if candidates.by_id else candidates.in_order()
         whole = candidates.measure(entropy=True)
         surprise_is_entropy = whole.peak + ops.log(whole.total) - whole.entropy
-        middle = ops.like(surprise_is_entropy, candidates.logits)
-        nearness = -abs(candidates.logits - middle)
+        nearness = -abs(ops.double(candidates.logits) - surprise_is_entropy)
         goal = rows.column("typical_p", whole.total) * (1 - SLACK) * whole.total
         width = candidates.logits.shape[-1]
         look = FIRST_LOOK
