@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.engine.steps import Generation, Score, Step
+    from unspool.engine.generation import Generation
+    from unspool.engine.steps import Score, Step
     from unspool.lm import LanguageModel, load
     from unspool.text.tokenizer import Tokenizer
 
@@ -37,7 +38,7 @@ __all__ = [
 _HOME_OF = {
     "load": "unspool.lm",
     "LanguageModel": "unspool.lm",
-    "Generation": "unspool.engine.steps",
+    "Generation": "unspool.engine.generation",
     "Score": "unspool.engine.steps",
     "Step": "unspool.engine.steps",
     "Tokenizer": "unspool.text.tokenizer",

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from unspool.backends.torch.plain import RereadText
-from unspool.engine.steps import Generation, Step
+from unspool.engine.generation import Generation
+from unspool.engine.steps import Step
 from unspool.errors import UnspoolError
 from unspool.lm import LanguageModel
 
@@ -36,7 +36,6 @@ class Conversation:
     ids: list[int] = field(default_factory=list)
     reused: int = 0  # tokens of the last prompt that were not computed again
     _exchanges: list[_Exchange] = field(default_factory=list)
-    _text: RereadText | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -51,9 +50,7 @@ class Conversation:
         before = len(self.ids)
         prompt = self._prompt(question)
         options["stop"] = (*options.get("stop", ()), *self.lm.chat_template.stops)
-        if self._text is None:
-            self._text = RereadText(self.lm.transformer, self.lm.context)
-        generation, steps = self.lm.begin(prompt, text=self._text, **options)
+        generation, steps = self.lm.begin(prompt, **options)
         return generation, self._listen(question, before, prompt, generation, steps)
 
     def _listen(
@@ -65,12 +62,9 @@ class Conversation:
         steps: Iterator[Step],
     ) -> Iterator[Step]:
         try:
-            for step in steps:
-                generation.steps.append(step)
-                yield step
+            yield from generation.extend(steps)
         finally:  # also when interrupted: what was said so far is part of the conversation
-            assert self._text is not None
-            self.reused = self._text.reused
+            self.reused = generation.reused
             self.ids = [*prompt, *generation.tokens]
             self._exchanges.append(_Exchange(question, before, len(prompt), generation.text))
 

@@ -11,14 +11,22 @@ print(lm.score("The cat sat on the mat").perplexity)
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unspool.engine.plain import Limits, RunningText, check_fits, write
-from unspool.engine.steps import Candidate, Generation, Score, Step, TokenScore
+from unspool.engine.engine import Engine
+from unspool.engine.generation import Generation
+from unspool.engine.judge import judge
+from unspool.engine.plain import Limits, check_fits
+from unspool.engine.steps import Candidate, Score, Step
+from unspool.engine.stream import StepStream
+from unspool.engine.tree import Branch
+from unspool.engine.write import Request, Writers
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import (
     Checkpoint,
@@ -41,7 +49,6 @@ Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
 
 DTYPES = ("float32", "bfloat16", "float16")
-_SCORED_AT_ONCE = 256  # rows of logits: bounds the memory that scoring a long text needs
 
 
 def load(
@@ -50,6 +57,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     context: int | None = None,
+    memory: int | None = None,
     offline: bool = False,
     progress: bool = True,
 ) -> LanguageModel:
@@ -58,6 +66,8 @@ def load(
     `model` is a path (a folder with safetensors, or a GGUF file), a repo id (`org/name`), or
     nothing for the default model. `dtype` is float32, bfloat16 or float16; `auto` means float32
     on a CPU and bfloat16 on a GPU. `context` limits, or extends, how many tokens a text may have.
+    `memory` is how many bytes the keys and values of all texts may take; by default a share of
+    what is free.
     """
     device, dtype = _choose(device, dtype)
     checkpoint = open_checkpoint(find_model(model, offline=offline, progress=progress))
@@ -67,7 +77,9 @@ def load(
     if context is not None and checkpoint.config.positions == "learned":
         context = min(context, checkpoint.config.context)  # there is no table for more
     transformer = load_transformer(checkpoint, dtype=dtype, device=device)
-    return LanguageModel(transformer, tokenizer, path=checkpoint.path, context=context)
+    return LanguageModel(
+        transformer, tokenizer, path=checkpoint.path, context=context, memory=memory
+    )
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
@@ -108,6 +120,7 @@ class LanguageModel:
         *,
         path: Path | None = None,
         context: int | None = None,
+        memory: int | None = None,
     ) -> None:
         self.transformer = transformer
         self.path = path
@@ -116,6 +129,8 @@ class LanguageModel:
         known = tokenizer.end_ids if tokenizer else frozenset()
         self.end_ids: frozenset[int] = known | frozenset(transformer.config.end_ids)
         self._template: ChatTemplate | None = None
+        self._memory = memory
+        self._writers: Writers | None = None
 
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.config.family
@@ -150,10 +165,11 @@ class LanguageModel:
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Continue a prompt; the options are those of `stream`."""
         generation, steps = self.begin(prompt, **options)
-        generation.steps.extend(steps)
+        for _ in generation.extend(steps):
+            pass
         return generation
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Step]:
+    def stream(self, prompt: Prompt, **options: Any) -> StepStream:
         """Continue a prompt, step by step.
 
         prompt       text, or token ids.
@@ -164,6 +180,7 @@ class LanguageModel:
         top          how many candidates each step tells (default 5).
         explain      whether each step tells what the sampling stages did (default True).
         end          False: go on when the model writes an end token.
+        priority     higher goes first when many wait.
         ...          temperature, top_k, top_p and the rest of `SamplingSettings`.
         """
         _, steps = self.begin(prompt, **options)
@@ -201,13 +218,10 @@ class LanguageModel:
         top: int = 5,
         explain: bool = True,
         end: bool = True,
-        text: RunningText | None = None,
+        priority: int = 0,
         **sampling: Any,
-    ) -> tuple[Generation, Iterator[Step]]:
-        """A generation without steps yet, and the steps to come; options as in `stream`.
-
-        `text` is a running text of one's own, when what it has read is to be used again.
-        """
+    ) -> tuple[Generation, StepStream]:
+        """A generation without steps yet, and the steps to come; options as in `stream`."""
         for name, value in (("max_tokens", max_tokens), ("top", top), ("sample", sample)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise SettingsError(f"{name} is {value!r}; it may be a whole number from 0 up")
@@ -224,13 +238,109 @@ class LanguageModel:
             top=top,
             explain=explain,
         )
-        from unspool.backends.torch.plain import PlainText
+        request = Request(prompt=tuple(ids), settings=settings, limits=limits, priority=priority)
+        generation = Generation(
+            request.prompt,
+            settings,
+            empty_reason="length" if max_tokens == 0 else "context",
+            request=request,
+            source=self,
+        )
+        return generation, self.writers.submit(request)
 
-        generation = Generation(tuple(ids), settings)
-        generation.empty_reason = "length" if max_tokens == 0 else "context"
-        if text is None:
-            text = PlainText(self.transformer, min(self.context, len(ids) + max_tokens))
-        return generation, write(text, ids, settings, limits, self._token_bytes)
+    # -- going on with what was written (see `engine/generation.py`) ---------------------------
+
+    def write_on(self, generation: Generation, **options: Any) -> StepStream:
+        """The steps that follow what a generation holds; options as in `stream`."""
+        request = generation.request
+        assert request is not None
+        changed: dict[str, Any] = {
+            name: options.pop(name)
+            for name in ("max_tokens", "sample", "top", "explain")
+            if name in options
+        }
+        if "stop" in options:
+            changed["stop"] = tuple(_strings(options.pop("stop")))
+        elif "max_tokens" not in changed and len(generation.steps) >= request.limits.max_tokens:
+            changed["max_tokens"] = len(generation.steps) + request.limits.max_tokens
+        settings = generation.settings
+        if options:
+            kept = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+            settings = SamplingSettings.from_options(**{**kept, **options})
+        generation.settings = settings
+        generation.request = dataclasses.replace(
+            request,
+            settings=settings,
+            limits=dataclasses.replace(request.limits, **changed),
+            written=tuple(generation.steps),
+        )
+        return self.writers.submit(generation.request)
+
+    def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
+        """The likeliest tokens behind these."""
+        with self.opened(tokens) as branch:
+            logits = self.engine.extend(branch)
+        found = score_logits(logits[-1:], [0], top)
+        best = zip(found.top_tokens[0], found.top_logprobs[0], strict=True)
+        return tuple(self._judged(int(token), float(logprob)) for token, logprob in best)
+
+    def chosen_steps(self, tokens: Sequence[int], chosen: str | int) -> list[Step]:
+        """Steps for tokens that a person puts behind these, as the model judges them."""
+        added = self.tokenizer.encode(chosen) if isinstance(chosen, str) else [chosen]
+        self.prompt_ids([*tokens, *added])
+        with self.opened([*tokens, *added[:-1]]) as branch:
+            logits = self.engine.extend(branch, wanted=len(added))
+        found = score_logits(logits, added)
+        return [
+            Step(
+                token=token,
+                bytes=self._token_bytes(token),
+                text=self._token_bytes(token).decode("utf-8", "replace"),
+                logprob=float(found.logprobs[row]),
+                rank=int(found.ranks[row]),
+                entropy=float(found.entropies[row]),
+                probability=1.0,
+                position=len(tokens) + row,
+                draw=None,
+                chosen=True,
+            )
+            for row, token in enumerate(added)
+        ]
+
+    # -- the engine below ----------------------------------------------------------------------
+
+    @property
+    def writers(self) -> Writers:
+        """The texts being written; the engine starts with the first."""
+        if self._writers is None:
+            from unspool.backends.torch.paged import TorchBackend, pages_for
+
+            backend = TorchBackend(
+                self.transformer,
+                page_count=pages_for(self.transformer, self._memory),
+                context=self.context,
+            )
+            self._writers = Writers(Engine(backend), self._token_bytes)
+        return self._writers
+
+    @property
+    def engine(self) -> Engine:
+        return self.writers.engine
+
+    @contextmanager
+    def opened(self, tokens: Sequence[int]) -> Iterator[Branch]:
+        """A branch with these tokens, released again afterwards."""
+        branch = self.engine.open(tokens)
+        try:
+            yield branch
+        finally:
+            self.engine.release(branch)
+
+    def close(self) -> None:
+        """Stop the engine; what is being written ends."""
+        if self._writers is not None:
+            self._writers.engine.close()
+            self._writers = None
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """A prompt as token ids, checked: not empty, in the vocabulary, within the context."""
@@ -267,35 +377,15 @@ class LanguageModel:
 
         ids = self.prompt_ids(text)
         # A start token that the model wants before every text is read but not judged.
-        lead = int(
-            isinstance(text, str) and ids[0] == self.tokenizer.bos_id and self.tokenizer.add_bos
-        )
+        lead = isinstance(text, str) and self.tokenizer.add_bos
         reader = PlainText(self.transformer, len(ids))
-        positions: list[TokenScore] = []
-        if not lead:
-            positions.append(TokenScore(ids[0], self._readable(ids[0]), None, None, None))
-        for start in range(0, len(ids) - 1, _SCORED_AT_ONCE):
-            read = ids[start : min(start + _SCORED_AT_ONCE, len(ids) - 1)]
-            targets = ids[start + 1 : start + 1 + len(read)]
-            found = score_logits(reader.append_all(read), targets, top)
-            for row, token in enumerate(targets):
-                best = zip(found.top_tokens[row], found.top_logprobs[row], strict=True)
-                positions.append(
-                    TokenScore(
-                        token=token,
-                        text=self._readable(token),
-                        logprob=float(found.logprobs[row]),
-                        rank=int(found.ranks[row]),
-                        entropy=float(found.entropies[row]),
-                        candidates=tuple(self._judged(int(t), float(p)) for t, p in best),
-                    )
-                )
-        return Score(positions)
+        return judge(reader, ids, top=top, lead=int(lead), readable=self.readable)
 
     def _judged(self, token: int, logprob: float) -> Candidate:
-        return Candidate(token, self._readable(token), logprob, math.exp(logprob))
+        return Candidate(token, self.readable(token), logprob, math.exp(logprob))
 
-    def _readable(self, token: int) -> str:
+    def readable(self, token: int) -> str:
+        """A token as text, for people."""
         if self._tokenizer is None or token >= len(self._tokenizer):
             return ""
         return self._tokenizer.token_text(token)

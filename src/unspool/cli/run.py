@@ -13,7 +13,8 @@ from unspool.cli import options as o
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.engine.steps import Generation, Step
+    from unspool.engine.generation import Generation
+    from unspool.engine.steps import Step
 
 
 @o.sampling_options
@@ -120,9 +121,7 @@ def _has_input() -> bool:
 def _kept(generation: Generation, steps: Iterable[Step]) -> Iterable[Step]:
     """Steps as they come, each kept; Ctrl-C ends them where they are."""
     try:
-        for step in steps:
-            generation.steps.append(step)
-            yield step
+        yield from generation.extend(steps)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

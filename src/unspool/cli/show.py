@@ -13,7 +13,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from unspool.engine.steps import Candidate, Generation, Step
+    from unspool.engine.generation import Generation
+    from unspool.engine.steps import Candidate, Step
 
 # From "saw it coming" to "a surprise": background colours that black text can be read on.
 _SCALE = ((0.9, "#b7e4c7"), (0.6, "#d8f3a0"), (0.3, "#ffe39a"), (0.1, "#ffc58a"), (0.0, "#ff9b9b"))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from unspool.sampling.records import Draw, StageReport
-from unspool.sampling.settings import SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,9 @@ class Step:
     stages: tuple[StageReport, ...] = ()  # what each sampling stage did, if asked for
     seconds: float = 0.0  # from the step before (or the start) to this token
     finish_reason: str | None = None  # on the last step
+    draft: str | None = None  # `accepted` or `rejected`, where a draft had guessed this token
+    retracts: int = 0  # how many steps before this one were taken back by a guard
+    chosen: bool = False  # by a person, not by the model
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; bytes as a list of numbers."""
@@ -57,6 +59,7 @@ class Usage:
     completion_tokens: int
     first_token_seconds: float
     total_seconds: float
+    reused_tokens: int = 0  # of the prompt, computed before and used again
 
     @property
     def total_tokens(self) -> int:
@@ -67,63 +70,6 @@ class Usage:
         """Speed after the first token, which also waits for the prompt."""
         writing = self.total_seconds - self.first_token_seconds
         return (self.completion_tokens - 1) / writing if writing > 0 else 0.0
-
-
-@dataclass(slots=True)
-class Generation:
-    """A finished (or interrupted) piece of writing."""
-
-    prompt: tuple[int, ...]
-    settings: SamplingSettings
-    steps: list[Step] = field(default_factory=list)
-    empty_reason: str | None = None  # why there is not a single token
-
-    @property
-    def text(self) -> str:
-        return "".join(step.text for step in self.steps)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The new tokens, an end token included."""
-        return [step.token for step in self.steps]
-
-    @property
-    def finish_reason(self) -> str:
-        """`stop` (end token or stop string), `length`, `context`, or `interrupted`."""
-        last = self.steps[-1].finish_reason if self.steps else self.empty_reason
-        return last or "interrupted"
-
-    @property
-    def logprob(self) -> float:
-        """Log-probability of the new text by the model itself: the chain rule."""
-        return math.fsum(step.logprob for step in self.steps)
-
-    @property
-    def seed(self) -> int:
-        return self.settings.seed
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=len(self.prompt),
-            completion_tokens=len(self.steps),
-            first_token_seconds=self.steps[0].seconds if self.steps else 0.0,
-            total_seconds=sum(step.seconds for step in self.steps),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the single steps."""
-        return {
-            "text": self.text,
-            "tokens": self.tokens,
-            "finish_reason": self.finish_reason,
-            "logprob": self.logprob,
-            "seed": self.seed,
-            "usage": {**asdict(self.usage), "total_tokens": self.usage.total_tokens},
-        }
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True, slots=True)

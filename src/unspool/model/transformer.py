@@ -96,14 +96,7 @@ class Attention(nn.Module):
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, cache: Cache | None
     ) -> Tensor:
         batch, count, _ = x.shape
-        query, key, value = self.q(x), self.k(x), self.v(x)
-        if self.config.qk_norm == "whole" and self.q_norm and self.k_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (self._heads(part) for part in (query, key, value))
-        if self.config.qk_norm == "head" and self.q_norm and self.k_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if angles is not None:
-            query, key = turn(query, *angles), turn(key, *angles)
+        query, key, value = self.project(x, angles)
         start = 0
         if cache is not None:
             start, end = cache.length, cache.length + count
@@ -119,6 +112,20 @@ class Attention(nn.Module):
         )
         return self.out(mixed.transpose(1, 2).reshape(batch, count, -1))
 
+    def project(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of tokens, [batch, heads, count, head_width] each."""
+        query, key, value = self.q(x), self.k(x), self.v(x)
+        if self.config.qk_norm == "whole" and self.q_norm and self.k_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (self._heads(part) for part in (query, key, value))
+        if self.config.qk_norm == "head" and self.q_norm and self.k_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if angles is not None:
+            query, key = turn(query, *angles), turn(key, *angles)
+        return query, key, value
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
 
@@ -128,20 +135,32 @@ class Attention(nn.Module):
         # What no query here may see is not even read.
         oldest = max(0, start + 1 - self.window) if self.window else 0
         key, value = key[:, :, oldest : start + count], value[:, :, oldest : start + count]
+        ours = torch.arange(start, start + count, device=key.device)
+        theirs = torch.arange(oldest, start + count, device=key.device)
+        weights = self.weights(query, key, ours, theirs).to(value.dtype)
+        group = self.config.heads // self.config.kv_heads
+        mixed = weights.unflatten(1, (-1, group)).flatten(2, 3) @ value
+        return mixed.unflatten(2, (group, count)).flatten(1, 2)
+
+    def weights(self, query: Tensor, key: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
+        """How much each query looks at each key: [batch, heads, queries, keys], rows sum to one.
+
+        `ours` and `theirs` are the positions of queries [..., queries] and keys [..., keys].
+        """
         # Several query heads share one key head: put them side by side as more queries.
         group = self.config.heads // self.config.kv_heads
         grouped = query.unflatten(1, (-1, group)).flatten(2, 3)
         scores = (grouped @ key.transpose(-1, -2)).float() * self.config.scale
+        scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
         if self.config.attention_softcap:
             scores = torch.tanh(scores / self.config.attention_softcap)
             scores = scores * self.config.attention_softcap
-        ours = torch.arange(start, start + count, device=key.device).repeat(group)[:, None]
-        theirs = torch.arange(oldest, start + count, device=key.device)[None, :]
-        hidden = theirs > ours  # the causal mask: nobody sees what comes later
+        hidden = theirs[..., None, :] > ours[..., :, None]  # the causal mask: nobody sees ahead
         if self.window:
-            hidden = hidden | (theirs <= ours - self.window)
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1).to(value.dtype)
-        return (weights @ value).unflatten(2, (group, count)).flatten(1, 2)
+            hidden = hidden | (theirs[..., None, :] <= ours[..., :, None] - self.window)
+        if hidden.ndim == 3:  # one mask for each text of a batch, the same for all heads
+            hidden = hidden[:, None]
+        return scores.masked_fill(hidden, -math.inf).softmax(-1)
 
 
 def activate(kind: str, x: Tensor) -> Tensor:
@@ -258,8 +277,8 @@ class Transformer(nn.Module):
         if cache is not None and start + count > cache.capacity:
             raise ValueError(f"{start + count} tokens do not fit a cache of {cache.capacity}")
         positions = np.arange(start, start + count)
-        angles = self._angles(positions, cache.capacity if cache else count)
-        x = self._embedded(tokens, positions)
+        angles = self.angles(positions, cache.capacity if cache else count)
+        x = self.embedded(tokens, positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, angles[index], cache)
         if cache is not None:
@@ -275,7 +294,7 @@ class Transformer(nn.Module):
             scores = torch.tanh(scores / cap) * cap
         return scores
 
-    def _embedded(
+    def embedded(
         self, tokens: Tensor, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> Tensor:
         x: Tensor = self.embed(tokens)
@@ -288,7 +307,7 @@ class Transformer(nn.Module):
             x = x + torch.from_numpy(sinusoidal(positions, self.config.width)).to(x)
         return x
 
-    def _angles(
+    def angles(
         self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], length: int
     ) -> list[tuple[Tensor, Tensor] | None]:
         """Cosine and sine for each layer; layers that turn alike share one pair of tables."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from unspool.sampling.candidates import Candidates
-from unspool.sampling.chain import Chain
+from unspool.sampling.chain import Chain, next_state
 from unspool.sampling.draw import uniform
 from unspool.sampling.faults import BadLogitsError, NoCandidateError
+from unspool.sampling.grammar import Grammar, GrammarState, GrammarVocabulary
+from unspool.sampling.grammar_spec import GrammarSpec
 from unspool.sampling.records import Candidate, Draw, Pick, StageReport
 from unspool.sampling.rows import RowInput, Rows, StageState
 from unspool.sampling.scoring import Scores, log_softmax, score
@@ -20,6 +22,10 @@ __all__ = [
     "Candidates",
     "Chain",
     "Draw",
+    "Grammar",
+    "GrammarSpec",
+    "GrammarState",
+    "GrammarVocabulary",
     "NoCandidateError",
     "Pick",
     "RowInput",
@@ -30,6 +36,7 @@ __all__ = [
     "StageReport",
     "StageState",
     "log_softmax",
+    "next_state",
     "score",
     "uniform",
 ]

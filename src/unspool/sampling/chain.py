@@ -20,7 +20,7 @@ from unspool.sampling.arrays import Array, operations
 from unspool.sampling.candidates import Candidates
 from unspool.sampling.draw import TOKEN_STREAM, landing
 from unspool.sampling.faults import BadLogitsError, NoCandidateError
-from unspool.sampling.penalties import Forbidden
+from unspool.sampling.penalties import Allowed, Forbidden
 from unspool.sampling.records import (
     Candidate,
     Draw,
@@ -38,6 +38,7 @@ from unspool.sampling.truncation import mirostat_next
 _FIRST_LOOK = 64  # of how many likeliest candidates the draw first sees whether it falls on them
 _WIDER = 16
 _SORT_WHOLE = 256  # so few are put in order at once
+_ALLOWED = Allowed()
 _FORBIDDEN = Forbidden()
 _NOTHING_SAID = RowInput()
 
@@ -144,6 +145,8 @@ class Chain:
         stages = (*self._first, *group.stages)
         if any(len(row.forbidden) for row in said):
             stages = (_FORBIDDEN, *stages)
+        if any(row.allowed is not None for row in said):
+            stages = (_ALLOWED, *stages)
         final, reports = _run(stages, model, rows, explain)
         fallen = _likeliest(final) if group.greedy else _draw(final, rows)
         if explain and group.greedy:
@@ -164,9 +167,9 @@ class Chain:
                 entropy=max(0.0, float(entropy[n])),
                 probability=float(fallen.probability[n]),
                 draw=_draw_record(fallen, n),
-                state=_next_state(rows.settings[n], said[n].state, float(fallen.probability[n])),
+                state=next_state(rows.settings[n], said[n].state, float(fallen.probability[n])),
                 candidates=() if candidates is None else candidates[n],
-                stages=tuple(stage[n] for stage in reports),
+                stages=tuple(stage[n] for stage in reports if _concerns(stage[n], said[n])),
             )
             for n in range(len(said))
         ]
@@ -176,6 +179,13 @@ def active_stages(settings: SamplingSettings) -> tuple[str, ...]:
     """The stages that have something to do, in the user's order; greedy, only those that edit."""
     listed = (name for name in settings.stages if not settings.is_neutral(name))
     return tuple(name for name in listed if not settings.greedy or name in EDITING_STAGES)
+
+
+def _concerns(stage: StageReport, row: RowInput) -> bool:
+    """Whether a row has this stage itself, or only shares its group with rows that have it."""
+    if stage.name == _ALLOWED.name:
+        return row.allowed is not None
+    return stage.name != _FORBIDDEN.name or len(row.forbidden) > 0
 
 
 def _run(
@@ -259,9 +269,10 @@ def _draw_record(fallen: _Fallen, row: int) -> Draw | None:
     return Draw(float(fallen.u[row]), float(fallen.low[row]), float(fallen.high[row]))
 
 
-def _next_state(
+def next_state(
     settings: SamplingSettings, state: StageState | None, probability: float
 ) -> StageState | None:
+    """What the stages carry on from a token that was picked with this probability."""
     if settings.mirostat_tau == 0 or settings.greedy:
         return state
     mu = state.mirostat_mu if state else 2.0 * settings.mirostat_tau

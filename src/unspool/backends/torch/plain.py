@@ -51,34 +51,3 @@ class PlainText:
         logits = self._model(row, self._cache, last_only=last_only)
         found: Logits = logits[0].float().cpu().numpy()
         return found
-
-
-class RereadText:
-    """A running text that is given whole prompts, and reads only what it has not read yet.
-
-    Conversations use it: each prompt begins with what was said before.
-    """
-
-    def __init__(self, model: Transformer, capacity: int) -> None:
-        self._text = PlainText(model, capacity)
-        self._read: list[int] = []
-        self.reused = 0  # tokens of the last prompt that were known already
-
-    def start(self, prompt: Sequence[int]) -> None:
-        """A new prompt follows; keep what it shares with what was read."""
-        shared = 0
-        # The last token must be read again: its logits were not kept.
-        for known, wanted in zip(self._read, prompt[:-1], strict=False):
-            if known != wanted:
-                break
-            shared += 1
-        self._text.rewind(shared)
-        del self._read[shared:]
-        self.reused = shared
-
-    def append(self, tokens: Sequence[int]) -> Logits:
-        if len(tokens) > 1:
-            self.start(tokens)
-            tokens = tokens[self.reused :]
-        self._read.extend(tokens)
-        return self._text.append(tokens)

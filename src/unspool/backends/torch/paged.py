@@ -1,0 +1,253 @@
+"""The torch backend: ragged batches over paged keys and values, on any device.
+
+The weights and the arithmetic are the plain transformer's. What differs is where keys and values
+lie (in pages that texts share) and that many texts are read at once: all tokens of a batch go
+through the matrices together, and only attention looks at each text's own past.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unspool.backends.base import Batch, Inside, Ran, Taps
+from unspool.errors import SettingsError
+from unspool.model.transformer import QUERIES_AT_ONCE, Attention, Layer, Transformer
+
+PAGE_SIZE = 16
+
+
+class TorchBackend:
+    """A `Transformer` behind the engine's contract."""
+
+    def __init__(self, model: Transformer, *, page_count: int, context: int | None = None) -> None:
+        config, weight = model.config, model.embed.weight
+        self.model = model
+        self.page_size, self.page_count = PAGE_SIZE, page_count
+        self.page_bytes = page_bytes(model)
+        self.vocab_size = config.vocab_size
+        self.context = context or config.context
+        self._device = weight.device
+        # One long row of slots a layer: slot = page * page_size + place in the page.
+        shape = (page_count * PAGE_SIZE, config.kv_heads, config.head_width)
+        self._keys = [torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+                      for _ in range(config.layers)]  # fmt: skip
+        self._values = [torch.zeros_like(keys) for keys in self._keys]
+
+    def copy_page(self, source: int, target: int) -> None:
+        size = self.page_size
+        for store in (*self._keys, *self._values):
+            store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
+        model, plan = self.model, _Plan(batch, self.page_size, self._device)
+        angles = model.angles(batch.positions, self.context)
+        x = model.embedded(plan.tokens[None], batch.positions)
+        watch = _Watch(taps, plan, x) if taps else None
+        for number, layer in enumerate(model.layers):
+            assert isinstance(layer, Layer)
+            x = self._layer(number, layer, x, angles[number], plan, watch)
+        wanted = torch.from_numpy(batch.wanted).to(self._device)
+        logits = model.logits(x[0, wanted]).float()
+        found: Any = logits if self._device.type != "cpu" else logits.numpy()
+        return Ran(found, watch.inside() if watch else None)
+
+    def _layer(
+        self,
+        number: int,
+        layer: Layer,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        plan: _Plan,
+        watch: _Watch | None,
+    ) -> Tensor:
+        attention = layer.attention
+        query, key, value = attention.project(layer.attention_norm(x), angles)
+        keys, values = self._keys[number], self._values[number]
+        keys[plan.slots], values[plan.slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
+        for rows in plan.groups:
+            rows.attend(attention, query[0], keys, values, mixed, watch)
+        attended = layer.attention_post_norm(attention.out(mixed.flatten(1))[None])
+        between = x if layer.parallel else x + attended
+        fed = layer.feed_post_norm(layer.feed(layer.feed_norm(between)))
+        after = x + attended + fed if layer.parallel else between + fed
+        if watch:
+            watch.layer(after, attended, fed)
+        return after
+
+
+def page_bytes(model: Transformer) -> int:
+    config = model.config
+    numbers = 2 * config.layers * config.kv_width * PAGE_SIZE
+    return numbers * model.embed.weight.element_size()
+
+
+def pages_for(model: Transformer, memory: int | None) -> int:
+    """How many pages fit the memory given, or a quarter of what is free (2 GB at the most)."""
+    if memory is None:
+        device = model.embed.weight.device
+        if device.type == "cuda":
+            memory = torch.cuda.mem_get_info(device)[0] // 2
+        else:
+            memory = min(2 << 30, _free_memory() // 4)
+    count = memory // page_bytes(model)
+    if count < 1:
+        raise SettingsError(
+            f"memory is {memory:,} bytes, and a single page of keys and values takes "
+            f"{page_bytes(model):,}; allow more"
+        )
+    return int(count)
+
+
+def _free_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30  # not told: a modest guess
+
+
+class _Plan:
+    """What every layer needs to know of a batch, worked out once."""
+
+    def __init__(self, batch: Batch, page_size: int, device: torch.device) -> None:
+        counts = np.diff(batch.starts)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        slots = batch.pages[rows, batch.positions // page_size] * page_size
+        self.tokens = torch.from_numpy(batch.tokens).to(device)
+        self.slots = torch.from_numpy(slots + batch.positions % page_size).to(device)
+        single = np.flatnonzero(counts == 1)
+        self.groups: list[_Decoding | _Chunk] = []
+        if len(single):
+            self.groups.append(_Decoding(batch, single, page_size, device))
+        for row in np.flatnonzero(counts > 1):
+            self.groups.append(_Chunk(batch, int(row), page_size, device))
+
+
+def _slots_of(pages: np.ndarray[Any, Any], length: int, page_size: int) -> np.ndarray[Any, Any]:
+    """The slots of a text's first `length` tokens."""
+    used = pages[: -(-length // page_size)]
+    every = used[:, None] * page_size + np.arange(page_size)[None, :]
+    return every.reshape(-1)[:length]
+
+
+class _Decoding:
+    """Rows with one new token each: their pasts side by side, filled up to the longest."""
+
+    def __init__(
+        self, batch: Batch, rows: np.ndarray[Any, Any], page_size: int, device: torch.device
+    ) -> None:
+        places = batch.starts[rows]
+        lengths = batch.positions[places] + 1
+        slots = np.zeros((len(rows), int(lengths.max())), np.int64)
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            slots[number, :length] = _slots_of(batch.pages[row], int(length), page_size)
+        self.lengths = lengths.tolist()
+        self.places = torch.from_numpy(places).to(device)
+        self.slots = torch.from_numpy(slots).to(device)
+        self.ours = torch.from_numpy(lengths - 1).to(device)[:, None]
+        # What fills a row up stands behind its query, so that the causal mask hides it.
+        self.theirs = torch.arange(slots.shape[1], device=device)
+
+    def attend(
+        self,
+        attention: Attention,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mixed: Tensor,
+        watch: _Watch | None,
+    ) -> None:
+        ours = query[:, self.places].transpose(0, 1)[:, :, None]  # [rows, heads, 1, head_width]
+        key, value = (store[self.slots].transpose(1, 2) for store in (keys, values))
+        weights = attention.weights(ours, key, self.ours, self.theirs)
+        if watch:
+            for number, place in enumerate(self.places.tolist()):
+                watch.attention(place, weights[number, :, 0, : self.lengths[number]])
+        group = weights.shape[1] // value.shape[1]
+        grouped = weights.to(value.dtype).unflatten(1, (-1, group))[:, :, :, 0]
+        mixed[self.places] = (grouped @ value).flatten(1, 2)
+
+
+class _Chunk:
+    """A row with several new tokens: a piece of a prompt, or a draft to be checked."""
+
+    def __init__(self, batch: Batch, row: int, page_size: int, device: torch.device) -> None:
+        self.first, self.end = int(batch.starts[row]), int(batch.starts[row + 1])
+        self.start = int(batch.positions[self.first])
+        length = self.start + self.end - self.first
+        slots = _slots_of(batch.pages[row], length, page_size)
+        self.slots = torch.from_numpy(slots).to(device)
+        self.theirs = torch.arange(length, device=device)
+
+    def attend(
+        self,
+        attention: Attention,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mixed: Tensor,
+        watch: _Watch | None,
+    ) -> None:
+        for first in range(self.first, self.end, QUERIES_AT_ONCE):
+            end = min(first + QUERIES_AT_ONCE, self.end)
+            position = self.start + first - self.first
+            newest = position + end - first
+            oldest = max(0, position + 1 - attention.window) if attention.window else 0
+            slots, theirs = self.slots[oldest:newest], self.theirs[oldest:newest]
+            key, value = (store[slots].transpose(0, 1)[None] for store in (keys, values))
+            ours = self.theirs[position:newest]
+            weights = attention.weights(query[None, :, first:end], key, ours, theirs)
+            if watch:
+                for place in range(first, end):
+                    past = position + place - first + 1
+                    whole = weights.new_zeros(weights.shape[1], past)
+                    whole[:, oldest:] = weights[0, :, place - first, : past - oldest]
+                    watch.attention(place, whole)
+            group = weights.shape[1] // value.shape[1]
+            grouped = weights.to(value.dtype).unflatten(1, (-1, group)).flatten(2, 3)
+            found = (grouped @ value).unflatten(2, (group, -1)).flatten(1, 2)
+            mixed[first:end] = found[0].transpose(0, 1)
+
+
+class _Watch:
+    """Keeps what the taps asked for while the layers run."""
+
+    def __init__(self, taps: Taps, plan: _Plan, x: Tensor) -> None:
+        device = x.device
+        self._residual_rows = torch.from_numpy(taps.residuals).to(device)
+        self._part_rows = torch.from_numpy(taps.parts).to(device)
+        self._attention_rows = {int(token): number for number, token in enumerate(taps.attention)}
+        self._residuals = [x[0, self._residual_rows]]
+        self._parts: list[Tensor] = []
+        self._attention: list[list[Tensor]] = [[] for _ in taps.attention]
+
+    def attention(self, place: int, weights: Tensor) -> None:
+        """The weights of one token in the layer at hand, [heads, past]."""
+        if place in self._attention_rows:
+            self._attention[self._attention_rows[place]].append(weights)
+
+    def layer(self, after: Tensor, attended: Tensor, fed: Tensor) -> None:
+        if len(self._residual_rows):
+            self._residuals.append(after[0, self._residual_rows])
+        if len(self._part_rows):
+            rows = self._part_rows
+            self._parts.append(torch.stack((attended[0, rows], fed[0, rows])))
+
+    def inside(self) -> Inside:
+        def host(tensors: list[Tensor]) -> Any:
+            return torch.stack(tensors).float().cpu().numpy()
+
+        return Inside(
+            residuals=host(self._residuals) if len(self._residual_rows) else None,
+            attention=[host(layers) for layers in self._attention],
+            parts=host(self._parts) if self._parts else None,
+        )

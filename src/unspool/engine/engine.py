@@ -1,0 +1,299 @@
+"""The engine: one thread that reads batches of many texts, and hands out what comes of it.
+
+    engine = Engine(backend)
+    branch = engine.open(prompt_ids)
+    logits = engine.extend(branch, [token])        # append, compute, and get the logits
+    other = engine.fork(branch)                    # shares the whole past
+    engine.rewind(branch, 12)                      # forget every token from the 12th on
+
+Any thread may call it. Each call becomes a command that the engine's thread carries out between
+two batches, so nobody ever sees a half-changed tree. Texts that write by themselves (`write.py`)
+live on that thread too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from unspool.backends.base import Backend, Batch, Floats, Inside, Ran, Taps
+from unspool.engine.scheduler import Row, Scheduler, Task
+from unspool.engine.tree import Branch, Tree
+from unspool.errors import ContextError, UnspoolError
+
+Result = TypeVar("Result")
+Finished = Callable[[], None]
+
+
+class Engine:
+    """Runs branches together on one backend."""
+
+    def __init__(self, backend: Backend, *, most_waiting: int = 1024) -> None:
+        self.backend = backend
+        self.tree = Tree(backend.page_count, backend.page_size, backend.copy_page)
+        self.scheduler = Scheduler(self.tree, most_waiting=most_waiting)
+        self.runs = 0  # batches so far
+        self.after_run: list[Callable[[], None]] = []  # who wants to act once a batch is done
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # -- what callers say, from any thread ---------------------------------------------------
+
+    def open(self, tokens: Sequence[int]) -> Branch:
+        """A new branch; what was computed of its tokens before is used again."""
+        self._check_length(len(tokens))
+        return self.call(lambda: self.tree.open(tokens))
+
+    def extend(
+        self,
+        branch: Branch,
+        tokens: Sequence[int] = (),
+        *,
+        wanted: int = 1,
+        look: frozenset[int] = frozenset(),
+    ) -> Any:
+        """Append tokens, compute all that is not computed yet, and give the last logits."""
+        return self.extend_all([(branch, tokens)], wanted=wanted, look=look)[0]
+
+    def extend_all(
+        self,
+        additions: Sequence[tuple[Branch, Sequence[int]]],
+        *,
+        wanted: int = 1,
+        look: frozenset[int] = frozenset(),
+    ) -> list[Any]:
+        """`extend` for several branches, computed in the same batches."""
+        futures: list[Future[Any]] = []
+        tasks: list[tuple[Branch, Sequence[int], Future[Any]]] = []
+        for branch, tokens in additions:
+            self._check_length(len(branch.tokens) + len(tokens))
+            future: Future[Any] = Future()
+            futures.append(future)
+            tasks.append((branch, tokens, future))
+
+        def add() -> None:
+            for branch, tokens, future in tasks:
+                self.tree.append(branch, tokens)
+                self._compute_again(branch, wanted, look)
+                self._add(branch, wanted, future, look)
+
+        self.call(add)
+        return [future.result() for future in futures]
+
+    def fork(self, branch: Branch) -> Branch:
+        return self.call(lambda: self.tree.fork(branch))
+
+    def rewind(self, branch: Branch, length: int) -> None:
+        self.call(lambda: self.tree.rewind(branch, length))
+
+    def release(self, branch: Branch) -> None:
+        """The branch is done with; its pages may serve others."""
+        self.call(lambda: self.tree.close(branch))
+
+    def call(self, command: Callable[[], Result]) -> Result:
+        """Have a command carried out on the engine's thread, and wait for what it gives."""
+        if threading.current_thread() is self._thread:
+            return command()
+        future: Future[Result] = Future()
+
+        def carry_out() -> None:
+            try:
+                future.set_result(command())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.tell(carry_out)
+        return future.result()
+
+    def tell(self, command: Callable[[], None]) -> None:
+        """Have a command carried out on the engine's thread; do not wait."""
+        with self._wake:
+            if self._closed:
+                raise UnspoolError("the engine is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="unspool-engine", daemon=True
+                )
+                self._thread.start()
+            self._commands.append(command)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Stop the thread. What runs is told that the engine is closed."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _check_length(self, length: int) -> None:
+        if length == 0:
+            raise UnspoolError("a branch needs at least one token")
+        if length > self.backend.context:
+            raise ContextError(
+                f"the text has {length:,} tokens and the model's context holds "
+                f"{self.backend.context:,}; shorten it"
+            )
+        self.scheduler.check_fits(length)
+
+    # -- the engine's own thread -------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._commands and not self.scheduler.tasks and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    break
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                command()
+            if self.scheduler.tasks:
+                self._run_batch()
+        closed = UnspoolError("the engine was closed")
+        for task in list(self.scheduler.tasks):
+            self._fail(task, closed)
+        for command in list(self._commands):
+            command()
+
+    def _run_batch(self) -> None:
+        rows = self.scheduler.choose()
+        if not rows:
+            self._nothing_fits()
+            return
+        try:
+            ran = self._run(rows)
+        except BaseException as error:  # the backend's fault: those in this batch fail, alone
+            for row in rows:
+                self._fail(row.task, error)
+            return
+        self.runs += 1
+        for finished in self._share_out(rows, ran):
+            finished()
+        for act in self.after_run:
+            act()
+
+    def _nothing_fits(self) -> None:
+        """Nothing can run and nobody can be put aside: others hold the memory."""
+        first = min(self.scheduler.tasks, key=lambda task: (-task.priority, task.number))
+        pool = self.tree.pool
+        self._fail(
+            first,
+            UnspoolError(
+                f"the memory for keys and values is full: {pool.used} of {pool.count} pages are "
+                "held by branches that are still open; release some, or allow more memory"
+            ),
+        )
+
+    def _run(self, rows: list[Row]) -> Ran:
+        branches = [row.task.branch for row in rows]
+        counts = np.array([row.count for row in rows])
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        tokens: list[int] = []
+        positions = np.empty(starts[-1], np.int64)
+        pages = np.full((len(rows), max(len(b.pages) for b in branches)), -1, np.int64)
+        wanted: list[int] = []
+        looked: list[int] = []
+        for number, (row, branch) in enumerate(zip(rows, branches, strict=True)):
+            first, last = branch.computed, branch.computed + row.count
+            tokens += branch.tokens[first:last]
+            positions[starts[number] : starts[number + 1]] = np.arange(first, last)
+            pages[number, : len(branch.pages)] = branch.pages
+            offset = int(starts[number]) - first
+            begin = max(first, len(branch.tokens) - row.task.wanted)
+            wanted += [position + offset for position in range(begin, last)]
+            looked += [p + offset for p in sorted(row.task.look) if first <= p < last]
+        batch = Batch(np.array(tokens), positions, starts, pages, np.array(wanted, np.int64))
+        taps = None
+        if looked:
+            every = np.array(looked, np.int64)
+            taps = Taps(residuals=every, attention=every, parts=every)
+        return self.backend.run(batch, taps)
+
+    def _share_out(self, rows: list[Row], ran: Ran) -> list[Finished]:
+        """Give each row its logits; tell those tasks that are computed now."""
+        finished: list[Finished] = []
+        at = seen = 0
+        for row in rows:
+            task, branch = row.task, row.task.branch
+            first, last = branch.computed, branch.computed + row.count
+            count = max(0, last - max(first, len(branch.tokens) - task.wanted))
+            if count:
+                task.rows.append(ran.logits[at : at + count])
+                at += count
+            places = [p for p in sorted(task.look) if first <= p < last]
+            if places and ran.inside is not None:
+                task.inside.append(_part(ran.inside, seen, len(places)))
+                seen += len(places)
+            self.tree.computed(branch, last)
+            if task.left == 0:
+                self.scheduler.remove(task)
+                finished.append(_Done(task))
+        return finished
+
+    def _add(self, branch: Branch, wanted: int, future: Future[Any], look: frozenset[int]) -> Task:
+        def done(logits: Any, inside: Any) -> None:
+            future.set_result((logits, inside) if look else logits)
+
+        task = Task(branch, wanted, done, future.set_exception, look=look)
+        self.scheduler.add(task)
+        return task
+
+    def _compute_again(self, branch: Branch, wanted: int, look: frozenset[int]) -> None:
+        """Logits and looks come from running a token: take back what was run already."""
+        needed = min(len(branch.tokens) - wanted, *look, len(branch.tokens) - 1)
+        if branch.computed > max(0, needed):
+            tokens, logprobs = branch.tokens[:], branch.logprobs[:]
+            self.tree.rewind(branch, max(0, needed))
+            branch.tokens[:], branch.logprobs[:] = tokens, logprobs
+
+    def _fail(self, task: Task, error: BaseException) -> None:
+        if task in self.scheduler.tasks:
+            self.scheduler.remove(task)
+        task.failed(error)
+
+
+class _Done:
+    """Tell a task's owner, once all rows of the batch are accounted for."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __call__(self) -> None:
+        rows, inside = self.task.rows, self.task.inside
+        logits = rows[0] if len(rows) == 1 else _joined(rows)
+        try:
+            self.task.done(logits, inside)
+        except BaseException as error:
+            self.task.failed(error)
+
+
+def _joined(rows: list[Any]) -> Any:
+    if not rows:
+        return np.empty((0, 0), np.float32)
+    if isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows)
+    import torch
+
+    return torch.cat(rows)
+
+
+def _part(inside: Inside, start: int, count: int) -> Inside:
+    """The share of one row in what the taps saw."""
+    part = slice(start, start + count)
+
+    def cut(array: Floats | None, axis: int) -> Floats | None:
+        if array is None:
+            return None
+        return array[(slice(None),) * axis + (part,)]
+
+    return Inside(cut(inside.residuals, 1), inside.attention[part], cut(inside.parts, 2))

@@ -1,0 +1,145 @@
+"""A piece of writing that can be taken back, changed and gone on with.
+
+    draft = lm.generate("The capital of Germany is", max_tokens=20)
+    draft.alternatives(0)                          # what else could have come first
+    fixed = draft.rewind(0).choose(" Bonn").resume()
+
+Each verb gives a new `Generation` and leaves the old one as it was, so every version stays. What
+two versions share is computed once: the engine finds it in its tree of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from unspool.engine.steps import Candidate, Step, Usage
+from unspool.errors import SettingsError, UnspoolError
+from unspool.sampling.settings import SamplingSettings
+
+
+class Source(Protocol):
+    """Who wrote a generation, and can go on with it: a language model."""
+
+    def write_on(self, generation: Generation, **options: Any) -> Iterator[Step]:
+        """The steps that follow what the generation holds."""
+
+    def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
+        """The likeliest tokens behind these."""
+
+    def chosen_steps(self, tokens: Sequence[int], chosen: str | int) -> list[Step]:
+        """Steps for tokens that a person puts behind these."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """A finished (or interrupted) piece of writing."""
+
+    prompt: tuple[int, ...]
+    settings: SamplingSettings
+    steps: list[Step] = field(default_factory=list)
+    empty_reason: str | None = None  # why there is not a single token
+    request: Any = field(default=None, repr=False)  # how it was asked for, to go on in that way
+    source: Source | None = field(default=None, repr=False)
+    notes: list[str] = field(default_factory=list)  # what the engine had to say
+    reused: int = 0  # tokens of the prompt that were computed before
+
+    def extend(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Take steps in as they come; those that a guard took back are taken out again."""
+        for step in steps:
+            self.reused = getattr(steps, "prompt_reused", 0)
+            if step.retracts:
+                del self.steps[len(self.steps) - step.retracts :]
+            self.steps.append(step)
+            yield step
+        self.notes = list(getattr(steps, "notes", ()))
+
+    # -- taking words back -------------------------------------------------------------------
+
+    def rewind(self, length: int) -> Generation:
+        """The first `length` of the new tokens; negative: without so many of the last."""
+        if not -len(self.steps) <= length <= len(self.steps):
+            raise SettingsError(f"cannot rewind to {length}: {len(self.steps)} tokens were written")
+        kept = [replace(step, finish_reason=None) for step in self.steps[:length]]
+        return replace(self, steps=kept, notes=[], empty_reason=None)
+
+    def fork(self) -> Generation:
+        """The same text once more, to be gone on with in another way."""
+        return self.rewind(len(self.steps))
+
+    def choose(self, token: str | int) -> Generation:
+        """Put a token (an id) or words of one's own at the end."""
+        steps = self._writer().chosen_steps([*self.prompt, *self.tokens], token)
+        forked = self.fork()
+        forked.steps += steps
+        return forked
+
+    def resume(self, **options: Any) -> Generation:
+        """Go on writing from here, with the same settings or with others."""
+        more = self.fork()
+        for _ in more.extend(self._writer().write_on(more, **options)):
+            pass
+        return more
+
+    def alternatives(self, index: int, top: int = 10) -> tuple[Candidate, ...]:
+        """The likeliest tokens at one place: what could have stood there."""
+        if not 0 <= index <= len(self.steps):
+            raise SettingsError(f"there is no token {index}: {len(self.steps)} were written")
+        return self._writer().choices([*self.prompt, *self.tokens[:index]], top)
+
+    def _writer(self) -> Source:
+        if self.source is None:
+            raise UnspoolError("this generation has no model to go on with")
+        return self.source
+
+    # -- what it is --------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        return "".join(step.text for step in self.steps)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens, an end token included."""
+        return [step.token for step in self.steps]
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` (end token or stop string), `length`, `context`, or `interrupted`."""
+        last = self.steps[-1].finish_reason if self.steps else self.empty_reason
+        return last or "interrupted"
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of the new text by the model itself: the chain rule."""
+        return math.fsum(step.logprob for step in self.steps)
+
+    @property
+    def seed(self) -> int:
+        return self.settings.seed
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.prompt),
+            completion_tokens=len(self.steps),
+            first_token_seconds=self.steps[0].seconds if self.steps else 0.0,
+            total_seconds=sum(step.seconds for step in self.steps),
+            reused_tokens=self.reused,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: everything but the single steps."""
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "finish_reason": self.finish_reason,
+            "logprob": self.logprob,
+            "seed": self.seed,
+            "usage": {**asdict(self.usage), "total_tokens": self.usage.total_tokens},
+        }
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,0 +1,135 @@
+"""Which branches run in the next batch.
+
+Every task has a branch with tokens that are not computed yet. Next tokens go first, so that texts
+keep flowing; what is left of the batch goes to prompts, in chunks, shared among those that wait.
+When memory runs out, the task that came last is put aside and computed again later: slower, never
+different. A task that cannot begin yet waits; it never pushes aside one that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from unspool.engine.pages import OutOfPagesError
+from unspool.engine.tree import Branch, Tree
+from unspool.errors import UnspoolError
+
+TOKENS_AT_ONCE = 256  # in one run: bounds how long a prompt can hold up everybody's next token
+ROWS_AT_ONCE = 64
+SMALLEST_CHUNK = 16  # of a prompt, when many wait
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """A branch that somebody wants computed."""
+
+    branch: Branch
+    wanted: int  # logits are needed for this many of its last tokens
+    done: Callable[[Any, Any], None]  # called with (logits, inside) when it is computed
+    failed: Callable[[BaseException], None]
+    priority: int = 0  # higher first
+    look: frozenset[int] = frozenset()  # positions to look inside at
+    number: int = 0  # in order of arrival
+    started: bool = False
+    rows: list[Any] = field(default_factory=list)  # logits of the chunks so far
+    inside: list[Any] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Tokens still to compute."""
+        return len(self.branch.tokens) - self.branch.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A task's share of a batch."""
+
+    task: Task
+    count: int
+
+
+class Scheduler:
+    """The tasks, and the choice of what runs next."""
+
+    def __init__(self, tree: Tree, *, most_waiting: int = 1024) -> None:
+        self.tree = tree
+        self.most_waiting = most_waiting
+        self.tasks: list[Task] = []
+        self.put_aside = 0  # how often memory made a task wait and start over
+        self._count = 0
+
+    @property
+    def waiting(self) -> int:
+        return sum(not task.started for task in self.tasks)
+
+    def add(self, task: Task) -> None:
+        self.check_fits(len(task.branch.tokens))
+        self._count += 1
+        task.number = self._count
+        self.tasks.append(task)
+
+    def remove(self, task: Task) -> None:
+        self.tasks.remove(task)
+
+    def check_fits(self, length: int) -> None:
+        """A text that could not even run alone is refused at once."""
+        room = self.tree.pool.count * self.tree.page_size
+        if length > room:
+            raise UnspoolError(
+                f"a text of {length:,} tokens does not fit the memory for keys and values, which "
+                f"holds {room:,}; allow more memory, or make the text shorter"
+            )
+
+    def choose(self) -> list[Row]:
+        """The rows of the next batch, their pages reserved. Empty if nothing can run."""
+        order = sorted(self.tasks, key=lambda task: (-task.priority, task.number))
+        running = [task for task in order if task.left == 1 and task.started]
+        prompts = [task for task in order if not (task.left == 1 and task.started)]
+        rows: list[Row] = []
+        budget = TOKENS_AT_ONCE
+        for task in running[:ROWS_AT_ONCE]:
+            if budget and self._fits(task, 1, rows):
+                rows.append(Row(task, 1))
+                budget -= 1
+        for place, task in enumerate(prompts[:ROWS_AT_ONCE]):
+            share = max(SMALLEST_CHUNK, budget // min(len(prompts) - place, ROWS_AT_ONCE))
+            count = min(task.left, share, budget)
+            if count <= 0 or len(rows) >= ROWS_AT_ONCE:
+                break
+            if self._fits(task, count, rows):
+                rows.append(Row(task, count))
+                task.started = True
+                budget -= count
+        return rows
+
+    def _fits(self, task: Task, count: int, rows: list[Row]) -> bool:
+        """Reserve pages, making room if the task may; False if it has to wait."""
+        chosen = {row.task for row in rows}
+        if task.branch.computed == 0 and not task.branch.pages and task.started:
+            self.tree.adopt(task.branch)  # put aside before: perhaps its pages are still here
+        while True:
+            try:
+                self.tree.reserve(task.branch, task.branch.computed + count)
+                return True
+            except OutOfPagesError:
+                victim = self._victim(task, chosen)
+                if victim is None:
+                    return False
+                self.tree.put_aside(victim.branch)
+                victim.rows.clear()
+                victim.inside.clear()
+                self.put_aside += 1
+
+    def _victim(self, task: Task, chosen: set[Task]) -> Task | None:
+        """Whom to put aside: of those that count less or came later, the last one."""
+        if not task.started:
+            return None
+        others = [
+            other
+            for other in self.tasks
+            if other is not task and other not in chosen and other.branch.pages
+        ]
+        later = [o for o in others if (-o.priority, o.number) > (-task.priority, task.number)]
+        return max(later, key=lambda o: (-o.priority, o.number), default=None)

@@ -1,0 +1,144 @@
+"""The tree of tokens: branches that share their computed past.
+
+A `Branch` is one way through the tree, from the first token of a prompt to its last. It can be
+appended to, forked (both sides share all pages until one writes) and rewound (the pages behind are
+given back). Computing what was appended is the engine's work; `computed` says how far it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from unspool.engine.pages import OutOfPagesError, PagePool
+from unspool.engine.prefixes import PrefixIndex
+
+
+class Branch:
+    """A text: its tokens, and the pages that hold what is computed of them."""
+
+    __slots__ = ("closed", "computed", "logprobs", "pages", "reused", "tokens")
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self.tokens: list[int] = list(tokens)
+        self.logprobs: list[float | None] = [None] * len(self.tokens)
+        self.pages: list[int] = []
+        self.computed = 0  # tokens whose keys and values are in the pages
+        self.reused = 0  # tokens that were found computed when the branch was opened
+        self.closed = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def missed_from(self) -> int | None:
+        """From which token on nothing could be reused; None if all but the last one could."""
+        return self.reused if self.reused < len(self.tokens) - 1 else None
+
+
+class Tree:
+    """All branches of one engine, and the pages below them."""
+
+    def __init__(
+        self, page_count: int, page_size: int, copy_page: Callable[[int, int], None]
+    ) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(page_count)
+        self.index = PrefixIndex(self.pool, page_size)
+        self._copy_page = copy_page
+
+    def open(self, tokens: Sequence[int]) -> Branch:
+        """A branch with these tokens; what was computed of them before is taken over."""
+        branch = Branch(tokens)
+        self.adopt(branch)
+        branch.reused = branch.computed
+        return branch
+
+    def adopt(self, branch: Branch) -> None:
+        """Take over stored pages for a branch that has none."""
+        assert not branch.pages
+        # The last token is always computed: somebody wants to know what follows it.
+        match = self.index.match(branch.tokens[:-1])
+        for page in match.pages:
+            self.pool.hold(page)
+        branch.pages = list(match.pages)
+        branch.computed = len(match.pages) * self.page_size
+        if match.partial is not None:
+            self.pool.hold(match.partial)
+            try:
+                copied = self._take()
+            except OutOfPagesError:
+                self.pool.let_go(match.partial)
+                return
+            self._copy_page(match.partial, copied)
+            self.pool.let_go(match.partial)
+            branch.pages.append(copied)
+            branch.computed = match.tokens
+
+    def append(self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        """Put tokens behind the branch; they are computed when the engine runs next."""
+        branch.tokens.extend(tokens)
+        branch.logprobs.extend(logprobs or [None] * len(tokens))
+
+    def fork(self, branch: Branch) -> Branch:
+        """Another branch with the same past. Nothing is copied."""
+        other = Branch(branch.tokens)
+        other.logprobs = list(branch.logprobs)
+        other.pages = list(branch.pages)
+        other.computed, other.reused = branch.computed, branch.computed
+        for page in other.pages:
+            self.pool.hold(page)
+        return other
+
+    def rewind(self, branch: Branch, length: int) -> None:
+        """Forget every token from `length` on; their pages stay findable in the index."""
+        if not 0 <= length <= len(branch.tokens):
+            raise ValueError(f"cannot rewind {len(branch.tokens)} tokens to {length}")
+        if branch.computed > length:
+            self.index.add(branch.tokens, branch.pages, branch.computed)
+        del branch.tokens[length:], branch.logprobs[length:]
+        branch.computed = min(branch.computed, length)
+        needed = -(-branch.computed // self.page_size)
+        for page in branch.pages[needed:]:
+            self.pool.let_go(page)
+        del branch.pages[needed:]
+
+    def close(self, branch: Branch) -> None:
+        """The branch is not needed any more; what it computed stays in the index for others."""
+        if branch.closed:
+            return
+        branch.closed = True
+        if branch.computed:
+            self.index.add(branch.tokens, branch.pages, branch.computed)
+        self.put_aside(branch)
+
+    def put_aside(self, branch: Branch) -> None:
+        """Take all pages from a branch; it keeps its tokens and can be computed again."""
+        for page in branch.pages:
+            self.pool.let_go(page)
+        branch.pages = []
+        branch.computed = 0
+
+    def reserve(self, branch: Branch, length: int) -> None:
+        """Make sure that the branch has pages of its own to write up to `length` tokens."""
+        if branch.computed < length and branch.computed % self.page_size:
+            last = branch.computed // self.page_size
+            shared = branch.pages[last]
+            if self.pool.holders(shared) > 1:  # copy on write
+                fresh = self._take()
+                self._copy_page(shared, fresh)
+                self.pool.let_go(shared)
+                branch.pages[last] = fresh
+        while len(branch.pages) * self.page_size < length:
+            branch.pages.append(self._take())
+
+    def computed(self, branch: Branch, length: int) -> None:
+        """The engine has computed the branch up to `length`; whole pages can be shared now."""
+        whole = length // self.page_size
+        if whole > branch.computed // self.page_size:
+            self.index.add(branch.tokens, branch.pages, whole * self.page_size)
+        branch.computed = length
+
+    def _take(self) -> int:
+        if not self.pool.free:
+            self.index.forget(max(1, self.pool.count // 64))
+        return self.pool.take()

@@ -1,0 +1,367 @@
+"""Texts that write by themselves: pick, append, and round again, many at a time.
+
+The same loop as `plain.py`, turned inside out: the engine's thread runs a batch, then every text
+that got its logits picks its next token, all in one pass through the sampling stages. A text may
+bring a draft of what comes next; the tokens of the draft are checked in one run, and those that
+would have been picked anyway are kept. Because the draw of a position does not depend on how the
+logits were computed, a drafted text is the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from unspool.engine.engine import Engine
+from unspool.engine.plain import Limits, as_step
+from unspool.engine.scheduler import Task
+from unspool.engine.steps import Step
+from unspool.engine.stream import StepStream
+from unspool.engine.tree import Branch
+from unspool.errors import UnspoolError
+from unspool.sampling import (
+    BadLogitsError,
+    Chain,
+    NoCandidateError,
+    Pick,
+    RowInput,
+    SamplingSettings,
+    StageState,
+    next_state,
+)
+from unspool.text.stream import TextStream
+
+
+class Drafter(Protocol):
+    """Guesses what comes next; see `decoding/speculative.py`."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """A guess at the next tokens, at most so many; empty if there is none."""
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        """How it went, and how long the run took; a note if drafting stops now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One text to be written."""
+
+    prompt: tuple[int, ...]
+    settings: SamplingSettings
+    limits: Limits
+    written: tuple[Step, ...] = ()  # what stands behind the prompt already, when going on
+    priority: int = 0
+    drafter: Drafter | None = None
+    guards: Any = None  # a GuardPolicy: what to watch for, and what to do about it
+    grammar: Any = None  # a Grammar: what the text may be
+
+
+class Writers:
+    """All texts being written on one engine."""
+
+    def __init__(self, engine: Engine, token_bytes: Callable[[int], bytes]) -> None:
+        self.engine, self.token_bytes = engine, token_bytes
+        self._ready: list[tuple[_Writing, Any]] = []  # those with logits to pick from
+        self._chains: dict[tuple[int, ...], Chain] = {}
+        engine.after_run.append(self._pick_all)
+
+    def submit(self, request: Request) -> StepStream:
+        """Start writing; steps come as they are made."""
+        scheduler = self.engine.scheduler
+        longest = min(
+            len(request.prompt) + request.limits.max_tokens,
+            request.limits.context,
+        )
+        scheduler.check_fits(longest)
+        if scheduler.waiting >= scheduler.most_waiting:
+            raise UnspoolError(
+                f"{scheduler.waiting} requests are waiting already, as many as may; try later"
+            )
+        writing = _Writing(self, request)
+        self.engine.tell(writing.begin)
+        return writing.out
+
+    def ready(self, writing: _Writing, logits: Any) -> None:
+        self._ready.append((writing, logits))
+
+    def _pick_all(self) -> None:
+        """One token for every text that is ready; with drafts, as many as they got right."""
+        going, self._ready = self._ready, []
+        moved = {id(writing): writing for writing, _ in going}
+        while going:
+            further = []
+            for picked, (writing, logits) in self._picks(going):
+                if picked is not None and writing.accept(picked) and len(logits) > 1:
+                    further.append((writing, logits[1:]))
+            going = further
+        for writing in moved.values():
+            writing.go_on()
+
+    def _picks(
+        self, going: list[tuple[_Writing, Any]]
+    ) -> list[tuple[Pick | None, tuple[_Writing, Any]]]:
+        """A pick for each text; a text that cannot have one fails alone."""
+        found: list[tuple[Pick | None, tuple[_Writing, Any]]] = []
+        groups: dict[tuple[int, bool], list[tuple[_Writing, Any]]] = {}
+        for entry in going:
+            limits = entry[0].request.limits
+            groups.setdefault((limits.top, limits.explain), []).append(entry)
+        for (top, explain), members in groups.items():
+            while members:
+                chain = self._chain([writing.request.settings for writing, _ in members])
+                rows = [writing.row() for writing, _ in members]
+                logits = _stacked([rows_of[0] for _, rows_of in members])
+                try:
+                    picks = chain.pick(logits, rows, top=top, explain=explain)
+                except (BadLogitsError, NoCandidateError) as error:
+                    for number in error.rows:
+                        members[number][0].fail(error)
+                    members = [m for n, m in enumerate(members) if n not in set(error.rows)]
+                    continue
+                found += zip(picks, members, strict=True)
+                break
+        return found
+
+    def _chain(self, settings: list[SamplingSettings]) -> Chain:
+        key = tuple(map(id, settings))
+        if key not in self._chains:
+            if len(self._chains) > 64:
+                self._chains.clear()
+            self._chains[key] = Chain(settings)
+        return self._chains[key]
+
+
+def _stacked(rows: list[Any]) -> Any:
+    if isinstance(rows[0], np.ndarray):
+        return rows[0][None] if len(rows) == 1 else np.stack(rows)
+    import torch
+
+    return torch.stack(rows)
+
+
+@dataclass(slots=True)
+class _Token:
+    """What must be known of a written token to go back to just behind it."""
+
+    state: StageState | None
+    text: TextStream | None  # a copy, kept only where going back may be needed
+
+
+@dataclass(eq=False, slots=True)
+class _Writing:
+    """One text on its way; lives on the engine's thread."""
+
+    writers: Writers
+    request: Request
+    out: StepStream = field(init=False)
+    branch: Branch | None = None
+    task: Task | None = None
+    history: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
+    length: int = 0  # of the history
+    draft: list[int] = field(default_factory=list)
+    checked: int = 0  # tokens of the draft that proved right
+    written: list[_Token] = field(default_factory=list)
+    text: TextStream = field(init=False)
+    guard: Any = None
+    grammar: Any = None
+    retracted: int = 0  # steps taken back since the last one that was sent
+    finished: bool = False
+    since: float = 0.0
+
+    def __post_init__(self) -> None:
+        request, limits = self.request, self.request.limits
+        engine = self.writers.engine
+        self.out = StepStream(lambda: engine.tell(self.cancel))
+        start = [*request.prompt, *(step.token for step in request.written)]
+        room = min(limits.context, len(request.prompt) + limits.max_tokens)
+        self.history = np.empty(max(room, len(start)), np.int64)
+        self.history[: len(start)] = start
+        self.length = len(start)
+        self.text = TextStream(limits.stop)
+        self.guard = request.guards.start() if request.guards else None
+        self.grammar = request.grammar.start() if request.grammar else None
+        state: StageState | None = None
+        for step in request.written:  # as if they had been written just now, but sent already
+            self.text.push(self.writers.token_bytes(step.token))
+            state = next_state(request.settings, state, step.probability)
+            self.written.append(_Token(state, self.text.copy() if self.guard else None))
+            if self.grammar:
+                self.grammar.advance(step.token)
+            if self.guard:
+                self.guard.push(step.token, step.bytes, step.logprob, step.entropy)
+        self.since = perf_counter()
+
+    # -- the way of a token ------------------------------------------------------------------
+
+    def begin(self) -> None:
+        if self.finished:
+            return
+        if self.length >= len(self.history):
+            self.end(None)
+            return
+        try:
+            self.branch = self.writers.engine.tree.open(self.history[: self.length].tolist())
+            self.out.prompt_reused = self.branch.reused
+            self.out.missed_from = self.branch.missed_from
+            self._run(wanted=1)
+        except BaseException as error:
+            self.fail(error)
+
+    def _run(self, wanted: int) -> None:
+        assert self.branch is not None
+        self.task = Task(
+            self.branch, wanted, self._computed, self.fail, priority=self.request.priority
+        )
+        self.writers.engine.scheduler.add(self.task)
+
+    def _computed(self, logits: Any, inside: Any) -> None:
+        self.task = None
+        if not self.finished:
+            self.writers.ready(self, logits)
+
+    def row(self) -> RowInput:
+        """What the sampling stages need to know of this text's next token."""
+        written = self.length - len(self.request.prompt)
+        return RowInput(
+            self.history[: self.length],
+            len(self.request.prompt),
+            self.request.limits.sample,
+            state=self.written[-1].state if self.written else None,
+            forbidden=tuple(self.guard.forbidden(written)) if self.guard else (),
+            **({"allowed": self.grammar.mask()} if self.grammar else {}),
+        )
+
+    def accept(self, pick: Pick) -> bool:
+        """Take a picked token; True if the draft had guessed it, so that more can be picked."""
+        guessed = self.checked < len(self.draft) and self.draft[self.checked] == pick.token
+        drafted = None
+        if self.checked < len(self.draft):
+            drafted = "accepted" if guessed else "rejected"
+        self.history[self.length] = pick.token
+        self.length += 1
+        if self.grammar:
+            self.grammar.advance(pick.token)
+        try:
+            verdict = self._watch(pick)
+        except BaseException as error:  # a caller's predicate raised: this text fails, alone
+            self.fail(error)
+            return False
+        if verdict is not None and verdict.action == "rewind":
+            self._take_back(max(verdict.to, len(self.request.written)))
+            return False
+        self._send(pick, drafted, stop=verdict is not None)
+        if self.finished:
+            return False
+        self.checked += guessed
+        return guessed
+
+    def go_on(self) -> None:
+        """Put what was picked behind the branch, with a new draft, and have it computed."""
+        if self.finished or self.branch is None:
+            return
+        tree = self.writers.engine.tree
+        if self.draft and self.request.drafter is not None:
+            seconds = perf_counter() - self.since
+            note = self.request.drafter.learn(len(self.draft), self.checked, seconds)
+            if note:
+                self.out.notes.append(note)
+        known, same = self.branch.tokens, 0
+        # All but the last token of the history is in the branch, unless drafts or guards erred.
+        same = min(len(known), self.length)
+        start = max(0, same - len(self.draft) - 1)
+        while start < same and known[start] == self.history[start]:
+            start += 1
+        if start < len(known):
+            tree.rewind(self.branch, start)
+        self.draft, self.checked = self._new_draft(), 0
+        tree.append(self.branch, [*self.history[start : self.length].tolist(), *self.draft])
+        try:
+            self._run(wanted=len(self.draft) + 1)
+        except BaseException as error:
+            self.fail(error)
+
+    def _new_draft(self) -> list[int]:
+        room = len(self.history) - self.length - 1
+        if room <= 0:
+            return []
+        if self.grammar:
+            forced: list[int] = self.grammar.forced()[:room]
+            if forced:
+                return forced
+        if self.request.drafter is None:
+            return []
+        proposed = self.request.drafter.propose(self.history[: self.length].tolist(), room)
+        if self.grammar and proposed:
+            proposed = proposed[: self.grammar.accepts(proposed)]
+        return proposed
+
+    # -- what leaves, and what is taken back -------------------------------------------------
+
+    def _send(self, pick: Pick, drafted: str | None, *, stop: bool) -> None:
+        limits, count = self.request.limits, self.length - len(self.request.prompt)
+        ended = pick.token in limits.end_ids
+        shown = self.text.push(b"" if ended else self.writers.token_bytes(pick.token))
+        finish = None
+        complete = bool(self.grammar and self.grammar.must_end)
+        if ended or stop or complete or self.text.stopped is not None:
+            finish = "stop"
+        elif count == limits.max_tokens:
+            finish = "length"
+        elif self.length == limits.context:
+            finish = "context"
+        if finish:
+            shown += self.text.finish()
+        kept = self.text.copy() if self.guard else None
+        self.written.append(_Token(pick.state, kept))
+        now = perf_counter()
+        step = as_step(
+            pick, self.length - 1, shown, self.writers.token_bytes, now - self.since, finish
+        )
+        self.since = now
+        self.out.put(replace(step, draft=drafted, retracts=self.retracted))
+        self.retracted = 0
+        if finish:
+            self.end(None)
+
+    def _watch(self, pick: Pick) -> Any:
+        """The guards' verdict on a token; None if all is well."""
+        if self.guard is None:
+            return None
+        piece = self.writers.token_bytes(pick.token)
+        verdict = self.guard.push(pick.token, piece, pick.logprob, pick.entropy)
+        return None if verdict.action == "keep" else verdict
+
+    def _take_back(self, to: int) -> None:
+        """Forget the written tokens from number `to` on; the last one was not sent yet."""
+        written = self.length - len(self.request.prompt)
+        self.retracted += len(self.written) - to
+        if self.grammar:
+            self.grammar.rewind(written - to)
+        del self.written[to:]
+        self.length = len(self.request.prompt) + to
+        before = self.written[-1].text if self.written else None
+        self.text = before.copy() if before else TextStream(self.request.limits.stop)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def end(self, error: BaseException | None) -> None:
+        if self.finished:
+            return
+        self.finished = True
+        engine = self.writers.engine
+        if self.task is not None and self.task in engine.scheduler.tasks:
+            engine.scheduler.remove(self.task)
+        if self.branch is not None:
+            engine.tree.close(self.branch)
+        self.out.end(error)
+
+    def fail(self, error: BaseException) -> None:
+        self.task = None
+        self.end(error)
+
+    def cancel(self) -> None:
+        self.end(None)
