@@ -143,8 +143,9 @@ class NumpyOperations:
             place = tops.size - count
             bound = max(np.partition(tops, place)[place], lowest)
             near = np.flatnonzero(line >= bound)
-            if near.size < count:  # fewer entries than wanted are above -inf
-                near = np.arange(width)
+            if near.size < count:  # fewer are above -inf: the first of the others fill the row
+                others = np.flatnonzero(line < bound)[: count - near.size]
+                near = np.concatenate([near, others])
             high = line[near]
             order = np.argsort(-high, kind="stable")[:count]
             values[row], found[row] = high[order], near[order]

@@ -1,7 +1,7 @@
 """Stages that count what was written: repetition, frequency and presence penalties; bias and bans.
 
 Each changes the logits of single tokens only, in the order (row, token): the vocabulary is copied
-once and never walked through.
+once and never walked through. (But for the mask of a grammar, which is about every token.)
 """
 
 from __future__ import annotations
@@ -90,6 +90,29 @@ class Forbidden:
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         pairs = {(n, int(t)) for n, row in enumerate(rows.inputs) for t in row.forbidden}
         return ban(candidates, sorted(pairs))
+
+
+class Allowed:
+    """Keeps the tokens that the row's grammar allows at this step (`RowInput.allowed`)."""
+
+    name = "grammar"
+
+    def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
+        ops, width = candidates.ops, candidates.vocabulary
+        masks = {n: row.allowed for n, row in enumerate(rows.inputs) if row.allowed is not None}
+        kept = np.zeros((len(masks), width), bool)
+        for line, mask in zip(kept, masks.values(), strict=True):
+            line[: mask.size] = mask[:width]
+        place = np.array(list(masks), np.int64)
+        if candidates.ids is not None:
+            kept = np.take_along_axis(kept, ops.host(candidates.ids)[place], axis=-1)
+        allowed = ops.like(kept, candidates.logits)
+        if len(masks) == candidates.rows:
+            return candidates.with_logits(ops.where(allowed, candidates.logits, -INF))
+        logits = ops.copy(candidates.logits)  # the other rows stay as they are
+        where = ops.like(place, logits)
+        logits[where] = ops.where(allowed, logits[where], -INF)
+        return candidates.with_logits(logits)
 
 
 def _banned(logits: Array) -> Array:

@@ -32,7 +32,9 @@ class RowInput:
 
     `history` is every token so far, prompt first; a numpy array spares a conversion at each step.
     `position` is that of the token to be picked, by default the next one. `forbidden` are tokens
-    that may not be picked at this step, whatever the settings say.
+    that may not be picked at this step, whatever the settings say. `allowed`, where given, says of
+    each token of the vocabulary whether it may be picked (a grammar's mask); columns of the logits
+    beyond its end are padding, and may not.
     """
 
     history: Sequence[int] | Tokens = ()
@@ -41,6 +43,7 @@ class RowInput:
     position: int | None = None
     state: StageState | None = None
     forbidden: Sequence[int] = ()
+    allowed: np.ndarray[Any, np.dtype[np.bool_]] | None = None
 
 
 class RowSettings:
