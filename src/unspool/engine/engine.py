@@ -33,10 +33,10 @@ Finished = Callable[[], None]
 class Engine:
     """Runs branches together on one backend."""
 
-    def __init__(self, backend: Backend, *, most_waiting: int = 1024) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.tree = Tree(backend.page_count, backend.page_size, backend.copy_page)
-        self.scheduler = Scheduler(self.tree, most_waiting=most_waiting)
+        self.scheduler = Scheduler(self.tree)
         self.runs = 0  # batches so far
         self.after_run: list[Callable[[], None]] = []  # who wants to act once a batch is done
         self._commands: deque[Callable[[], None]] = deque()
@@ -269,7 +269,7 @@ class _Done:
         self.task = task
 
     def __call__(self) -> None:
-        rows, inside = self.task.rows, self.task.inside
+        rows, inside = list(self.task.rows), list(self.task.inside)
         logits = rows[0] if len(rows) == 1 else _joined(rows)
         try:
             self.task.done(logits, inside)

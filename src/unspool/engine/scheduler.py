@@ -53,21 +53,17 @@ class Row:
 class Scheduler:
     """The tasks, and the choice of what runs next."""
 
-    def __init__(self, tree: Tree, *, most_waiting: int = 1024) -> None:
+    def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.most_waiting = most_waiting
         self.tasks: list[Task] = []
         self.put_aside = 0  # how often memory made a task wait and start over
         self._count = 0
 
-    @property
-    def waiting(self) -> int:
-        return sum(not task.started for task in self.tasks)
-
     def add(self, task: Task) -> None:
         self.check_fits(len(task.branch.tokens))
-        self._count += 1
-        task.number = self._count
+        if not task.number:  # a text that goes on keeps its place
+            self._count += 1
+            task.number = self._count
         self.tasks.append(task)
 
     def remove(self, task: Task) -> None:
@@ -94,6 +90,8 @@ class Scheduler:
                 rows.append(Row(task, 1))
                 budget -= 1
         for place, task in enumerate(prompts[:ROWS_AT_ONCE]):
+            if task.started and not task.branch.pages:
+                self.tree.adopt(task.branch)  # put aside before: perhaps its pages are still here
             share = max(SMALLEST_CHUNK, budget // min(len(prompts) - place, ROWS_AT_ONCE))
             count = min(task.left, share, budget)
             if count <= 0 or len(rows) >= ROWS_AT_ONCE:
@@ -102,13 +100,16 @@ class Scheduler:
                 rows.append(Row(task, count))
                 task.started = True
                 budget -= count
+        if not rows and order:  # nobody can go on: the first one may push all others aside
+            count = min(order[0].left, SMALLEST_CHUNK)
+            order[0].started = True
+            if self._fits(order[0], count, rows):
+                rows.append(Row(order[0], count))
         return rows
 
     def _fits(self, task: Task, count: int, rows: list[Row]) -> bool:
         """Reserve pages, making room if the task may; False if it has to wait."""
         chosen = {row.task for row in rows}
-        if task.branch.computed == 0 and not task.branch.pages and task.started:
-            self.tree.adopt(task.branch)  # put aside before: perhaps its pages are still here
         while True:
             try:
                 self.tree.reserve(task.branch, task.branch.computed + count)

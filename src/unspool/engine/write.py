@@ -37,13 +37,20 @@ from unspool.text.stream import TextStream
 
 
 class Drafter(Protocol):
-    """Guesses what comes next; see `decoding/speculative.py`."""
+    """Guesses what comes next in one text, on the engine's thread; see `decoding/speculative.py`.
+
+    A wrong guess costs time and changes nothing, so one that raises is only asked no more.
+    """
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """A guess at the next tokens, at most so many; empty if there is none."""
+        """A guess at what follows these tokens (not to be changed), at most so many; or none."""
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        """How it went, and how long the run took; a note if drafting stops now."""
+        """How the round went that began with `propose`; a note if there is something to say.
+
+        Told of every round, also of one without a guess (`proposed` is 0), so that the seconds
+        from asking to picking can be compared.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,7 @@ class Request:
     limits: Limits
     written: tuple[Step, ...] = ()  # what stands behind the prompt already, when going on
     priority: int = 0
-    drafter: Drafter | None = None
+    drafter: Drafter | Callable[[Request], Drafter] | None = None  # or what makes a fresh one
     guards: Any = None  # a GuardPolicy: what to watch for, and what to do about it
     grammar: Any = None  # a Grammar: what the text may be
 
@@ -63,29 +70,32 @@ class Request:
 class Writers:
     """All texts being written on one engine."""
 
-    def __init__(self, engine: Engine, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, engine: Engine, token_bytes: Callable[[int], bytes], *, most_waiting: int = 1024
+    ) -> None:
         self.engine, self.token_bytes = engine, token_bytes
+        self.most_waiting = most_waiting
+        self.waiting: set[_Writing] = set()  # those that have no token yet
         self._ready: list[tuple[_Writing, Any]] = []  # those with logits to pick from
         self._chains: dict[tuple[int, ...], Chain] = {}
         engine.after_run.append(self._pick_all)
 
     def submit(self, request: Request) -> StepStream:
         """Start writing; steps come as they are made."""
-        scheduler = self.engine.scheduler
-        longest = min(
-            len(request.prompt) + request.limits.max_tokens,
-            request.limits.context,
-        )
-        scheduler.check_fits(longest)
-        if scheduler.waiting >= scheduler.most_waiting:
+        limits = request.limits
+        longest = min(len(request.prompt) + limits.max_tokens, limits.context)
+        self.engine.scheduler.check_fits(longest)
+        if len(self.waiting) >= self.most_waiting:
             raise UnspoolError(
-                f"{scheduler.waiting} requests are waiting already, as many as may; try later"
+                f"{len(self.waiting)} requests are waiting already, as many as may; try later"
             )
         writing = _Writing(self, request)
+        self.waiting.add(writing)
         self.engine.tell(writing.begin)
         return writing.out
 
     def ready(self, writing: _Writing, logits: Any) -> None:
+        self.waiting.discard(writing)
         self._ready.append((writing, logits))
 
     def _pick_all(self) -> None:
@@ -162,6 +172,8 @@ class _Writing:
     task: Task | None = None
     history: np.ndarray[Any, np.dtype[np.int64]] = field(init=False)
     length: int = 0  # of the history
+    drafter: Drafter | None = None
+    asked: float | None = None  # when the drafter was asked for the draft; None: it was not
     draft: list[int] = field(default_factory=list)
     checked: int = 0  # tokens of the draft that proved right
     written: list[_Token] = field(default_factory=list)
@@ -182,6 +194,8 @@ class _Writing:
         self.history[: len(start)] = start
         self.length = len(start)
         self.text = TextStream(limits.stop)
+        made = request.drafter
+        self.drafter = made(request) if callable(made) else made
         self.guard = request.guards.start() if request.guards else None
         self.grammar = request.grammar.start() if request.grammar else None
         state: StageState | None = None
@@ -213,13 +227,15 @@ class _Writing:
 
     def _run(self, wanted: int) -> None:
         assert self.branch is not None
-        self.task = Task(
-            self.branch, wanted, self._computed, self.fail, priority=self.request.priority
-        )
+        if self.task is None:
+            self.task = Task(
+                self.branch, wanted, self._computed, self.fail, priority=self.request.priority
+            )
+        self.task.wanted = wanted
+        self.task.rows.clear()
         self.writers.engine.scheduler.add(self.task)
 
     def _computed(self, logits: Any, inside: Any) -> None:
-        self.task = None
         if not self.finished:
             self.writers.ready(self, logits)
 
@@ -264,27 +280,27 @@ class _Writing:
         if self.finished or self.branch is None:
             return
         tree = self.writers.engine.tree
-        if self.draft and self.request.drafter is not None:
-            seconds = perf_counter() - self.since
-            note = self.request.drafter.learn(len(self.draft), self.checked, seconds)
-            if note:
-                self.out.notes.append(note)
-        known, same = self.branch.tokens, 0
+        self._tell_drafter()
+        known = self.branch.tokens
         # All but the last token of the history is in the branch, unless drafts or guards erred.
-        same = min(len(known), self.length)
+        # The last one is always run, also when a guard went back to it: its logits are wanted.
+        same = min(len(known), self.length - 1)
         start = max(0, same - len(self.draft) - 1)
         while start < same and known[start] == self.history[start]:
             start += 1
         if start < len(known):
+            if self.draft:  # a wrong guess is not worth storing, nor the copy of a page it costs
+                self.branch.computed = min(self.branch.computed, start)
             tree.rewind(self.branch, start)
-        self.draft, self.checked = self._new_draft(), 0
-        tree.append(self.branch, [*self.history[start : self.length].tolist(), *self.draft])
+        tree.append(self.branch, self.history[start : self.length].tolist())
+        self.draft, self.checked = self._new_draft(self.branch.tokens), 0
+        tree.append(self.branch, self.draft)
         try:
             self._run(wanted=len(self.draft) + 1)
         except BaseException as error:
             self.fail(error)
 
-    def _new_draft(self) -> list[int]:
+    def _new_draft(self, tokens: list[int]) -> list[int]:
         room = len(self.history) - self.length - 1
         if room <= 0:
             return []
@@ -292,12 +308,45 @@ class _Writing:
             forced: list[int] = self.grammar.forced()[:room]
             if forced:
                 return forced
-        if self.request.drafter is None:
+        if self.drafter is None:
             return []
-        proposed = self.request.drafter.propose(self.history[: self.length].tolist(), room)
-        if self.grammar and proposed:
-            proposed = proposed[: self.grammar.accepts(proposed)]
-        return proposed
+        self.asked = perf_counter()
+        try:
+            draft = self._sound(self.drafter.propose(tokens, room)[:room])
+        except Exception as error:
+            self._without_drafter(error)
+            return []
+        if self.grammar and draft:
+            draft = draft[: self.grammar.accepts(draft)]
+        return draft
+
+    def _sound(self, proposed: Sequence[int]) -> list[int]:
+        """A guess as far as it can be run, and as it can matter: nothing follows an end token."""
+        size, draft = self.writers.engine.backend.vocab_size, []
+        for token in map(int, proposed):
+            if not 0 <= token < size:
+                break
+            draft.append(token)
+            if token in self.request.limits.end_ids:
+                break
+        return draft
+
+    def _tell_drafter(self) -> None:
+        """How the round went that the drafter was asked for."""
+        asked, self.asked = self.asked, None
+        if self.drafter is None or asked is None:
+            return
+        try:
+            note = self.drafter.learn(len(self.draft), self.checked, perf_counter() - asked)
+        except Exception as error:
+            self._without_drafter(error)
+            return
+        if note:
+            self.out.notes.append(note)
+
+    def _without_drafter(self, error: Exception) -> None:
+        self.drafter, self.asked = None, None
+        self.out.notes.append(f"drafting stopped: the drafter failed ({error!r})")
 
     # -- what leaves, and what is taken back -------------------------------------------------
 
@@ -352,6 +401,7 @@ class _Writing:
         if self.finished:
             return
         self.finished = True
+        self.writers.waiting.discard(self)
         engine = self.writers.engine
         if self.task is not None and self.task in engine.scheduler.tasks:
             engine.scheduler.remove(self.task)
@@ -360,7 +410,6 @@ class _Writing:
         self.out.end(error)
 
     def fail(self, error: BaseException) -> None:
-        self.task = None
         self.end(error)
 
     def cancel(self) -> None:

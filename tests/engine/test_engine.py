@@ -1,0 +1,445 @@
+"""The three promises of the engine, and what happens when memory, callers or models misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from typing import Any
+
+import null_model
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import unspool
+from unspool.backends.torch.paged import TorchBackend
+from unspool.engine.engine import Engine
+from unspool.engine.plain import Limits, write
+from unspool.engine.scheduler import TOKENS_AT_ONCE
+from unspool.engine.write import Request, Writers
+from unspool.errors import ContextError, UnspoolError
+from unspool.sampling import SamplingSettings
+
+
+def new_writers(**shape: Any) -> Writers:
+    return Writers(Engine(null_model.NullModel(**shape)), lambda token: b"%d " % token)
+
+
+def request(prompt: list[int], seed: int = 0, count: int = 20, **more: Any) -> Request:
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
+    limits = Limits(max_tokens=count, context=5000)
+    return Request(
+        prompt=tuple(prompt), settings=SamplingSettings(**options), limits=limits, **more
+    )
+
+
+def expected(asked: Request, vocab_size: int = 40) -> list[int]:
+    """What the plain loop writes: no engine, no pages, no batch."""
+
+    class Text:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def append(self, tokens: Any) -> Any:
+            self.tokens += list(tokens)
+            return null_model.logits_after(self.tokens, vocab_size)
+
+    steps = write(Text(), asked.prompt, asked.settings, asked.limits, lambda token: b"x")
+    return [step.token for step in steps]
+
+
+def nothing_leaks(engine: Engine) -> None:
+    def check() -> None:
+        assert not engine.scheduler.tasks
+        engine.tree.index.forget_all()
+        assert engine.tree.pool.used == 0
+
+    engine.call(check)
+
+
+def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts that often begin alike."""
+    chance = random.Random(seed)
+    stems = [[chance.randrange(40) for _ in range(30)] for _ in range(4)]
+    return [
+        chance.choice(stems)[: chance.randint(1, 30)]
+        + [chance.randrange(40) for _ in range(chance.randint(1, 12))]
+        for _ in range(count)
+    ]
+
+
+# -- same seed, same text ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pages", [400, 30], ids=["roomy", "tight"])
+def test_same_text_alone_and_among_others(pages: int):
+    """Also with so little memory that texts are put aside and computed again."""
+    writers = new_writers(pages=pages)
+    asked = [request(p, seed=s, count=5 + s) for s, p in enumerate(some_prompts(32))]
+    streams = [writers.submit(r) for r in asked]
+    found = [[step.token for step in stream] for stream in streams]
+    assert found == [expected(r) for r in asked]
+    if pages == 30:
+        assert writers.engine.scheduler.put_aside > 0, "the memory was meant to be too small"
+    nothing_leaks(writers.engine)
+
+
+def test_same_text_from_a_cached_prefix_and_after_forgetting():
+    writers = new_writers()
+    asked = request(list(range(20)), count=30)
+    first = [step.token for step in writers.submit(asked)]
+    again = writers.submit(asked)
+    assert [step.token for step in again] == first == expected(asked)
+    assert (again.prompt_reused, again.missed_from) == (19, None)
+    writers.engine.call(writers.engine.tree.index.forget_all)
+    third = writers.submit(asked)
+    assert [step.token for step in third] == first
+    assert (third.prompt_reused, third.missed_from) == (0, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_any_mix_of_requests_and_cancellations(seed: int):
+    chance = random.Random(seed)
+    writers = new_writers(pages=chance.choice([24, 60, 300]))
+    running = []
+    for number, prompt in enumerate(some_prompts(chance.randint(3, 20), seed)):
+        asked = request(
+            prompt, seed=number, count=chance.randint(0, 25), priority=chance.randint(0, 2)
+        )
+        running.append((asked, writers.submit(asked)))
+    for asked, stream in running:
+        if chance.random() < 0.3:
+            for _ in range(chance.randint(0, 3)):
+                next(stream, None)
+            stream.close()
+            list(stream)
+        else:
+            assert [step.token for step in stream] == expected(asked)
+    nothing_leaks(writers.engine)
+    writers.engine.close()
+
+
+@pytest.mark.real
+def test_same_text_on_the_default_model(lm: Any):
+    """Alone by the plain loop, alone by the engine, among 31 others, from a cached prefix."""
+    from unspool.backends.torch.plain import PlainText
+
+    prompts = ["Once upon a time", "Why do leaves change color", "def add(a, b):", "The moon"]
+    asked = [
+        lm.begin(f"{prompts[n % 4]}{' and' * (n // 8)}", max_tokens=10 + n % 3, seed=n,
+                 temperature=0.9, top=0, explain=False, end=False)
+        for n in range(32)
+    ]  # fmt: skip
+    together = []
+    for generation, steps in asked:
+        list(generation.extend(steps))
+        together.append(generation)
+    for generation in together[::5]:
+        made = generation.request
+        text = PlainText(lm.transformer, 64)
+        plain = write(text, made.prompt, made.settings, made.limits, lambda token: b"")
+        assert [step.token for step in plain] == generation.tokens
+        assert generation.rewind(4).resume().tokens == generation.tokens
+
+
+# -- cached equals uncached -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "gpt-neox", "qwen3-moe"])
+def test_cached_logits_are_those_of_a_fresh_run(family: str, tmp_path: Any):
+    import tiny
+
+    tiny.save(family, tmp_path)
+    lm = unspool.load(tmp_path)
+    engine = Engine(TorchBackend(lm.transformer, page_count=60))
+    chance = random.Random(7)
+    branches = [engine.open([chance.randrange(3, 250) for _ in range(20)])]
+    for _ in range(25):
+        branch = chance.choice(branches)
+        move = chance.choice(["fork", "rewind", "extend", "extend", "drop"])
+        if move == "fork" and len(branches) < 6:
+            branches.append(engine.fork(branch))
+        elif move == "rewind" and len(branch.tokens) > 2:
+            engine.rewind(branch, chance.randint(1, len(branch.tokens) - 1))
+        elif move == "drop" and len(branches) > 1:
+            engine.release(branch)
+            branches.remove(branch)
+        else:
+            new = [chance.randrange(3, 250) for _ in range(chance.randint(1, 9))]
+            new = new[: 100 - len(branch.tokens)]
+            logits = engine.extend(branch, new, wanted=max(1, len(new)))
+            with torch.no_grad():
+                fresh = lm.transformer(torch.tensor([branch.tokens]))[0, -max(1, len(new)) :]
+            assert np.abs(logits - fresh.numpy()).max() < 1e-4
+    for branch in branches:
+        engine.release(branch)
+    nothing_leaks(engine)
+
+
+# -- looking changes nothing ------------------------------------------------------------------
+
+
+def test_looking_changes_nothing(tiny_lm: Any):
+    ids = list(range(5, 45))
+    with tiny_lm.opened(ids) as branch:
+        plain = tiny_lm.engine.extend(branch, wanted=3)
+    tiny_lm.engine.call(tiny_lm.engine.tree.index.forget_all)
+    with tiny_lm.opened(ids) as branch:
+        looked, inside = tiny_lm.engine.extend(branch, wanted=3, look=frozenset([3, 20, 39]))
+    assert np.array_equal(plain, looked)
+    config = tiny_lm.config
+    assert sum(part.residuals.shape[1] for part in inside) == 3
+    found = [row for part in inside for row in part.attention]
+    assert [row.shape for row in found] == [(config.layers, config.heads, n) for n in (4, 21, 40)]
+    for row in found:
+        np.testing.assert_allclose(row.sum(-1), 1, atol=1e-5)
+    residuals = np.concatenate([part.residuals for part in inside], axis=1)
+    parts = np.concatenate([part.parts for part in inside], axis=2)
+    np.testing.assert_allclose(residuals[0] + parts.sum((0, 1)), residuals[-1], atol=1e-4)
+    told = tiny_lm.generate(ids, max_tokens=8, seed=1, top=5, explain=True)
+    silent = tiny_lm.generate(ids, max_tokens=8, seed=1, top=0, explain=False)
+    assert told.tokens == silent.tokens
+    assert told.steps[0].stages and not silent.steps[0].stages
+
+
+# -- many at once -----------------------------------------------------------------------------
+
+
+def test_a_long_prompt_does_not_freeze_the_others():
+    writers = new_writers(pages=1200, context=5000)
+    backend: Any = writers.engine.backend
+    short = writers.submit(request([1, 2, 3], count=60))
+    next(short)
+    long = writers.submit(request([5] * 4000, count=2))
+    list(short)
+    mixed = [run for run in backend.runs if max(run) > 1 and 1 in run]
+    assert len(mixed) > 5, "chunks of the prompt ran beside next tokens"
+    assert max(sum(run) for run in backend.runs) <= TOKENS_AT_ONCE
+    long.close()
+
+
+def finishing_order(writers: Writers, asked: dict[str, Request]) -> list[str]:
+    """Submit all at one moment, and say in which order they end."""
+    order: list[str] = []
+    streams = []
+
+    def submit() -> None:
+        for name, one in asked.items():
+            stream = writers.submit(one)
+            end = stream.end
+
+            def ended(error: Any = None, name: str = name, end: Any = end) -> None:
+                order.append(name)
+                end(error)
+
+            stream.end = ended  # type: ignore[method-assign]
+            streams.append(stream)
+
+    writers.engine.call(submit)
+    for stream in streams:
+        list(stream)
+    return order
+
+
+def test_prompts_share_the_batch_fairly():
+    writers = new_writers(pages=1200, context=5000)
+    asked = {"big": request([5] * 3000, count=1), "small": request([6] * 40, count=1)}
+    assert finishing_order(writers, asked) == ["small", "big"]
+
+
+def test_higher_priority_first():
+    writers = new_writers(pages=12)
+    asked = {str(n): request([n] * 30, count=3, priority=n) for n in range(3)}
+    assert finishing_order(writers, asked) == ["2", "1", "0"], "memory for one at a time"
+
+
+def test_thousands_of_tiny_requests():
+    writers = new_writers(pages=400)
+    writers.most_waiting = 5000
+    asked = [request([n % 40, n % 7], seed=n, count=2) for n in range(2000)]
+    streams = [writers.submit(r) for r in asked]
+    found = [[step.token for step in stream] for stream in streams]
+    assert found[::97] == [expected(r) for r in asked[::97]]
+    nothing_leaks(writers.engine)
+
+
+def test_a_reader_that_stops_reading_holds_up_nobody():
+    writers = new_writers()
+    lazy = writers.submit(request([1, 2], count=30))
+    busy = writers.submit(request([3, 4], count=30))
+    assert len(list(busy)) == 30
+    assert len(list(lazy)) == 30, "and nothing of what it did not read is lost"
+
+
+def test_from_many_threads():
+    writers = new_writers(pages=200)
+    asked = [request(p, seed=n) for n, p in enumerate(some_prompts(24, seed=3))]
+    found: dict[int, list[int]] = {}
+
+    def work(first: int) -> None:
+        for number in range(first, 24, 6):
+            found[number] = [step.token for step in writers.submit(asked[number])]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[n] for n in range(24)] == [expected(r) for r in asked]
+
+
+def test_async_iteration():
+    writers = new_writers()
+    asked = [request([n, n + 1], seed=n, count=12) for n in range(5)]
+
+    async def read(one: Request) -> list[int]:
+        return [step.token async for step in writers.submit(one)]
+
+    async def all_of_them() -> list[list[int]]:
+        return await asyncio.gather(*(read(one) for one in asked))
+
+    assert asyncio.run(all_of_them()) == [expected(r) for r in asked]
+
+
+# -- trouble ----------------------------------------------------------------------------------
+
+
+def test_cancelling_frees_the_pages_at_once():
+    writers = new_writers(pages=1200, context=5000)
+    engine = writers.engine
+    stream = writers.submit(request([5] * 3000, count=500))
+    deadline = time.monotonic() + 10
+    while not engine.runs and time.monotonic() < deadline:
+        time.sleep(0.001)
+    stream.close()  # in the middle of its prompt
+    assert list(stream) == []
+    nothing_leaks(engine)
+    with writers.submit(request([1], count=500)) as leaving:
+        next(leaving)
+    list(leaving)
+    nothing_leaks(engine)
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    writers = new_writers(pages=5)
+    with pytest.raises(UnspoolError, match=r"30 tokens does not fit .* holds 20"):
+        writers.submit(request([1] * 10, count=20))
+    with pytest.raises(ContextError, match=r"600 tokens .* holds 512"):
+        writers.engine.open([1] * 600)
+    with pytest.raises(UnspoolError, match="at least one token"):
+        writers.engine.open([])
+
+
+def test_memory_held_by_open_branches_is_a_clear_error():
+    engine = Engine(null_model.NullModel(pages=5))
+    keeper = engine.open([1] * 14)
+    engine.extend(keeper)
+    other = engine.open([2] * 12)
+    with pytest.raises(UnspoolError, match="held by branches that are still open"):
+        engine.extend(other)
+    engine.release(keeper)
+    assert engine.extend(other).shape == (1, 40)
+
+
+def test_the_queue_is_bounded():
+    writers = new_writers(pages=3)
+    writers.most_waiting = 2
+    blocker = threading.Event()
+    writers.engine.tell(lambda: blocker.wait(10) and None)
+    streams = [writers.submit(request([1, 2], count=2)) for _ in range(2)]
+    with pytest.raises(UnspoolError, match="2 requests are waiting already"):
+        writers.submit(request([1, 2], count=2))
+    blocker.set()
+    assert [len(list(stream)) for stream in streams] == [2, 2]
+    assert len(list(writers.submit(request([1, 2], count=2)))) == 2
+
+
+def test_a_failing_backend_fails_its_batch_and_not_the_engine():
+    writers = new_writers()
+    backend: Any = writers.engine.backend
+    backend.fail_next = True
+    with pytest.raises(RuntimeError, match="device is gone"):
+        list(writers.submit(request([1, 2])))
+    asked = request([1, 2])
+    assert [step.token for step in writers.submit(asked)] == expected(asked)
+    nothing_leaks(writers.engine)
+
+
+def test_a_row_without_candidates_fails_alone():
+    writers = new_writers()
+    everything = dict.fromkeys(range(40), -np.inf)
+    impossible = Request(
+        prompt=(1, 2),
+        settings=SamplingSettings(logit_bias=everything),
+        limits=Limits(max_tokens=5, context=512),
+    )
+    asked = request([3, 4])
+    bad, good = writers.submit(impossible), writers.submit(asked)
+    with pytest.raises(UnspoolError, match="leave no token"):
+        list(bad)
+    assert [step.token for step in good] == expected(asked)
+    nothing_leaks(writers.engine)
+
+
+def test_a_closed_engine_says_so():
+    writers = new_writers()
+    stream = writers.submit(request([1], count=200))
+    next(stream)
+    writers.engine.close()
+    with pytest.raises(UnspoolError, match="closed"):
+        list(stream)
+    with pytest.raises(UnspoolError, match="closed"):
+        writers.engine.open([1])
+
+
+def stress(seconds: float, seed: int) -> None:
+    """Submit, cancel, fork, rewind, forget, at random, and check every text that is finished."""
+    chance = random.Random(seed)
+    writers = new_writers(pages=90)
+    engine = writers.engine
+    running: list[tuple[Request, Any]] = []
+    branches: list[Any] = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        move = chance.random()
+        if move < 0.5:
+            prompt = some_prompts(1, chance.randrange(50))[0]
+            asked = request(prompt, chance.randrange(99), chance.randint(1, 40))
+            running.append((asked, writers.submit(asked)))
+        elif move < 0.6 and running:
+            running.pop(chance.randrange(len(running)))[1].close()
+        elif move < 0.7 and len(branches) < 3:
+            branches.append(engine.open(some_prompts(1, chance.randrange(50))[0]))
+        elif move < 0.8 and branches:
+            branch = chance.choice(branches)
+            logits = engine.extend(branch, [chance.randrange(40)])
+            assert np.array_equal(logits[0], null_model.logits_after(branch.tokens, 40))
+            engine.rewind(branch, chance.randint(1, len(branch.tokens)))
+        elif move < 0.85 and branches:
+            engine.release(branches.pop())
+        elif move < 0.87:
+            engine.call(lambda: engine.tree.index.forget(10))
+        while len(running) > 24:
+            asked, stream = running.pop(0)
+            assert [step.token for step in stream] == expected(asked)
+    for branch in branches:
+        engine.release(branch)
+    for asked, stream in running:
+        assert [step.token for step in stream] == expected(asked)
+    nothing_leaks(engine)
+    engine.close()
+
+
+def test_stress():
+    stress(seconds=6, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stress_for_ten_minutes():
+    stress(seconds=600, seed=2)
