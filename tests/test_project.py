@@ -21,9 +21,11 @@ MAY_IMPORT = {
     "sampling": {"errors"},
     "backends": {"errors", "model"},
     "engine": {"errors", "text", "backends", "sampling"},
+    "lens": {"errors", "text", "model", "backends", "sampling", "engine"},
     "lm": {"errors", "text", "model", "backends", "sampling", "engine"},
+    "decoding": {"errors", "text", "sampling", "engine"},
     "conversation": {"errors", "backends", "engine", "lm"},
-    "cli": {"errors", "text", "model", "engine", "lm", "conversation", "__init__"},
+    "cli": {"errors", "text", "model", "engine", "lens", "lm", "conversation", "__init__"},
     "__init__": {"errors", "text", "engine", "lm"},
     "__main__": {"cli"},
 }

@@ -11,22 +11,21 @@ print(lm.score("The cat sat on the mat").perplexity)
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.engine.judge import judge
-from unspool.engine.plain import Limits, check_fits
+from unspool.engine.plain import check_fits
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.tree import Branch
-from unspool.engine.write import Request, Writers
+from unspool.engine.write import Writers
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import (
     Checkpoint,
@@ -37,7 +36,8 @@ from unspool.model.checkpoint import (
 )
 from unspool.model.config import ModelConfig
 from unspool.model.hub import find_model
-from unspool.sampling import SamplingSettings
+from unspool.request_options import build_request, continued_request, strings
+from unspool.sampling import GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat import ChatPrompt, ChatTemplate
 from unspool.text.tokenizer import Tokenizer
@@ -155,6 +155,15 @@ class LanguageModel:
             self._template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
         return self._template
 
+    @cached_property
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        """The vocabulary as grammars see it; made once, when the first grammar is used."""
+        return GrammarVocabulary.of(self.tokenizer)
+
+    def load_other(self, name: str) -> LanguageModel:
+        """Another model, on the same device: to draft for this one."""
+        return load(name, device=str(self.transformer.embed.weight.device))
+
     @property
     def is_instruct(self) -> bool:
         """Whether the model came with a chat template."""
@@ -173,14 +182,20 @@ class LanguageModel:
         """Continue a prompt, step by step.
 
         prompt       text, or token ids.
-        max_tokens   how many tokens at the most.
+        max_tokens   how many tokens at the most (256).
         stop         strings that end the text, and are not part of it.
         seed         same seed, same text; without one it is different each time.
         sample       the number of the sample, when one seed is to give several texts.
-        top          how many candidates each step tells (default 5).
-        explain      whether each step tells what the sampling stages did (default True).
+        top          how many candidates each step tells (5).
+        explain      whether each step tells what the sampling stages did (True).
         end          False: go on when the model writes an end token.
         priority     higher goes first when many wait.
+        json, json_schema, regex, choice, grammar
+                     what the text must be: any JSON object, JSON of a schema, a match of a
+                     regular expression, one of several texts, a Lark or GBNF grammar.
+        guard        what to watch for, such as "loop" or "ban=word|another": words, or a
+                     GuardPolicy; by default the text is rewound and written differently.
+        speculate    "lookup", or another drafter: guess ahead, and check many tokens at once.
         ...          temperature, top_k, top_p and the rest of `SamplingSettings`.
         """
         _, steps = self.begin(prompt, **options)
@@ -193,7 +208,7 @@ class LanguageModel:
         Options are those of `stream`, and `tools`.
         """
         prompt = self.chat_prompt(messages, tools=options.pop("tools", None))
-        stops = tuple(_strings(options.pop("stop", ()))) + self.chat_template.stops
+        stops = strings(options.pop("stop", ())) + self.chat_template.stops
         return self.generate(prompt.ids, stop=stops, **options)
 
     def chat_prompt(self, messages: Messages, **options: Any) -> ChatPrompt:
@@ -207,42 +222,13 @@ class LanguageModel:
             **options,
         )
 
-    def begin(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        seed: int | None = None,
-        sample: int = 0,
-        top: int = 5,
-        explain: bool = True,
-        end: bool = True,
-        priority: int = 0,
-        **sampling: Any,
-    ) -> tuple[Generation, StepStream]:
+    def begin(self, prompt: Prompt, **options: Any) -> tuple[Generation, StepStream]:
         """A generation without steps yet, and the steps to come; options as in `stream`."""
-        for name, value in (("max_tokens", max_tokens), ("top", top), ("sample", sample)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise SettingsError(f"{name} is {value!r}; it may be a whole number from 0 up")
-        ids = self.prompt_ids(prompt)
-        settings = SamplingSettings.from_options(
-            seed=secrets.randbits(32) if seed is None else seed, **sampling
-        )
-        limits = Limits(
-            max_tokens=max_tokens,
-            context=self.context,
-            end_ids=self.end_ids if end else frozenset(),
-            stop=tuple(_strings(stop)),
-            sample=sample,
-            top=top,
-            explain=explain,
-        )
-        request = Request(prompt=tuple(ids), settings=settings, limits=limits, priority=priority)
+        request = build_request(self, self.prompt_ids(prompt), options)
         generation = Generation(
             request.prompt,
-            settings,
-            empty_reason="length" if max_tokens == 0 else "context",
+            request.settings,
+            empty_reason="length" if request.limits.max_tokens == 0 else "context",
             request=request,
             source=self,
         )
@@ -252,28 +238,8 @@ class LanguageModel:
 
     def write_on(self, generation: Generation, **options: Any) -> StepStream:
         """The steps that follow what a generation holds; options as in `stream`."""
-        request = generation.request
-        assert request is not None
-        changed: dict[str, Any] = {
-            name: options.pop(name)
-            for name in ("max_tokens", "sample", "top", "explain")
-            if name in options
-        }
-        if "stop" in options:
-            changed["stop"] = tuple(_strings(options.pop("stop")))
-        elif "max_tokens" not in changed and len(generation.steps) >= request.limits.max_tokens:
-            changed["max_tokens"] = len(generation.steps) + request.limits.max_tokens
-        settings = generation.settings
-        if options:
-            kept = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
-            settings = SamplingSettings.from_options(**{**kept, **options})
-        generation.settings = settings
-        generation.request = dataclasses.replace(
-            request,
-            settings=settings,
-            limits=dataclasses.replace(request.limits, **changed),
-            written=tuple(generation.steps),
-        )
+        generation.request = continued_request(self, generation, options)
+        generation.settings = generation.request.settings
         return self.writers.submit(generation.request)
 
     def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
@@ -395,7 +361,3 @@ class LanguageModel:
         save_checkpoint(self.transformer, folder)
         if self._tokenizer is not None:
             self._tokenizer.save(folder)
-
-
-def _strings(stop: str | Sequence[str]) -> Sequence[str]:
-    return [stop] if isinstance(stop, str) else list(stop)

@@ -121,16 +121,19 @@ class Writers:
             limits = entry[0].request.limits
             groups.setdefault((limits.top, limits.explain), []).append(entry)
         for (top, explain), members in groups.items():
+            inputs = [(writing.row_or_none(), (writing, logits)) for writing, logits in members]
+            rows = [row for row, _ in inputs if row is not None]
+            members = [member for row, member in inputs if row is not None]
             while members:
                 chain = self._chain([writing.request.settings for writing, _ in members])
-                rows = [writing.row() for writing, _ in members]
                 logits = _stacked([rows_of[0] for _, rows_of in members])
                 try:
                     picks = chain.pick(logits, rows, top=top, explain=explain)
                 except (BadLogitsError, NoCandidateError) as error:
                     for number in error.rows:
                         members[number][0].fail(error)
-                    members = [m for n, m in enumerate(members) if n not in set(error.rows)]
+                    members = [m for n, m in enumerate(members) if n not in error.rows]
+                    rows = [row for n, row in enumerate(rows) if n not in error.rows]
                     continue
                 found += zip(picks, members, strict=True)
                 break
@@ -181,6 +184,7 @@ class _Writing:
     guard: Any = None
     grammar: Any = None
     retracted: int = 0  # steps taken back since the last one that was sent
+    just_kept: bool = True  # whether the last token picked was kept
     finished: bool = False
     since: float = 0.0
 
@@ -196,17 +200,15 @@ class _Writing:
         self.text = TextStream(limits.stop)
         made = request.drafter
         self.drafter = made(request) if callable(made) else made
-        self.guard = request.guards.start() if request.guards else None
-        self.grammar = request.grammar.start() if request.grammar else None
+        self.guard = request.guards.start() if request.guards is not None else None
+        self.grammar = request.grammar.start() if request.grammar is not None else None
         state: StageState | None = None
         for step in request.written:  # as if they had been written just now, but sent already
             self.text.push(self.writers.token_bytes(step.token))
             state = next_state(request.settings, state, step.probability)
-            self.written.append(_Token(state, self.text.copy() if self.guard else None))
-            if self.grammar:
+            self._remember(state)
+            if self.grammar is not None:
                 self.grammar.advance(step.token)
-            if self.guard:
-                self.guard.push(step.token, step.bytes, step.logprob, step.entropy)
         self.since = perf_counter()
 
     # -- the way of a token ------------------------------------------------------------------
@@ -239,16 +241,25 @@ class _Writing:
         if not self.finished:
             self.writers.ready(self, logits)
 
+    def row_or_none(self) -> RowInput | None:
+        """`row`; None if the text cannot go on, and has failed."""
+        try:
+            return self.row()
+        except Exception as error:  # a grammar that grew beyond its limits, say
+            self.fail(error)
+            return None
+
     def row(self) -> RowInput:
         """What the sampling stages need to know of this text's next token."""
-        written = self.length - len(self.request.prompt)
         return RowInput(
             self.history[: self.length],
             len(self.request.prompt),
             self.request.limits.sample,
             state=self.written[-1].state if self.written else None,
-            forbidden=tuple(self.guard.forbidden(written)) if self.guard else (),
-            **({"allowed": self.grammar.mask()} if self.grammar else {}),
+            forbidden=tuple(self.guard.forbidden(len(self.guard)))
+            if self.guard is not None
+            else (),
+            allowed=self.grammar.mask() if self.grammar is not None else None,
         )
 
     def accept(self, pick: Pick) -> bool:
@@ -259,18 +270,13 @@ class _Writing:
             drafted = "accepted" if guessed else "rejected"
         self.history[self.length] = pick.token
         self.length += 1
-        if self.grammar:
-            self.grammar.advance(pick.token)
         try:
-            verdict = self._watch(pick)
-        except BaseException as error:  # a caller's predicate raised: this text fails, alone
+            if self.grammar is not None:
+                self.grammar.advance(pick.token)
+            self._take(pick, drafted)
+        except BaseException as error:  # a caller's predicate, say: this text fails, alone
             self.fail(error)
-            return False
-        if verdict is not None and verdict.action == "rewind":
-            self._take_back(max(verdict.to, len(self.request.written)))
-            return False
-        self._send(pick, drafted, stop=verdict is not None)
-        if self.finished:
+        if self.finished or not self.just_kept:
             return False
         self.checked += guessed
         return guessed
@@ -304,7 +310,7 @@ class _Writing:
         room = len(self.history) - self.length - 1
         if room <= 0:
             return []
-        if self.grammar:
+        if self.grammar is not None:
             forced: list[int] = self.grammar.forced()[:room]
             if forced:
                 return forced
@@ -316,7 +322,7 @@ class _Writing:
         except Exception as error:
             self._without_drafter(error)
             return []
-        if self.grammar and draft:
+        if self.grammar is not None and draft:
             draft = draft[: self.grammar.accepts(draft)]
         return draft
 
@@ -350,22 +356,42 @@ class _Writing:
 
     # -- what leaves, and what is taken back -------------------------------------------------
 
-    def _send(self, pick: Pick, drafted: str | None, *, stop: bool) -> None:
+    def _take(self, pick: Pick, drafted: str | None) -> None:
+        """Ask the guards; then send the step, or take back what they object to."""
         limits, count = self.request.limits, self.length - len(self.request.prompt)
+        piece = self.writers.token_bytes(pick.token)
+        verdict = None
+        if self.guard is not None:
+            verdict = self.guard.push(pick.token, piece, pick.logprob, pick.entropy)
         ended = pick.token in limits.end_ids
-        shown = self.text.push(b"" if ended else self.writers.token_bytes(pick.token))
+        before = self.text.copy() if self.guard is not None else self.text
+        shown = self.text.push(b"" if ended else piece)
         finish = None
-        complete = bool(self.grammar and self.grammar.must_end)
-        if ended or stop or complete or self.text.stopped is not None:
+        if (
+            ended
+            or self.text.stopped is not None
+            or (self.grammar is not None and self.grammar.must_end)
+        ):
             finish = "stop"
         elif count == limits.max_tokens:
             finish = "length"
         elif self.length == limits.context:
             finish = "context"
+        if self.guard is not None and finish and verdict and verdict.kind == "keep":
+            verdict = self.guard.finish()
+        self.just_kept = verdict is None or verdict.kind != "rewind"
+        if verdict and verdict.kind == "rewind":
+            self.text = before
+            self._take_back(verdict.to + len(self.request.written), verdict.reason)
+            return
+        if verdict and verdict.kind == "stop":
+            finish = "guard"
+            self.out.notes.append(f"stopped: {verdict.reason}")
         if finish:
             shown += self.text.finish()
-        kept = self.text.copy() if self.guard else None
-        self.written.append(_Token(pick.state, kept))
+        self.written.append(
+            _Token(pick.state, self.text.copy() if self.guard is not None else None)
+        )
         now = perf_counter()
         step = as_step(
             pick, self.length - 1, shown, self.writers.token_bytes, now - self.since, finish
@@ -376,20 +402,17 @@ class _Writing:
         if finish:
             self.end(None)
 
-    def _watch(self, pick: Pick) -> Any:
-        """The guards' verdict on a token; None if all is well."""
-        if self.guard is None:
-            return None
-        piece = self.writers.token_bytes(pick.token)
-        verdict = self.guard.push(pick.token, piece, pick.logprob, pick.entropy)
-        return None if verdict.action == "keep" else verdict
+    def _remember(self, state: StageState | None) -> None:
+        """What is needed to come back to just behind the token; only guards go back."""
+        self.written.append(_Token(state, self.text.copy() if self.guard is not None else None))
 
-    def _take_back(self, to: int) -> None:
+    def _take_back(self, to: int, reason: str) -> None:
         """Forget the written tokens from number `to` on; the last one was not sent yet."""
-        written = self.length - len(self.request.prompt)
+        taken = self.length - len(self.request.prompt) - to
+        self.out.notes.append(f"took {taken} tokens back: {reason}")
         self.retracted += len(self.written) - to
-        if self.grammar:
-            self.grammar.rewind(written - to)
+        if self.grammar is not None:
+            self.grammar.rewind(taken)
         del self.written[to:]
         self.length = len(self.request.prompt) + to
         before = self.written[-1].text if self.written else None

@@ -1,0 +1,140 @@
+"""What a caller may ask of a generation, read into one `Request`.
+
+All options are checked here, before anything runs: an unknown name, an impossible number, a schema
+that is none.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+from unspool.engine.generation import Generation
+from unspool.engine.plain import Limits
+from unspool.engine.write import Request
+from unspool.errors import SettingsError
+from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
+from unspool.sampling.guards import GuardPolicy
+
+_LIMITS = ("max_tokens", "sample", "top")
+_GRAMMARS: dict[str, Callable[[Any], GrammarSpec]] = {
+    "json": lambda wanted: GrammarSpec.json(),
+    "json_schema": GrammarSpec.json_schema,
+    "regex": GrammarSpec.regex,
+    "choice": GrammarSpec.choice,
+    "grammar": lambda text: text if isinstance(text, GrammarSpec) else _written_grammar(text),
+}
+
+
+class Model(Protocol):
+    """What is needed of a language model to ask it for something."""
+
+    context: int
+    end_ids: frozenset[int]
+
+    @property
+    def grammar_vocabulary(self) -> GrammarVocabulary: ...
+
+
+def strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def build_request(lm: Model, prompt: Sequence[int], options: dict[str, Any]) -> Request:
+    """A request from a caller's options, which are those of `LanguageModel.stream`."""
+    given = dict(options)
+    seed = given.pop("seed", None)
+    end = given.pop("end", True)
+    limits = Limits(
+        max_tokens=_whole("max_tokens", given.pop("max_tokens", 256)),
+        context=lm.context,
+        end_ids=lm.end_ids if end else frozenset(),
+        stop=strings(given.pop("stop", ())),
+        sample=_whole("sample", given.pop("sample", 0)),
+        top=_whole("top", given.pop("top", 5)),
+        explain=bool(given.pop("explain", True)),
+    )
+    request = Request(
+        prompt=tuple(prompt),
+        settings=SamplingSettings(),
+        limits=limits,
+        priority=given.pop("priority", 0),
+        guards=_guards(given.pop("guard", None)),
+        grammar=_grammar(lm, given),
+        drafter=None,
+    )
+    speculate = given.pop("speculate", None)
+    settings = SamplingSettings.from_options(
+        seed=secrets.randbits(32) if seed is None else seed, **given
+    )
+    request = replace(request, settings=settings)
+    return replace(request, drafter=_drafter(speculate, lm)) if speculate else request
+
+
+def continued_request(lm: Model, generation: Generation, options: dict[str, Any]) -> Request:
+    """The request that goes on with a generation, as it was asked for but for these options."""
+    before: Request = generation.request
+    given = dict(options)
+    changed: dict[str, Any] = {n: _whole(n, given.pop(n)) for n in _LIMITS if n in given}
+    if "explain" in given:
+        changed["explain"] = bool(given.pop("explain"))
+    if "stop" in given:
+        changed["stop"] = strings(given.pop("stop"))
+    if "max_tokens" not in changed and len(generation.steps) >= before.limits.max_tokens:
+        # All that was allowed is there already: as much again.
+        changed["max_tokens"] = len(generation.steps) + before.limits.max_tokens
+    request = replace(
+        before, limits=replace(before.limits, **changed), written=tuple(generation.steps)
+    )
+    if "guard" in given:
+        request = replace(request, guards=_guards(given.pop("guard")))
+    if any(name in given for name in _GRAMMARS):
+        request = replace(request, grammar=_grammar(lm, given))
+    if "speculate" in given:
+        speculate = given.pop("speculate")
+        request = replace(request, drafter=_drafter(speculate, lm) if speculate else None)
+    if given:
+        kept = {f.name: getattr(before.settings, f.name) for f in fields(before.settings)}
+        request = replace(request, settings=SamplingSettings.from_options(**{**kept, **given}))
+    return request
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise SettingsError(f"{name} is {value!r}; it may be a whole number from 0 up")
+    return value
+
+
+def _guards(given: Any) -> GuardPolicy | None:
+    if given is None or isinstance(given, GuardPolicy):
+        return given
+    return GuardPolicy.parse(strings(given))
+
+
+def _grammar(lm: Model, given: dict[str, Any]) -> Grammar | None:
+    """The one grammar that was asked for, compiled; takes its options out of `given`."""
+    asked = {name: given.pop(name) for name in _GRAMMARS if name in given}
+    asked = {
+        name: value for name, value in asked.items() if value is not None and value is not False
+    }
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise SettingsError(f"{' and '.join(asked)} were given; a text can obey only one of them")
+    ((name, value),) = asked.items()
+    return Grammar.compile(_GRAMMARS[name](value), lm.grammar_vocabulary)
+
+
+def _written_grammar(text: Any) -> GrammarSpec:
+    """GBNF says `root ::=`, Lark says `start:`."""
+    if not isinstance(text, str):
+        raise SettingsError(f"grammar was {text!r}; it may be the text of a Lark or GBNF grammar")
+    return GrammarSpec.gbnf(text) if "::=" in text else GrammarSpec.lark(text)
+
+
+def _drafter(speculate: Any, lm: Any) -> Any:
+    from unspool.decoding.speculative import make_drafter
+
+    return make_drafter(speculate, lm, lm.load_other)

@@ -1,0 +1,582 @@
+"""Guards: what they find and where, that rewinding is exact, and that a run repairs a text."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspool.errors import SettingsError, UnspoolError
+from unspool.sampling import guards as g
+from unspool.sampling.loops import Periods
+from unspool.sampling.watches import Watched
+
+ENGLISH = """
+It was a bright cold day in April, and the clocks were striking thirteen. The rain, which had
+fallen all night, had stopped at last, and the street was full of people who wanted to be
+somewhere else. "I know," she said, "I know, I know, I know." He did not know. Nobody did. There is
+a time to speak and a time to be silent, a time to build and a time to tear down, a time to weep and
+a time to laugh. They laughed, ha ha ha ha ha! And the day went on, and on, and on.
+"""
+CODE = """
+class Point:
+    def __init__(self, x, y, z):
+        self.x = x
+        self.y = y
+        self.z = z
+
+    def add(self, other):
+        if other is None:
+            return None
+        if other is self:
+            return None
+        for i in range(10):
+            for j in range(10):
+                for k in range(10):
+                    print(i, j, k)
+        return Point(self.x + other.x, self.y + other.y, self.z + other.z)
+"""
+TABLE = """
+| Name      | Price     | Stock     | Color     |
+|-----------|-----------|-----------|-----------|
+| Apple     | 1.20      | 3         | red       |
+| Banana    | 0.80      | 0         | yellow    |
+| Cherry    | 7.10      | 0         | red       |
+| ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- |
+==================================================================================
+1. Milk
+2. Bread
+3. Butter
+4. Eggs
+- [ ] call the bank
+- [ ] call the doctor
+- [ ] call the school
+{"id": 1, "x": 5, "y": 9}, {"id": 2, "x": 3, "y": 1}, {"id": 3, "x": 8, "y": 4}, {"id": 4, "x": 2}
+Counting: 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26
+"""
+PIECES = st.sampled_from(
+    [b" a", b"b", b" B", b"1", b"2", b". ", b"\n", "é".encode()[:1], "é".encode()[1:], b"\xff", b""]
+)
+
+
+def cut(text: str) -> list[bytes]:
+    """Text as a tokenizer would cut it, more or less: a word with its space, digits one by one."""
+    return [m.encode() for m in re.findall(r" ?[^\W\d]+|\d|\n| {1,4}|[^\w\s]{1,4}|_", text)]
+
+
+def numbered(pieces: list[bytes]) -> list[tuple[int, bytes]]:
+    ids: dict[bytes, int] = {}
+    return [(ids.setdefault(piece, len(ids)), piece) for piece in pieces]
+
+
+def first_trouble(guard: g.Guard, pieces: list[bytes]) -> g.Trouble | None:
+    watch = guard.start()
+    for token, piece in numbered(pieces):
+        trouble = watch.push(token, piece, -1.0, 1.0)
+        if trouble:
+            return trouble
+    return watch.finish()
+
+
+# -- every watch: incremental equals from scratch -------------------------------------------
+
+GUARDS: list[g.Guard] = [
+    g.LoopGuard(repeats=2, min_tokens=4, min_words=3),
+    g.LoopGuard(repeats=3, min_tokens=3, min_words=3, longest=4),
+    g.LoopGuard(repeats=3, min_tokens=6, keep=0),
+    g.BannedGuard(words=("ab", "a b", "b2")),
+    g.BannedGuard(words=("ab",), whole_words=False, ignore_case=False),
+    g.BannedGuard(patterns=(r"\bb+\b", r"^ a", "é[ab]"), window=5),
+    g.SurpriseGuard(spike=5, mean=2, window=3),
+    g.SurpriseGuard(spike=None, mean=1, window=2, beyond_entropy=True),
+    g.PredicateGuard(lambda text, tokens: len(text) % 7 == 3 or None),
+]
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 1), PIECES, st.floats(-8, 0), st.floats(0, 3)),
+        st.integers(1, 9),  # so many tokens are taken back
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+@given(moves=MOVES)
+@settings(max_examples=60, deadline=None)
+def test_a_rewound_watch_is_that_of_the_shorter_text(guard: g.Guard, moves: list[Any]):
+    watch, text = guard.start(), []
+    for move in moves:
+        if isinstance(move, int):
+            del text[max(0, len(text) - move) :]
+            bystander = watch.copy()
+            watch.rewind(len(text))
+            bystander.push(1, b"b", -1.0, 1.0)  # a copy shares nothing
+            continue
+        text.append(move)
+        fresh = guard.start()
+        expected = [fresh.push(*step) for step in text][-1]
+        assert watch.push(*move) == expected
+        assert watch.finish() == fresh.finish()
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+def test_going_back_and_doing_the_same_again(guard: g.Guard):
+    """Loops, rewound to everywhere and written again, are found as the first time."""
+    rng = random.Random(5)
+    units = [[rng.choice([b" a", b"b", b" b", b"2", b". "]) for _ in range(n)] for n in (1, 3, 4)]
+    text = numbered([piece for unit in units for piece in unit * 4])
+    fresh = guard.start()
+    expected = [fresh.push(*step, -3.0, 1.0) for step in text]
+    watch = guard.start()
+    for back in range(len(text)):
+        watch.rewind(back)
+        assert [watch.push(*step, -3.0, 1.0) for step in text[back:]] == expected[back:]
+        watch.rewind(back // 2)
+        watch.push(99, b"x", 0.0, 0.0)
+        watch.rewind(back // 2)
+        assert [watch.push(*step, -3.0, 1.0) for step in text[back // 2 :]] == expected[back // 2 :]
+
+
+@given(st.lists(PIECES, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_the_text_watched_is_that_of_its_bytes(pieces: list[bytes]):
+    watched, joined = Watched(), b""
+    for number, piece in enumerate(pieces):
+        watched.push(number, piece)
+        joined += piece
+        whole = "".join(watched.parts)
+        assert joined.decode("utf-8", "replace").startswith(whole)
+        assert watched.length == len(whole)
+        text, begin = watched.tail(3)
+        assert whole[begin:] == text and (len(text) >= 3 or begin == 0)
+    for at in range(watched.length):
+        assert 0 <= watched.owner(at) < len(pieces)
+
+
+def test_a_character_belongs_to_the_token_that_began_it():
+    watched = Watched()
+    for token, piece in enumerate([b"x", b"\xf0\x9f", b"\x98", b"\x80y", b"z"]):
+        watched.push(token, piece)
+    assert "".join(watched.parts) == "x😀yz"
+    assert [watched.owner(at) for at in range(4)] == [0, 1, 3, 4]
+
+
+# -- loops ----------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 10**6), period=st.integers(1, 60), keep=st.integers(0, 2))
+@settings(max_examples=80, deadline=None)
+def test_a_planted_loop_is_found_at_its_start(seed: int, period: int, keep: int):
+    rng = random.Random(seed)
+    before = [rng.randrange(1000, 2000) for _ in range(rng.randrange(80))]
+    unit = rng.sample(range(1000), period)  # shares nothing with what is before
+    guard = g.LoopGuard(keep=keep)
+    watch = guard.start()
+    for number, token in enumerate(before + unit * 40):
+        trouble = watch.push(token, b"", -1.0, 1.0)
+        if trouble:
+            assert trouble.start == len(before) + keep * period
+            # Seen at the very token that makes it a loop.
+            assert number + 1 == len(before) + max(3 * period, 24)
+            return
+    raise AssertionError("the loop was not seen")
+
+
+@given(st.lists(st.integers(0, 2), max_size=80), st.integers(2, 3), st.integers(2, 9))
+@settings(max_examples=150, deadline=None)
+def test_a_loop_is_one_by_the_plain_definition(items: list[int], repeats: int, least: int):
+    finder = Periods(repeats, least, 256)
+
+    def plain(end: int) -> set[int]:
+        def loops(period: int) -> bool:
+            need = max(repeats * period, least)
+            return need <= end and all(
+                items[at] == items[at - period] for at in range(end - need + period, end)
+            )
+
+        return {period for period in range(1, end) if loops(period)}
+
+    for end in range(1, len(items) + 1):
+        found, expected = finder.push(items[end - 1]), plain(end)
+        assert (found is not None) == bool(expected)
+        if found:
+            first, period = found
+            assert period in expected
+            assert all(items[at] == items[at - period] for at in range(first + period, end))
+            assert first == 0 or items[first - 1] != items[first - 1 + period]
+
+
+@pytest.mark.parametrize("text", [ENGLISH, CODE, TABLE], ids=["english", "code", "table"])
+def test_plain_text_is_no_loop(text: str):
+    assert first_trouble(g.LoopGuard(), cut(text)) is None
+    assert first_trouble(g.LoopGuard(), [bytes([byte]) for byte in text.encode()]) is None
+
+
+@given(st.integers(0, 10**6), st.integers(20, 5000))
+@settings(max_examples=30, deadline=None)
+def test_random_tokens_are_no_loop(seed: int, vocabulary: int):
+    rng = random.Random(seed)
+    words = [f" w{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}".encode() for n in range(vocabulary)]
+    watch = g.LoopGuard().start()
+    for _ in range(400):
+        token = rng.randrange(vocabulary)
+        assert watch.push(token, words[token], -1.0, 1.0) is None
+
+
+def test_numbering_and_spacing_do_not_hide_a_loop():
+    pieces = cut("Things I like:\n" + "".join(f"{n}. A New watch\n" for n in range(1, 12)))
+    trouble = first_trouble(g.LoopGuard(), pieces)
+    assert trouble is not None and "a new watch" in trouble.reason
+    # The second item keeps its number; what is forbidden there is that it says the same.
+    assert b"".join(pieces[: trouble.start]).decode() == "Things I like:\n1. A New watch\n2."
+    shout = "so it goes. So it  goes.\nSO IT GOES! so  it goes, So it Goes; so it goes\n"
+    assert first_trouble(g.LoopGuard(), cut(shout)) is not None
+    assert first_trouble(g.LoopGuard(words=False), cut(shout)) is None
+
+
+def test_numbers_that_are_data_are_no_numbering():
+    rng = random.Random(2)
+    same = cut("".join("price: 13 euro, " for _ in range(12)))
+    data = cut("".join(f"price: {rng.randrange(10, 99)} euro, " for _ in range(12)))
+    assert first_trouble(g.LoopGuard(), same) is not None
+    assert first_trouble(g.LoopGuard(), data) is None
+    assert (
+        first_trouble(g.LoopGuard(), cut("".join(f"{n} by {n} " for n in range(0, 60, 2)))) is None
+    )
+
+
+def test_a_long_rule_ends_too():
+    assert first_trouble(g.LoopGuard(), [b"-"] * 80) is None
+    assert first_trouble(g.LoopGuard(), [b"-"] * 200) is not None
+
+
+def test_chinese_loops_are_seen():
+    unit = "我不知道该说什么。"
+    pieces = [character.encode()[n : n + 1] for character in unit * 5 for n in range(3)]
+    trouble = first_trouble(g.LoopGuard(), pieces)
+    assert trouble is not None and trouble.start == 27
+
+
+def test_repetition_rate():
+    assert g.repetition_rate([1, 2, 3]) == 0
+    assert g.repetition_rate(range(100)) == 0
+    assert g.repetition_rate([7] * 103) == pytest.approx(0.99)
+    assert g.repetition_rate([1, 2, 1, 2, 1], n=2) == pytest.approx(0.5)
+
+
+# -- bans -----------------------------------------------------------------------------------
+
+
+def test_a_ban_reaches_across_tokens():
+    guard = g.BannedGuard(words=("delve", "rich tapestry"))
+    for pieces, start in [
+        ([b"We", b" del", b"ve", b" in"], 1),
+        ([b"We", b" DE", b"L", b"Ve", b"."], 1),
+        ([b"a rich", b" tap", b"estry", b"!"], 0),
+        ([b"We", b" d", b"elve"], 1),  # at the end of the text: by finish
+    ]:
+        trouble = first_trouble(guard, pieces)
+        assert trouble is not None and trouble.start == start, pieces
+        assert "banned" in trouble.reason
+    for pieces in ([b" del", b"ved"], [b"un", b"delve", b" "], [b"rich", b"  tapestry "]):
+        assert first_trouble(guard, pieces) is None, pieces
+    inside = g.BannedGuard(words=("delve",), whole_words=False, ignore_case=False)
+    assert first_trouble(inside, [b"un", b"del", b"ved"]) is not None
+    assert first_trouble(inside, [b"De", b"lve"]) is None
+    odd = g.BannedGuard(words=("C++", "(a|b", "é"))
+    assert first_trouble(odd, [b"in C", b"++", b"11"]) is not None
+    assert first_trouble(odd, [b"in (a", b"|b", b" "]) is not None
+    assert first_trouble(odd, [b"x ", b"\xc3", b"\xa9", b" y"]) == g.Trouble(
+        "ban", 1, "'é' is banned"
+    )
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_a_ban_does_not_depend_on_the_cuts(seed: int):
+    rng = random.Random(seed)
+    filler = "".join(rng.choices("ab cdé\n", k=rng.randrange(600)))
+    data = f"{filler} foo-BAR {filler}".encode()
+    cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(rng.randrange(99)))})
+    pieces = [data[a:b] for a, b in pairwise(cuts)]
+    begin = len(f"{filler} ".encode())
+    expected = next(n for n, end in enumerate(cuts[1:]) if end > begin)
+    for guard in (g.BannedGuard(words=("FOO-bar",)), g.BannedGuard(patterns=(r"\bfo+-bar\b",))):
+        trouble = first_trouble(guard, pieces)
+        assert trouble is not None and trouble.start == expected
+
+
+def test_patterns():
+    phone = g.BannedGuard(patterns=(r"\d{3}-\d{4}",))
+    trouble = first_trouble(phone, [b"call ", b"55", b"5-12", b"34", b" now"])
+    assert trouble is not None and trouble.start == 1 and "555-1234" in trouble.reason
+    start = g.BannedGuard(patterns=("^sure",), window=8)
+    assert first_trouble(start, [b"Sure", b",", b" I"]) is not None
+    assert first_trouble(start, [b"I am not ", *[b"un", b"sure"] * 9, b"."]) is None
+    whole = g.BannedGuard(patterns=(r"\bcat\b",))
+    assert first_trouble(whole, [b"a cat", b"alog"]) is None
+    assert first_trouble(whole, [b"a cat", b" sat"]) is not None
+    assert first_trouble(whole, [b"a cat"]) is not None
+
+
+@pytest.mark.parametrize("pattern", ["(", "[a", "a*", "x{2,1}", "(?P<a", "*a", "", "a" * 2000])
+def test_a_bad_pattern_is_refused(pattern: str):
+    with pytest.raises(SettingsError) as caught:
+        g.BannedGuard(patterns=(pattern,))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+b", "(a*)*b", "(?:a|ab|b)+c", r"(\w+\s?)*x", "(.*a){20}x", "((a{1,9}){2,99})!"],
+)
+def test_a_pattern_that_may_explode_is_refused(pattern: str):
+    with pytest.raises(SettingsError, match="might never end"):
+        g.BannedGuard(patterns=(pattern,))
+
+
+@pytest.mark.parametrize("pattern", ["(foo|bar)+", "a+b+", "(?>a+)+b", r"(\w++\s)+x", "(a+b){3}"])
+def test_a_harmless_pattern_is_taken(pattern: str):
+    g.BannedGuard(patterns=(pattern,))
+
+
+# -- surprise, predicates -------------------------------------------------------------------
+
+
+def test_surprise():
+    watch = g.SurpriseGuard(spike=8).start()
+    assert watch.push(0, b"", -7.9, 1) is None
+    trouble = watch.push(1, b"", -8.1, 1)
+    assert trouble == g.Trouble("surprise", 1, "a surprise of 8.1 nats, above 8")
+    watch = g.SurpriseGuard(spike=None, mean=3, window=4).start()
+    found = [watch.push(n, b"", -float(n), 0) for n in range(6)]
+    assert [trouble and trouble.start for trouble in found] == [None] * 5 + [2]
+    relative = g.SurpriseGuard(spike=4, beyond_entropy=True).start()
+    assert relative.push(0, b"", -9, 6) is None
+    assert relative.push(0, b"", -9, 1) is not None
+    assert relative.push(0, b"", float("nan"), 1) is None
+    assert relative.push(0, b"", -float("inf"), 1) is not None
+
+
+def test_predicates():
+    answers: list[Any] = [None, False, True, 1, "too rude"]
+    watch = g.PredicateGuard(lambda text, tokens: answers[len(tokens) - 1]).start()
+    found = [watch.push(n, b"x", -1, 1) for n in range(5)]
+    assert [trouble and trouble.start for trouble in found] == [None, None, 2, 1, 4]
+    assert found[4] is not None and found[4].reason == "too rude"
+    seen: list[Any] = []
+    watch = g.PredicateGuard(lambda *given: seen.append(given)).start()
+    for token, piece in enumerate([b"a", b"\xc3", b"\xa9"]):
+        watch.push(token, piece, -1, 1)
+    assert seen == [("a", (0,)), ("a", (0, 1)), ("aé", (0, 1, 2))]
+
+
+def test_a_predicate_that_fails_says_so():
+    def broken(text: str, tokens: Any) -> None:
+        raise KeyError("oh")
+
+    run = g.GuardRun(g.GuardPolicy((g.PredicateGuard(broken, name="mine"),)))
+    with pytest.raises(g.GuardError, match="'mine' failed at token 0: KeyError") as caught:
+        run.push(1, b"x", -1, 1)
+    assert isinstance(caught.value, UnspoolError)
+    assert isinstance(caught.value.__cause__, KeyError)
+    for answer in (-1, 1, 2.5, object()):
+        watch = g.PredicateGuard(lambda text, tokens, answer=answer: answer).start()
+        with pytest.raises(g.GuardError, match="it may answer"):
+            watch.push(1, b"x", -1, 1)
+
+
+# -- policies -------------------------------------------------------------------------------
+
+
+def test_parsing_policies():
+    assert g.GuardPolicy.parse(["loop"]) == g.GuardPolicy((g.LoopGuard(),))
+    policy = g.GuardPolicy.parse(["loop:stop", "ban=foo|b:r", "surprise=8"], retries=2)
+    assert policy.action == "stop" and policy.retries == 2
+    assert policy.guards[1:] == (g.BannedGuard(words=("foo", "b:r")), g.SurpriseGuard(spike=8))
+    assert g.GuardPolicy.parse(["pattern=a:b+=:rewind"]).guards == (
+        g.BannedGuard(patterns=("a:b+=",), name="pattern"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([], "no guard"),
+        (["lop"], "did you mean 'loop'"),
+        (["loop:repair"], "stop or rewind"),
+        (["loop:stop", "ban=x:rewind"], "share one"),
+        (["loop=3"], "cannot be read"),
+        (["ban"], "cannot be read"),
+        (["ban=|"], "needs words"),
+        (["surprise=much"], "number of nats"),
+        (["surprise=-1"], "above 0"),
+        (["surprise=nan"], "above 0"),
+        (["pattern=("], "not a regular expression"),
+        ([""], "no guard ''"),
+    ],
+)
+def test_a_policy_that_cannot_be_read(items: list[str], words: str):
+    with pytest.raises(SettingsError, match=re.escape(words)) as caught:
+        g.GuardPolicy.parse(items)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_are_checked():
+    for make in (
+        lambda: g.LoopGuard(repeats=1),
+        lambda: g.LoopGuard(keep=3),
+        lambda: g.LoopGuard(min_tokens=True),
+        lambda: g.BannedGuard(),
+        lambda: g.BannedGuard(words=("",)),
+        lambda: g.SurpriseGuard(spike=None),
+        lambda: g.SurpriseGuard(window=0),
+        lambda: g.PredicateGuard("x"),  # type: ignore[arg-type]
+        lambda: g.GuardPolicy((), action="undo"),  # type: ignore[arg-type]
+        lambda: g.GuardPolicy((), retries=-1),
+        lambda: g.GuardPolicy((), exhausted="wait"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(SettingsError):
+            make()
+
+
+# -- a run: a toy model that goes in circles ------------------------------------------------
+
+NEXT = {n: [(n + 1) % 5, 5 + n, 10 + n] for n in range(5)}  # 0 1 2 3 4 0 1 2 ...
+NEXT |= {n: [n + 1, n + 2, 0] for n in range(5, 400)}
+
+
+def greedy(history: list[int], forbidden: frozenset[int]) -> tuple[int, bytes, float, float]:
+    ways = NEXT[history[-1]] if history else [0]
+    token = next((way for way in ways if way not in forbidden), 399)
+    return token, b"", -1.0, 1.0
+
+
+def test_a_loop_is_escaped():
+    tokens, run, reason = g.repair(greedy, g.GuardPolicy((g.LoopGuard(),)), 200)
+    assert reason == "length" and len(tokens) == 200
+    assert tokens[:6] == [0, 1, 2, 3, 4, 9]  # the first round stays; at the second, another way
+    assert [trouble.start for trouble in run.repairs] == [5]
+    assert run.forbidden(5) == {0} and run.forbidden(6) == frozenset()
+    assert g.repetition_rate(tokens) == 0
+
+
+def test_there_are_so_many_repairs_and_no_more():
+    def stubborn(history: list[int], forbidden: frozenset[int]) -> tuple[int, bytes, float, float]:
+        before = history[-1] if history else 0
+        return (before if before not in forbidden else before + 1), b"", -1.0, 1.0
+
+    for retries in (0, 1, 5):
+        policy = g.GuardPolicy((g.LoopGuard(),), retries=retries)
+        tokens, run, reason = g.repair(stubborn, policy, 300)
+        assert len(run.repairs) == retries and "in a row" in reason
+        assert tokens == [*range(retries), *[retries] * 24]
+        policy = g.GuardPolicy((g.LoopGuard(),), retries=retries, exhausted="go on")
+        tokens, run, reason = g.repair(stubborn, policy, 300)
+        assert len(run.repairs) == retries and reason == "length"
+        assert tokens == [*range(retries), *[retries] * (300 - retries)]
+    stop = g.GuardPolicy((g.LoopGuard(),), action="stop")
+    tokens, run, _ = g.repair(stubborn, stop, 300)
+    assert tokens == [0] * 24 and run.repairs == []
+
+
+def test_what_is_forbidden_holds_while_what_is_before_it_stands():
+    bad = {(1, 2), (1, 3), (4, 9, 9)}  # whole texts that are refused, at their last token
+
+    def judge(text: str, tokens: Any) -> bool | int:
+        return 0 if tokens == (1, 5, 7) else tuple(tokens) in bad
+
+    run = g.GuardRun(g.GuardPolicy((g.PredicateGuard(judge),)))
+    assert run.push(1, b"", -1, 1) == g.Verdict()
+    verdict = run.push(2, b"", -1, 1)
+    assert (verdict.kind, verdict.to, verdict.forbid) == ("rewind", 1, {2})
+    assert run.push(3, b"", -1, 1).forbid == {2, 3} == run.forbidden(1)
+    run.push(5, b"", -1, 1)
+    fork = run.copy()
+    verdict = run.push(7, b"", -1, 1)  # back to the very beginning: the rest is another text
+    assert (verdict.to, verdict.forbid) == (0, {1}) and len(run) == 0
+    assert run.forbidden(0) == {1} and run.forbidden(1) == frozenset()
+    assert fork.forbidden(1) == {2, 3} and len(fork) == 2 and len(fork.repairs) == 2
+    for token in (4, 9, 9):
+        verdict = run.push(token, b"", -1, 1)
+    assert verdict.to == 2 and run.forbidden(2) == {9} and run.forbidden(0) == {1}
+    run.rewind(2)
+    assert run.forbidden(2) == {9}
+    run.rewind(1)
+    assert run.forbidden(2) == frozenset() and run.forbidden(0) == {1}
+
+
+def test_the_earliest_trouble_counts_and_the_end_is_looked_at():
+    late = g.PredicateGuard(lambda text, tokens: len(tokens) == 3, name="late")
+    early = g.PredicateGuard(lambda text, tokens: 1 if len(tokens) == 3 else None, name="early")
+    run = g.GuardRun(g.GuardPolicy((late, early)))
+    assert [run.push(n, b"", -1, 1).to for n in range(3)] == [None, None, 1]
+    run = g.GuardRun(g.GuardPolicy.parse(["ban=end"]))
+    run.push(3, b"the ", -1, 1)
+    assert run.push(4, b"end", -1, 1).kind == "keep"
+    assert run.finish() == g.Verdict("rewind", 1, frozenset({4}), "'end' is banned")
+
+
+# -- the default model ----------------------------------------------------------------------
+
+LOOPING = [
+    "def main():\n",
+    "I think that",
+    "Dear Sir or Madam,",
+    "The cat sat on the mat. The",
+    "Shopping list:\n-",
+    "He said that she said that",
+]
+
+
+def write_guarded(lm: Any, prompt: str, policy: g.GuardPolicy, max_tokens: int) -> Any:
+    """Greedy writing by hand, the plain text obeying the guards' run."""
+    from unspool.backends.torch.plain import PlainText
+    from unspool.sampling import Chain, RowInput, SamplingSettings
+
+    ids = lm.prompt_ids(prompt)
+    text = PlainText(lm.transformer, len(ids) + max_tokens)
+    chain = Chain([SamplingSettings(temperature=0)])
+    read: list[int] = []
+
+    def next_token(tokens: list[int], forbidden: frozenset[int]) -> tuple[int, bytes, float, float]:
+        whole = ids + tokens
+        # The last token is read again after a rewind: its logits were not kept.
+        known = min(len(text), len(whole) - 1)
+        text.rewind(known)
+        logits = text.append(whole[known:])
+        row = RowInput(whole, len(ids), forbidden=sorted(forbidden))
+        pick = chain.pick(logits[None], [row])[0]
+        read.append(pick.token)
+        return pick.token, lm._token_bytes(pick.token), pick.logprob, pick.entropy
+
+    tokens, run, reason = g.repair(next_token, policy, max_tokens)
+    return tokens, run, reason, len(read)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("prompt", LOOPING)
+def test_real_loops_are_repaired(lm: Any, prompt: str, capsys: pytest.CaptureFixture[str]):
+    plain = lm.generate(prompt, temperature=0, max_tokens=150, end=False, top=0, explain=False)
+    before = g.repetition_rate(plain.tokens)
+    tokens, run, reason, picked = write_guarded(lm, prompt, g.GuardPolicy.parse(["loop"]), 150)
+    after = g.repetition_rate(tokens)
+    with capsys.disabled():
+        told = f"{before:.2f} -> {after:.2f}, {len(run.repairs)} repairs, {picked} picks, {reason}"
+        print(f"\n{prompt!r}: {told}")
+        print("   ", [trouble.reason for trouble in run.repairs])
+        print("   ", repr(b"".join(map(lm._token_bytes, tokens)).decode("utf-8", "replace")))
+    # A guard ends loops. It does not make a small model inventive: a text may still wander among
+    # a few sentences without going in circles (the cat and the dog do), so the rate only falls.
+    assert before > 0.4
+    assert after < 0.85 * before
+    assert first_trouble(g.LoopGuard(), [lm._token_bytes(token) for token in tokens]) is None
+    first = min(trouble.start for trouble in run.repairs)
+    assert tokens[:first] == plain.tokens[:first]  # what came before the loop stands
