@@ -21,14 +21,16 @@ MAY_IMPORT = {
     "sampling": {"errors"},
     "backends": {"errors", "model"},
     "engine": {"errors", "text", "backends", "sampling"},
+    "decoding": {"errors", "text", "sampling", "backends", "engine"},
     "lens": {"errors", "text", "model", "backends", "sampling", "engine"},
-    "lm": {"errors", "text", "model", "backends", "sampling", "engine"},
-    "decoding": {"errors", "text", "sampling", "engine"},
-    "conversation": {"errors", "backends", "engine", "lm"},
-    "cli": {"errors", "text", "model", "engine", "lens", "lm", "conversation", "__init__"},
+    "request_options": {"errors", "sampling", "engine", "decoding"},
+    "lm": {"errors", "text", "model", "backends", "sampling", "engine", "request_options"},
+    "conversation": {"errors", "engine", "lm"},
+    "cli": {"errors", "text", "model", "sampling", "engine", "decoding", "lens", "lm",
+            "conversation", "__init__"},
     "__init__": {"errors", "text", "engine", "lm"},
     "__main__": {"cli"},
-}
+}  # fmt: skip
 
 
 def part_of(file: Path) -> str:

@@ -15,7 +15,9 @@ import typer
 
 from unspool import __version__
 from unspool.cli.chat import chat
+from unspool.cli.explore import explore
 from unspool.cli.models import models
+from unspool.cli.replay import replay
 from unspool.cli.run import run
 from unspool.cli.score import score
 from unspool.cli.tokenize import tokenize
@@ -35,11 +37,13 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Write")(run)
 app.command(rich_help_panel="Write")(chat)
+app.command(rich_help_panel="Write")(replay)
+app.command(rich_help_panel="Look")(explore)
 app.command(rich_help_panel="Look")(tokenize)
 app.command(rich_help_panel="Look")(score)
 app.add_typer(models, name="models", rich_help_panel="Models")
 
-_COMMANDS = ("run", "chat", "tokenize", "score", "models")
+_COMMANDS = ("run", "chat", "replay", "explore", "tokenize", "score", "models")
 _OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
 
 

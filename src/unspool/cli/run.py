@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,10 @@ from unspool.errors import SettingsError, UnspoolError
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Step
+    from unspool.lm import LanguageModel
+
+
+_MANY, _FORM = "Several texts", "What the text must be"
 
 
 @o.sampling_options
@@ -34,6 +39,44 @@ def run(
     probs: Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")] = False,
     top: Annotated[int, typer.Option(help="Show this many candidates of each step.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Steps as JSON lines.")] = False,
+    samples: Annotated[int, typer.Option(help="Write this many texts.", rich_help_panel=_MANY)] = 1,
+    best_of: Annotated[
+        int, typer.Option(help="Write this many, keep the likeliest.", rich_help_panel=_MANY)
+    ] = 1,
+    beam: Annotated[
+        int, typer.Option(help="Beam search with this many beams.", rich_help_panel=_MANY)
+    ] = 1,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="JSON of this schema: a file, or the schema.", rich_help_panel=_FORM),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="A match of this expression.", rich_help_panel=_FORM)
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="One of these; several times.", rich_help_panel=_FORM),
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(help="A Lark or GBNF grammar: a file, or the text.", rich_help_panel=_FORM),
+    ] = None,
+    guard: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Watch for: loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; rewinds, or "
+            "stops with :stop. Several times.",
+            rich_help_panel="Repair and speed",
+        ),
+    ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            help="Guess ahead: lookup, corpus:FILE or model:PATH.",
+            rich_help_panel="Repair and speed",
+        ),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Save every step; see unspool replay.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No closing line.")] = False,
     context: o.Context = None,
     dtype: o.DType = "auto",
@@ -51,31 +94,119 @@ def run(
       unspool "Once upon a time" --raw --temperature 0.7 --seed 7 --probs
       unspool "The capital of Germany is" --raw -n 5 -t 0 --top 5
       cat notes.txt | unspool "Summarize in one sentence:"
+      unspool "Invent a person." --json-schema person.json
+      unspool "A haiku about leaves" --samples 3
+      unspool "List ten birds" -t 0 --guard loop
       unspool "Hi" --json | jq -r .text
     """
     text = read_prompt(prompt)
     if system is not None and chat is False:
         raise SettingsError("--system needs the chat template; leave --raw out")
+    many = _many(samples, best_of, beam, as_json or trace is not None or bool(top))
     from unspool.lm import load
 
     lm = load(model, dtype=dtype, device=device, context=context, offline=offline)
-    options: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, **(sampling or {})}
-    options.update(top=max(top, 5 if as_json else 0), explain=as_json, stop=tuple(stop or ()))
+    options: dict[str, Any] = {"max_tokens": max_tokens, "stop": tuple(stop or ())}
     if chat or (chat is None and lm.is_instruct):
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids: str | list[int] = lm.chat_prompt([*messages, {"role": "user", "content": text}]).ids
         options["stop"] += lm.chat_template.stops
     else:
         ids = text
+    if many:
+        _write_many(lm, ids, many, {**options, "seed": seed, **(sampling or {})}, probs, quiet)
+        return
+    whole = as_json or trace is not None
+    options.update(
+        seed=seed,
+        top=max(top, 5 if whole else 0),
+        explain=whole,
+        json_schema=_file_or_text(json_schema),
+        regex=regex,
+        choice=choice or None,
+        grammar=_file_or_text(grammar),
+        guard=guard or None,
+        speculate=speculate,
+        **(sampling or {}),
+    )
     generation, steps = lm.begin(ids, **options)
     show = _json_lines if as_json else _bars if top else show_colours if probs else show_plain
     try:
         show(_kept(generation, steps), generation)
     finally:
-        if not quiet and not as_json:
-            from unspool.cli.show import closing_line, say
+        if trace is not None:
+            from unspool.lens.trace import save_trace, trace_of
 
-            say(closing_line(generation))
+            save_trace(trace_of(lm, generation), trace)
+        if not quiet and not as_json:
+            _close(generation)
+
+
+def _close(generation: Generation) -> None:
+    from unspool.cli.show import closing_line, say
+
+    for note in generation.notes:
+        say(note)
+    say(closing_line(generation))
+
+
+def _many(samples: int, best_of: int, beam: int, single: bool) -> tuple[str, int] | None:
+    """Which of the ways to write several texts was asked for."""
+    asked = {
+        name: count
+        for name, count in (("samples", samples), ("best_of", best_of), ("beam", beam))
+        if count != 1
+    }
+    for name, count in asked.items():
+        if count < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} is {count}; it may be 1 or more")
+    if len(asked) > 1:
+        raise SettingsError("--samples, --best-of and --beam exclude each other; give one")
+    if asked and single:
+        raise SettingsError(f"--{next(iter(asked)).replace('_', '-')} cannot show single steps")
+    return next(iter(asked.items()), None)
+
+
+def _write_many(
+    lm: LanguageModel,
+    ids: str | list[int],
+    many: tuple[str, int],
+    options: dict[str, Any],
+    probs: bool,
+    quiet: bool,
+) -> None:
+    """Several texts of one prompt; the prompt is computed once."""
+    from unspool.decoding.beam import beam_search
+    from unspool.decoding.samples import best_of, samples
+
+    kind, count = many
+    if kind == "beam":
+        options.pop("seed")
+        found = beam_search(lm, ids, beams=count, **options)
+        texts = list(found.generations[:1])
+    elif kind == "best_of":
+        texts = list(best_of(lm, ids, count, **options).generations[:1])
+    else:
+        texts = samples(lm, ids, count, **options)
+    for number, generation in enumerate(texts, 1):
+        if len(texts) > 1:
+            from unspool.cli.show import say
+
+            say(f"— {number} of {len(texts)} —")
+        (show_colours if probs else show_plain)(generation.steps, generation)
+        if not quiet:
+            _close(generation)
+
+
+def _file_or_text(given: str | None) -> str | None:
+    """The content of a file, or what was given if there is no such file."""
+    if given is None or given.lstrip().startswith(("{", "[")) or "\n" in given:
+        return given
+    path = Path(given)
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else given
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnspoolError(f"{given} cannot be read: {error}") from error
 
 
 def read_prompt(given: str | None) -> str:
