@@ -126,6 +126,45 @@ def test_plain_when_piped_and_coloured_on_a_terminal(unspool, monkeypatch):
     assert "\x1b[" in coloured
 
 
+def test_several_texts(unspool, lm):
+    code, out, err = unspool("Once", "--raw", "-n", "4", "--seed", "3", "--samples", "3")
+    expected = [lm.generate("Once", max_tokens=4, seed=3, sample=n).text for n in range(3)]
+    assert code == 0
+    assert [line for line in out.split("\n") if line] == [
+        t for t in "\n".join(expected).split("\n") if t
+    ]
+    assert "2 of 3" in err
+    code, out, _ = unspool("Once", "--raw", "-n", "4", "--seed", "3", "--best-of", "3")
+    assert code == 0 and out.rstrip("\n") in [t.rstrip("\n") for t in expected]
+    code, out, _ = unspool("The capital of Germany is", "--raw", "-n", "3", "--beam", "3")
+    assert code == 0 and "Berlin" in out
+
+
+def test_grammars_guards_and_drafts(unspool, tmp_path):
+    code, out, _ = unspool("Is it?", "--raw", "--choice", "yes", "--choice", "no", "-q")
+    assert code == 0 and out.strip() in ("yes", "no")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "integer"}, "maxItems": 2}')
+    code, out, _ = unspool("Numbers:", "--raw", "--json-schema", str(schema), "-q", "-n", "40")
+    assert code == 0 and isinstance(json.loads(out), list)
+    code, out, _ = unspool("Number:", "--raw", "--regex", "[0-9]{3}", "-q")
+    assert code == 0 and out.strip().isdigit()
+    words = ("He said that she said that", "--raw", "-t", "0", "-n", "60")
+    plain, drafted = unspool(*words)[1], unspool(*words, "--speculate", "lookup")[1]
+    assert plain == drafted
+    code, out, err = unspool(*words, "--guard", "ban=said")
+    assert code == 0 and "said" not in out and "took" in err
+
+
+def test_trace_and_replay(unspool, tmp_path):
+    saved = tmp_path / "trace.json"
+    code, out, _ = unspool("Once", "--raw", "-n", "6", "--seed", "4", "--trace", str(saved))
+    assert code == 0 and saved.exists()
+    code, replayed, _ = unspool("replay", str(saved))
+    assert code == 0
+    assert out.strip() in replayed
+
+
 def test_tokenize(unspool):
     code, out, _ = unspool("tokenize", "unspooling 🌿")
     assert code == 0
@@ -196,6 +235,15 @@ def test_chat(unspool, tmp_path):
         (["tokenize", "x", "--vocabulary", "gpt2", "-m", "y"], None, "not both"),
         (["models", "info", "/no/such/model.gguf"], None, "/no/such/model.gguf"),
         (["models", "burn"], None, "burn"),
+        (["Hi", "--samples", "2", "--beam", "2"], None, "exclude each other"),
+        (["Hi", "--samples", "0"], None, "--samples is 0"),
+        (["Hi", "--samples", "2", "--json"], None, "cannot show single steps"),
+        (["Hi", "--json-schema", '{"type": 7}'], None, "schema"),
+        (["Hi", "--regex", "(("], None, "regex"),
+        (["Hi", "--guard", "lop"], None, "did you mean 'loop'"),
+        (["Hi", "--speculate", "magic"], None, "specul"),
+        (["replay", "/no/such/trace.json"], None, "/no/such/trace.json"),
+        (["explore", "Hi"], None, "needs a terminal"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(unspool, arguments, stdin, words):

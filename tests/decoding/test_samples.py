@@ -1,0 +1,139 @@
+"""Samples share the prompt and a batch, and are each what they would be alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from decoding.support import PROMPT, pages_left
+from unspool.decoding.samples import best_of, samples, vote
+from unspool.decoding.written import mean_logprob
+from unspool.engine.generation import Generation
+from unspool.errors import ContextError, SettingsError, UnspoolError
+from unspool.sampling import SamplingSettings
+
+WARM = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 11}
+
+
+def test_each_is_what_it_would_be_alone(tiny_lm):
+    found = samples(tiny_lm, PROMPT, 5, max_tokens=12, **WARM)
+    for number, text in enumerate(found):
+        alone = tiny_lm.generate(PROMPT, max_tokens=12, sample=number, **WARM)
+        assert text.tokens == alone.tokens
+    assert len({tuple(text.tokens) for text in found}) == 5
+    again = samples(tiny_lm, PROMPT, 2, max_tokens=12, sample=3, **WARM)
+    assert [text.tokens for text in again] == [text.tokens for text in found[3:]]
+
+
+def test_without_a_seed_all_share_a_fresh_one(tiny_lm):
+    found = samples(tiny_lm, PROMPT, 3, max_tokens=4, temperature=2.0)
+    assert len({text.seed for text in found}) == 1
+    assert found[0].seed != samples(tiny_lm, PROMPT, 1, max_tokens=1)[0].seed
+
+
+def test_the_prompt_is_computed_once_and_the_rest_in_one_batch(tiny_lm):
+    pages_left(tiny_lm)  # nothing is known
+    before = tiny_lm.engine.runs
+    found = samples(tiny_lm, PROMPT, 6, max_tokens=10, end=False, **WARM)
+    assert [text.usage.reused_tokens for text in found] == [len(PROMPT) - 1] * 6
+    # The prompt, and ten tokens; a batch more where the engine began before all were handed in.
+    assert 11 <= tiny_lm.engine.runs - before <= 11 + 5
+
+
+def test_best_of_goes_by_mean_logprob(tiny_lm):
+    found = best_of(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)
+    plain = samples(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)
+    assert list(found.scores) == sorted(map(mean_logprob, plain), reverse=True)
+    assert found.best.tokens == max(plain, key=mean_logprob).tokens
+    assert found.best.rewind(3).resume().tokens == found.best.tokens  # same seed, same sample
+
+
+def test_best_of_goes_by_a_scorer(tiny_lm):
+    found = best_of(tiny_lm, PROMPT, 6, scorer=lambda g: g.tokens[0], max_tokens=3, **WARM)
+    assert list(found.scores) == sorted(found.scores, reverse=True)
+    assert found.scores[0] == found.best.tokens[0]
+
+
+@pytest.mark.parametrize(
+    "scorer", [lambda g: 1 / 0, lambda g: float("nan"), lambda g: None, lambda g: "good"]
+)
+def test_a_scorer_that_fails_fails_alone(tiny_lm, scorer):
+    other, steps = tiny_lm.begin(PROMPT, max_tokens=60, end=False, seed=1)
+    with pytest.raises(UnspoolError, match="scorer"):
+        best_of(tiny_lm, PROMPT, 3, scorer=scorer, max_tokens=4)
+    assert len(list(other.extend(steps))) == 60
+    assert pages_left(tiny_lm) == 0
+
+
+def test_vote(tiny_lm):
+    found = vote(tiny_lm, PROMPT, 12, extract=lambda g: g.tokens[0] % 3, max_tokens=4, **WARM)
+    assert sum(found.counts.values()) == 12
+    assert found.counts[found.answer] == max(found.counts.values())
+    assert next(iter(found.counts)) == found.answer
+    supporters = [g for g in found.generations if g.tokens[0] % 3 == found.answer]
+    assert found.winner is max(supporters, key=mean_logprob)
+
+
+def test_a_tie_goes_to_the_likeliest_text(tiny_lm):
+    found = vote(tiny_lm, PROMPT, 5, extract=lambda g: tuple(g.tokens), max_tokens=6, **WARM)
+    assert set(found.counts.values()) == {1}
+    assert found.winner is max(found.generations, key=mean_logprob)
+
+
+def test_texts_without_an_answer_do_not_vote(tiny_lm):
+    found = vote(tiny_lm, PROMPT, 3, extract=lambda g: None, max_tokens=2)
+    assert (found.answer, found.winner, found.counts) == (None, None, {})
+    assert len(found.generations) == 3
+    assert vote(tiny_lm, PROMPT, 2, extract=r"(\d+)", max_tokens=2).answer is None
+
+
+@pytest.mark.parametrize("extract", ["answer (is", 5])
+def test_a_pattern_is_checked_before_anything_runs(tiny_lm, extract):
+    before = tiny_lm.engine.runs
+    with pytest.raises(SettingsError, match="extract"):
+        vote(tiny_lm, PROMPT, 3, extract=extract)
+    assert tiny_lm.engine.runs == before
+
+
+@pytest.mark.parametrize("extract", [lambda g: g.tokens, lambda g: g.nothing])
+def test_an_extract_that_fails(tiny_lm, extract):
+    with pytest.raises(UnspoolError, match="extract raised"):
+        vote(tiny_lm, PROMPT, 2, extract=extract, max_tokens=2)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True])
+def test_impossible_numbers(tiny_lm, n):
+    with pytest.raises(SettingsError, match="n is"):
+        samples(tiny_lm, PROMPT, n)
+
+
+def test_faults_leave_nothing_behind(tiny_lm):
+    with pytest.raises(SettingsError):
+        samples(tiny_lm, PROMPT, 3, max_tokens=-1)
+    with pytest.raises(SettingsError, match="temperture"):
+        samples(tiny_lm, PROMPT, 3, temperture=1)
+    with pytest.raises(ContextError):
+        samples(tiny_lm, PROMPT * 10, 3)
+    assert samples(tiny_lm, [5], 2, max_tokens=0)[0].finish_reason == "length"
+    assert pages_left(tiny_lm) == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts", "counts"),
+    [
+        (r"answer is (\d+)", ["answer is 4", "so the answer is 4.", "4"], {"4": 2}),
+        (r"\d+", ["2 and 2 make 4", "5", "none"], {"4": 1, "5": 1}),
+        (re.compile(r"(yes|no)", re.I), ["No. Yes", "Yes", "no"], {"Yes": 2, "no": 1}),
+        (r"a(b)?", ["a", "ab", "xab "], {"b": 2}),
+    ],
+)
+def test_a_patterns_last_match_counts(tiny_lm, monkeypatch, pattern, texts, counts):
+    written = tiny_lm.generate(PROMPT, max_tokens=1, end=False).steps[0]
+    given = [Generation((1,), SamplingSettings(), [replace(written, text=t)]) for t in texts]
+    monkeypatch.setattr("unspool.decoding.samples.samples", lambda *_, **__: given)
+    found = vote(tiny_lm, PROMPT, 3, extract=pattern)
+    assert found.counts == counts
+    if len(set(counts.values())) > 1:
+        assert found.answer == max(counts, key=lambda answer: counts[answer])

@@ -1,0 +1,232 @@
+"""Guards, grammars and edits on the engine: texts that are taken back and written anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import null_model
+import pytest
+
+from unspool import SettingsError, UnspoolError
+from unspool.engine.engine import Engine
+from unspool.engine.plain import Limits
+from unspool.engine.write import Request, Writers
+from unspool.sampling import SamplingSettings
+from unspool.sampling.guards import (
+    BannedGuard,
+    GuardError,
+    GuardPolicy,
+    PredicateGuard,
+    SurpriseGuard,
+)
+
+
+def letter(token: int) -> bytes:
+    return b"%c" % (97 + token % 26)
+
+
+def written(policy: GuardPolicy, seed: int = 0, count: int = 60) -> tuple[list[Any], Any]:
+    """Steps as they are left after all retractions, and the stream they came from."""
+    writers = Writers(Engine(null_model.NullModel(pages=200, vocab_size=26)), letter)
+    request = Request(
+        prompt=(1, 2, 3),
+        settings=SamplingSettings(seed=seed, temperature=1.0),
+        limits=Limits(max_tokens=count, context=512),
+        guards=policy,
+    )
+    stream = writers.submit(request)
+    steps: list[Any] = []
+    for step in stream:
+        if step.retracts:
+            del steps[len(steps) - step.retracts :]
+        steps.append(step)
+    engine = writers.engine
+    engine.call(engine.tree.index.forget_all)
+    assert engine.tree.pool.used == 0
+    return steps, stream
+
+
+def test_what_is_banned_is_taken_back_and_written_differently():
+    plain, _ = written(GuardPolicy((SurpriseGuard(spike=1e9),)))
+    text = b"".join(step.bytes for step in plain).decode()
+    word = text[20:22]
+    guarded, stream = written(
+        GuardPolicy((BannedGuard(words=(word,), whole_words=False),), retries=50)
+    )
+    changed = b"".join(step.bytes for step in guarded).decode()
+    assert word in text and word not in changed
+    at = text.index(word)
+    assert changed[:at] == text[:at], "what stood before is left alone"
+    assert "".join(step.text for step in guarded) == changed
+    assert len(guarded) == len(plain) == 60
+    assert any("took" in note and "back" in note for note in stream.notes)
+
+
+def test_a_guard_can_stop_a_text():
+    plain, _ = written(GuardPolicy((SurpriseGuard(spike=1e9),)))
+    text = b"".join(step.bytes for step in plain).decode()
+    policy = GuardPolicy((BannedGuard(words=(text[20:22],), whole_words=False),), action="stop")
+    stopped, stream = written(policy)
+    assert stopped[-1].finish_reason == "guard"
+    assert len(stopped) < 60
+    assert stream.notes[-1].startswith("stopped: ")
+
+
+def test_a_predicate_that_raises_fails_its_text_alone():
+    def judge(text: str, tokens: Any) -> bool:
+        raise RuntimeError("my mistake")
+
+    writers = Writers(Engine(null_model.NullModel(pages=200, vocab_size=26)), letter)
+    limits = Limits(max_tokens=20, context=512)
+    bad = Request(
+        prompt=(1, 2),
+        settings=SamplingSettings(),
+        limits=limits,
+        guards=GuardPolicy((PredicateGuard(judge),)),
+    )
+    good = Request(prompt=(1, 2), settings=SamplingSettings(), limits=limits)
+    broken, fine = writers.submit(bad), writers.submit(good)
+    with pytest.raises(GuardError, match="my mistake"):
+        list(broken)
+    assert len(list(fine)) == 20
+
+
+@pytest.mark.real
+def test_the_guard_repairs_a_loop_of_the_default_model(lm: Any):
+    from unspool.sampling.guards import repetition_rate
+
+    options = {"temperature": 0, "max_tokens": 110, "end": False, "top": 0, "explain": False}
+    prompt = "He said that she said that"
+    looping = lm.generate(prompt, **options)
+    repaired = lm.generate(prompt, guard="loop", **options)
+    assert repetition_rate(looping.tokens) > 0.4
+    assert repetition_rate(repaired.tokens) < 0.3
+    assert repaired.notes and len(repaired.tokens) == 110
+    assert repaired.tokens[:10] == looping.tokens[:10], "the beginning is untouched"
+    assert lm.tokenizer.decode(repaired.tokens, specials=False) == repaired.text
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.real
+def test_grammars_hold(lm: Any):
+    made = lm.chat("Invent a person.", json_schema=PERSON, max_tokens=80, seed=3, temperature=1.0)
+    assert made.finish_reason == "stop"
+    person = json.loads(made.text)
+    assert set(person) == {"name", "age"} and isinstance(person["age"], int)
+    assert made.steps[0].stages[0].name == "grammar"
+    dated = lm.generate("Date:", regex=r" [0-9]{4}-[0-9]{2}-[0-9]{2}", max_tokens=30, seed=1)
+    assert re.fullmatch(r" [0-9]{4}-[0-9]{2}-[0-9]{2}", dated.text)
+    picked = lm.generate("The sky is", choice=[" blue", " green"], temperature=0)
+    assert picked.text in (" blue", " green")
+    lark = lm.generate("Sum:", grammar='start: NUM "+" NUM\nNUM: /[0-9]{1,3}/', max_tokens=20)
+    assert re.fullmatch(r"[0-9]{1,3}\+[0-9]{1,3}", lark.text)
+    gbnf = lm.generate("Yes or no?", grammar='root ::= "yes" | "no"', max_tokens=9)
+    assert gbnf.text in ("yes", "no")
+
+
+@pytest.mark.real
+def test_a_grammar_with_drafts_guards_and_going_on_gives_the_same_text(lm: Any):
+    options = {"json_schema": PERSON, "max_tokens": 60, "seed": 5, "temperature": 1.0}
+    alone = lm.generate("Person:", **options)
+    assert lm.generate("Person:", speculate="lookup", **options).tokens == alone.tokens
+    assert alone.rewind(4).resume().tokens == alone.tokens
+    letters = "[A-Z][a-z]{3,8}"
+    name = lm.generate("Name:", regex=letters, seed=2, max_tokens=12).text
+    other = lm.generate("Name:", regex=letters, seed=2, max_tokens=12, guard=f"pattern={name}")
+    assert re.fullmatch(letters, other.text) and other.text != name
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"json_schema": {"type": "nonsense"}}, "schema"),
+        ({"regex": "(("}, "regex|expression"),
+        ({"regex": "a", "choice": ["b"]}, "only one"),
+        ({"choice": []}, "choice"),
+        ({"grammar": 7}, "grammar was 7"),
+        ({"guard": "lop"}, "did you mean 'loop'"),
+        ({"speculate": "magic"}, "speculat"),
+    ],
+)
+def test_bad_constraints_are_refused_before_anything_runs(lm: Any, options: Any, words: str):
+    runs = lm.engine.runs
+    with pytest.raises(SettingsError, match=words) as caught:
+        lm.generate("x", **options)
+    assert "\n" not in str(caught.value)
+    assert lm.engine.runs == runs
+
+
+# -- taking words back -------------------------------------------------------------------------
+
+
+def test_rewind_choose_resume(tiny_lm: Any):
+    first = tiny_lm.generate([5, 6, 7], max_tokens=20, seed=9, end=False, temperature=1.0)
+    assert first.rewind(8).tokens == first.tokens[:8]
+    assert first.rewind(-3).tokens == first.tokens[:-3]
+    again = first.rewind(8).resume()
+    assert again.tokens == first.tokens, "the same draws at the same positions"
+    assert again.reused >= 10, "and nothing of what stayed was computed again"
+    other = first.rewind(8).choose(42).resume()
+    assert other.tokens[:9] == [*first.tokens[:8], 42] and len(other.tokens) == 20
+    assert other.steps[8].chosen and not other.steps[9].chosen
+    judged = tiny_lm.score([*first.prompt, *other.tokens]).logprobs
+    assert [s.logprob for s in other.steps] == pytest.approx(judged[3:], abs=1e-4)
+    assert first.tokens[8] != 42 and len(first.tokens) == 20, "the old text is as it was"
+    more = first.resume(max_tokens=30)
+    assert more.tokens[:20] == first.tokens and len(more.tokens) == 30
+    hot = first.rewind(2).resume(temperature=0)
+    cold = first.rewind(2).resume(temperature=0)
+    assert hot.tokens == cold.tokens
+
+
+def test_alternatives(tiny_lm: Any):
+    made = tiny_lm.generate([5, 6, 7], max_tokens=6, seed=1, end=False, top=4)
+    for index in (0, 3):
+        options = made.alternatives(index, top=4)
+        told = made.steps[index].candidates
+        assert [c.token for c in options] == [c.token for c in told]
+        assert [c.logprob for c in options] == pytest.approx([c.logprob for c in told], abs=1e-4)
+    with pytest.raises(SettingsError, match="no token 9"):
+        made.alternatives(9)
+    with pytest.raises(SettingsError, match="cannot rewind to 7"):
+        made.rewind(7)
+    with pytest.raises(UnspoolError, match="token 999"):
+        made.choose(999)
+
+
+def test_mirostat_goes_on_as_if_it_had_never_stopped(tiny_lm: Any):
+    options = {"max_tokens": 24, "seed": 3, "end": False, "mirostat_tau": 4.0, "temperature": 1.0}
+    whole = tiny_lm.generate([5, 6, 7], **options)
+    assert whole.rewind(11).resume().tokens == whole.tokens
+
+
+@pytest.mark.real
+def test_words_of_ones_own(lm: Any):
+    draft = lm.generate("The capital of Germany is", max_tokens=6, temperature=0)
+    changed = draft.rewind(0).choose(" Bonn").resume()
+    assert changed.text.startswith(" Bonn")
+    assert changed.reused == 5
+    assert len(changed.tokens) == 6
+
+
+@pytest.mark.real
+def test_half_a_character_survives_going_on(lm: Any):
+    """An emoji is several tokens: cut between them, and go on."""
+    pieces = lm.tokenizer.encode(" 🌿")
+    assert len(pieces) > 1
+    made = lm.generate("A leaf:", max_tokens=1, temperature=0)
+    begun = made.rewind(0).choose(pieces[0])
+    for piece in pieces[1:]:
+        begun = begun.choose(piece)
+    assert begun.rewind(len(pieces)).text.endswith("�") or "🌿" in begun.text
+    assert lm.tokenizer.decode(begun.resume(max_tokens=8).tokens).startswith(" 🌿")

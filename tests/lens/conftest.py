@@ -1,0 +1,23 @@
+"""A tiny model of every family, loaded when first asked for; kept for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import tiny
+
+import unspool
+
+
+@pytest.fixture(scope="session")
+def family_lm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    @cache
+    def load(name: str) -> Any:
+        folder = tmp_path_factory.mktemp(name)
+        tiny.save(name, folder)
+        return unspool.load(folder, memory=8 << 20)  # by default each would take gigabytes
+
+    return load

@@ -1,0 +1,151 @@
+"""Looking at a position: what is seen is true, nothing later is seen, and nothing changes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from unspool.errors import ContextError, SettingsError, UnspoolError
+from unspool.lens.look import look
+
+TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130, 33, 2, 61, 7, 99, 25, 180, 14, 73, 5]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_attention_is_causal_and_sums_to_one(family, family_lm):
+    lm = family_lm(family)
+    config = lm.config
+    for position in (0, 5, 19):
+        seen = look(lm, TOKENS, position)
+        assert seen.attention.shape == (config.layers, config.heads, position + 1)
+        for rows in (
+            seen.attention,
+            seen.attention_by_layer,
+            seen.attention_by_head,
+            seen.attention_mean,
+        ):
+            assert (rows >= 0).all()
+            np.testing.assert_allclose(rows.sum(-1), 1, atol=1e-5)
+        for layer in range(config.layers):
+            if config.window(layer):  # what lies before the window is not seen either
+                before = max(0, position + 1 - config.window(layer))
+                assert (seen.attention[layer, :, :before] == 0).all()
+        other_ending = [*TOKENS[: position + 1], 250, 251]
+        again = look(lm, other_ending, position)
+        np.testing.assert_allclose(again.attention, seen.attention, atol=1e-5)
+        assert again.picked == 250
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "gemma2", "mixtral"])
+def test_attention_and_residuals_are_those_of_transformers(family, family_lm):
+    lm, oracle = family_lm(family), tiny.make(family)
+    with torch.no_grad():
+        said = oracle(
+            torch.tensor([TOKENS]),
+            output_attentions=True,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+    for position in (7, 19):
+        seen = look(lm, TOKENS, position)
+        theirs = np.stack([layer[0, :, position, : position + 1] for layer in said.attentions])
+        np.testing.assert_allclose(seen.attention, theirs, atol=2e-5)
+        hidden = np.stack([layer[0, position].numpy() for layer in said.hidden_states])
+        # transformers gives the last one after the final norm
+        np.testing.assert_allclose(seen.residuals[:-1], hidden[:-1], atol=2e-4)
+        np.testing.assert_allclose(seen.logits, said.logits[0, position], atol=2e-3)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_parts_add_up_to_the_residuals(family, family_lm):
+    seen = look(family_lm(family), TOKENS, 9)
+    np.testing.assert_allclose(
+        seen.residuals[:-1] + seen.parts.sum(1), seen.residuals[1:], atol=1e-4
+    )
+    np.testing.assert_allclose(seen.norms, np.sqrt((seen.residuals**2).sum(-1)), rtol=1e-5)
+    assert seen.part_norms.shape == (len(seen.parts), 2)
+
+
+def test_looking_changes_nothing(tiny_lm):
+    lm = tiny_lm
+    before = lm.generate([1, 2, 3], max_tokens=30, seed=5)
+    with lm.opened(TOKENS) as branch:
+        lm.engine.extend(branch)  # from now on all but the last token is in the tree
+    with lm.opened(TOKENS) as branch:
+        plain = lm.engine.extend(branch)
+    with lm.opened(TOKENS) as branch:
+        looked, _ = lm.engine.extend(branch, look=frozenset({len(TOKENS) - 1}))
+    np.testing.assert_array_equal(plain, looked)
+    held = lm.engine.tree.pool.used
+    for position in range(0, 33, 4):
+        seen = look(lm, before, position)
+        np.testing.assert_array_equal(seen.logits, look(lm, before, position).logits)
+    after = lm.generate([1, 2, 3], max_tokens=30, seed=5)
+    assert after.tokens == before.tokens
+    logprobs = [step.logprob for step in before.steps]
+    assert [step.logprob for step in after.steps] == pytest.approx(logprobs, abs=1e-4)
+    assert lm.engine.tree.pool.used <= held + 4  # nothing stays open: only the index keeps pages
+
+
+def test_looking_costs_nothing_when_off(tiny_lm, monkeypatch):
+    taps_seen = []
+    backend = tiny_lm.engine.backend
+    run = backend.run
+    monkeypatch.setattr(
+        backend, "run", lambda batch, taps=None: (taps_seen.append(taps), run(batch, taps))[1]
+    )
+    generation = tiny_lm.generate([9, 8, 7], max_tokens=5, seed=1)
+    assert taps_seen and all(taps is None for taps in taps_seen)
+    taps_seen.clear()
+    look(tiny_lm, generation, 6)  # what came before is in the tree: one run, one token
+    assert len(taps_seen) == 1 and len(taps_seen[0].residuals) == 1
+
+
+def test_a_generation_is_looked_at_where_it_was_picked(tiny_lm):
+    generation = tiny_lm.generate([4, 5, 6], max_tokens=6, temperature=0)
+    for step in generation.steps:
+        seen = look(tiny_lm, generation, step.position - 1)
+        assert seen.picked == step.token == seen.likeliest
+    last = look(tiny_lm, generation)
+    assert last.position == 8 and last.picked is None
+    assert last.tokens == (4, 5, 6, *generation.tokens)
+
+
+def test_long_prompts_come_in_chunks(family_lm):
+    lm = family_lm("qwen3")
+    tokens = [(7 * i) % 259 for i in range(127)]
+    seen = look(lm, tokens, 100)
+    assert seen.attention.shape[-1] == 101
+
+
+def test_what_cannot_be_looked_at(tiny_lm):
+    for position in (20, -21, 1.5, True, None):
+        with pytest.raises(SettingsError, match="position"):
+            look(tiny_lm, TOKENS, position)
+    with pytest.raises(UnspoolError, match="empty"):
+        look(tiny_lm, [], 0)
+    with pytest.raises(UnspoolError, match="vocabulary"):
+        look(tiny_lm, [5000], 0)
+    with pytest.raises(ContextError):
+        look(tiny_lm, [1] * 200, 0)
+
+
+def test_for_json(tiny_lm):
+    seen = look(tiny_lm, TOKENS, 3)
+    small = json.loads(json.dumps(seen.to_dict()))
+    assert len(small["attention_by_layer"]) == small["layers"] == 4
+    assert "attention" not in small and len(small["norms"]) == 5
+    whole = json.loads(json.dumps(seen.to_dict(heads=True)))
+    np.testing.assert_allclose(whole["attention"], seen.attention, atol=1e-6)
+
+
+@pytest.mark.real
+def test_on_the_default_model(lm):
+    seen = look(lm, "The capital of Germany is")
+    assert seen.texts[-1] == " is"
+    assert lm.readable(seen.likeliest) == " Berlin"
+    np.testing.assert_allclose(seen.attention.sum(-1), 1, atol=1e-4)
