@@ -6,6 +6,10 @@ holder counts. A page that nobody holds is free. What the pages contain is the b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from unspool.errors import UnspoolError
 
 
@@ -20,7 +24,7 @@ class PagePool:
         if count < 1:
             raise UnspoolError(f"{count} pages are too few to hold anything; allow more memory")
         self.count = count
-        self._holders = [0] * count
+        self._holders = np.zeros(count, np.int64)
         self._free = list(range(count - 1, -1, -1))
 
     @property
@@ -39,17 +43,20 @@ class PagePool:
         self._holders[page] = 1
         return page
 
-    def hold(self, page: int) -> None:
-        """One more holder of a page that is held already."""
-        assert self._holders[page] > 0, "only a held page can be shared"
-        self._holders[page] += 1
+    def hold(self, pages: Sequence[int]) -> None:
+        """One more holder of pages that are held already."""
+        chosen = np.array(pages, np.int64)
+        held = self._holders[chosen]
+        assert held.all(), "only a held page can be shared"
+        self._holders[chosen] = held + 1
 
-    def let_go(self, page: int) -> None:
-        """One holder fewer; the last one frees the page."""
-        assert self._holders[page] > 0, "a page can only be let go by a holder"
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            self._free.append(page)
+    def let_go(self, pages: Sequence[int]) -> None:
+        """One holder fewer; the last one frees a page. No page may be named twice."""
+        chosen = np.array(pages, np.int64)
+        left = self._holders[chosen] - 1
+        assert (left >= 0).all(), "a page can only be let go by a holder"
+        self._holders[chosen] = left
+        self._free += chosen[left == 0].tolist()
 
     def holders(self, page: int) -> int:
-        return self._holders[page]
+        return int(self._holders[page])

@@ -16,17 +16,17 @@ from unspool.engine.pages import PagePool
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class Node:
     """One page: the tokens in it, and the pages that followed it in some text."""
 
     tokens: tuple[int, ...]
     page: int
-    parent: _Node | None
-    children: dict[int, list[_Node]] = field(default_factory=dict)  # by their first token
+    parent: Node | None
+    children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
     used: int = 0  # when it was last looked at
     alive: bool = True
 
-    def all_children(self) -> Iterator[_Node]:
+    def all_children(self) -> Iterator[Node]:
         for same_start in self.children.values():
             yield from same_start
 
@@ -38,6 +38,7 @@ class Match:
     pages: tuple[int, ...]  # whole pages
     partial: int | None  # a page of which the first tokens fit too
     tokens: int  # how many tokens that is in all
+    node: Node | None  # the last of the whole pages
 
 
 class PrefixIndex:
@@ -45,9 +46,9 @@ class PrefixIndex:
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool, self._size = pool, page_size
-        self._root = _Node((), -1, None)
+        self._root = Node((), -1, None)
         self._clock = count(1)
-        self._oldest: list[tuple[int, int, _Node]] = []  # leaves, with out-of-date entries among
+        self._oldest: list[tuple[int, int, Node]] = []  # leaves, with out-of-date entries among
         self.pages = 0
 
     def match(self, tokens: Sequence[int]) -> Match:
@@ -61,41 +62,58 @@ class PrefixIndex:
                 if same > shared:
                     best, shared = child, same
             if best is None:
-                return Match(tuple(found), None, at)
+                return Match(tuple(found), None, at, self._known(node))
             self._touch(best)
             at += shared
             if shared < self._size:
-                return Match(tuple(found), best.page, at)
+                return Match(tuple(found), best.page, at, self._known(node))
             found.append(best.page)
             node = best
 
-    def add(self, tokens: Sequence[int], pages: Sequence[int], length: int) -> None:
-        """Remember that `pages` hold the first `length` tokens; what is known is left alone."""
-        node = self._root
-        for number in range(-(-length // self._size)):
+    def add(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        length: int,
+        below: Node | None = None,
+        skip: int = 0,
+    ) -> Node | None:
+        """Remember that `pages` hold the first `length` tokens; what is known is left alone.
+
+        The first `skip` pages are known to end at the node `below`. Gives the last whole page.
+        """
+        if below is None or not below.alive:
+            below, skip = self._root, 0
+        node = below
+        for number in range(skip, -(-length // self._size)):
             start = number * self._size
             chunk = tuple(tokens[start : min(start + self._size, length)])
-            same = node.children.setdefault(chunk[0], [])
-            for child in same:
-                shared = _common(child.tokens, chunk, 0)
-                if shared == len(chunk):  # all of it is known
-                    known = child
-                    break
-                if shared == len(child.tokens) and not child.children:  # known in part: more now
-                    self._pool.hold(pages[number])
-                    self._pool.let_go(child.page)
-                    child.page, child.tokens = pages[number], chunk
-                    known = child
-                    break
-            else:
-                self._pool.hold(pages[number])
-                known = _Node(chunk, pages[number], node)
-                same.append(known)
-                self.pages += 1
+            known = self._add_page(node, chunk, pages[number])
             self._touch(known)
-            if len(known.tokens) < self._size:
-                return  # nothing can follow a page that is not full
+            if len(known.tokens) < self._size or len(chunk) < self._size:
+                break  # nothing can follow a page that is not full
             node = known
+        return self._known(node)
+
+    def _add_page(self, parent: Node, chunk: tuple[int, ...], page: int) -> Node:
+        same = parent.children.setdefault(chunk[0], [])
+        for child in same:
+            shared = _common(child.tokens, chunk, 0)
+            if shared == len(chunk):  # all of it is known
+                return child
+            if shared == len(child.tokens) and not child.children:  # known in part: more now
+                self._pool.hold([page])
+                self._pool.let_go([child.page])
+                child.page, child.tokens = page, chunk
+                return child
+        self._pool.hold([page])
+        known = Node(chunk, page, parent)
+        same.append(known)
+        self.pages += 1
+        return known
+
+    def _known(self, node: Node) -> Node | None:
+        return None if node is self._root else node
 
     def forget(self, wanted: int) -> int:
         """Let go of least recently used pages that nobody else holds; how many became free."""
@@ -121,12 +139,12 @@ class PrefixIndex:
             node = waiting.pop()
             waiting.extend(node.all_children())
             node.alive = False
-            self._pool.let_go(node.page)
+            self._pool.let_go([node.page])
         self._root.children.clear()
         self._oldest.clear()
         self.pages = 0
 
-    def _remove(self, node: _Node) -> None:
+    def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         siblings = parent.children[node.tokens[0]]
@@ -134,12 +152,12 @@ class PrefixIndex:
         if not siblings:
             del parent.children[node.tokens[0]]
         node.alive = False
-        self._pool.let_go(node.page)
+        self._pool.let_go([node.page])
         self.pages -= 1
         if parent is not self._root and not parent.children:
             heapq.heappush(self._oldest, (parent.used, id(parent), parent))
 
-    def _touch(self, node: _Node) -> None:
+    def _touch(self, node: Node) -> None:
         node.used = next(self._clock)
         heapq.heappush(self._oldest, (node.used, id(node), node))
         if len(self._oldest) > 64 + 4 * self.pages:  # mostly out-of-date entries: sort them out

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from unspool.engine.pages import OutOfPagesError, PagePool
-from unspool.engine.prefixes import PrefixIndex
+from unspool.engine.prefixes import Node, PrefixIndex
 
 
 class Branch:
     """A text: its tokens, and the pages that hold what is computed of them."""
 
-    __slots__ = ("closed", "computed", "logprobs", "pages", "reused", "tokens")
+    __slots__ = ("closed", "computed", "known", "logprobs", "node", "pages", "reused", "tokens")
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self.tokens: list[int] = list(tokens)
@@ -25,6 +25,8 @@ class Branch:
         self.computed = 0  # tokens whose keys and values are in the pages
         self.reused = 0  # tokens that were found computed when the branch was opened
         self.closed = False
+        self.known = 0  # whole pages that the index has, the last of them at
+        self.node: Node | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,19 +60,19 @@ class Tree:
         assert not branch.pages
         # The last token is always computed: somebody wants to know what follows it.
         match = self.index.match(branch.tokens[:-1])
-        for page in match.pages:
-            self.pool.hold(page)
         branch.pages = list(match.pages)
+        self.pool.hold(branch.pages)
         branch.computed = len(match.pages) * self.page_size
+        branch.node, branch.known = match.node, len(match.pages)
         if match.partial is not None:
-            self.pool.hold(match.partial)
+            self.pool.hold([match.partial])
             try:
                 copied = self._take()
             except OutOfPagesError:
-                self.pool.let_go(match.partial)
+                self.pool.let_go([match.partial])
                 return
             self._copy_page(match.partial, copied)
-            self.pool.let_go(match.partial)
+            self.pool.let_go([match.partial])
             branch.pages.append(copied)
             branch.computed = match.tokens
 
@@ -81,12 +83,12 @@ class Tree:
 
     def fork(self, branch: Branch) -> Branch:
         """Another branch with the same past. Nothing is copied."""
-        other = Branch(branch.tokens)
-        other.logprobs = list(branch.logprobs)
-        other.pages = list(branch.pages)
+        other = Branch(())
+        other.tokens, other.logprobs = branch.tokens.copy(), branch.logprobs.copy()
+        other.pages = branch.pages.copy()
         other.computed, other.reused = branch.computed, branch.computed
-        for page in other.pages:
-            self.pool.hold(page)
+        other.node, other.known = branch.node, branch.known
+        self.pool.hold(other.pages)
         return other
 
     def rewind(self, branch: Branch, length: int) -> None:
@@ -94,13 +96,17 @@ class Tree:
         if not 0 <= length <= len(branch.tokens):
             raise ValueError(f"cannot rewind {len(branch.tokens)} tokens to {length}")
         if branch.computed > length:
-            self.index.add(branch.tokens, branch.pages, branch.computed)
+            self._store(branch, branch.computed)
         del branch.tokens[length:], branch.logprobs[length:]
         branch.computed = min(branch.computed, length)
         needed = -(-branch.computed // self.page_size)
-        for page in branch.pages[needed:]:
-            self.pool.let_go(page)
+        self.pool.let_go(branch.pages[needed:])
         del branch.pages[needed:]
+        while branch.known > branch.computed // self.page_size:
+            assert branch.node is not None
+            branch.node, branch.known = branch.node.parent, branch.known - 1
+        if not branch.known:
+            branch.node = None
 
     def close(self, branch: Branch) -> None:
         """The branch is not needed any more; what it computed stays in the index for others."""
@@ -108,15 +114,15 @@ class Tree:
             return
         branch.closed = True
         if branch.computed:
-            self.index.add(branch.tokens, branch.pages, branch.computed)
+            self._store(branch, branch.computed)
         self.put_aside(branch)
 
     def put_aside(self, branch: Branch) -> None:
         """Take all pages from a branch; it keeps its tokens and can be computed again."""
-        for page in branch.pages:
-            self.pool.let_go(page)
+        self.pool.let_go(branch.pages)
         branch.pages = []
-        branch.computed = 0
+        branch.computed = branch.known = 0
+        branch.node = None
 
     def reserve(self, branch: Branch, length: int) -> None:
         """Make sure that the branch has pages of its own to write up to `length` tokens."""
@@ -126,7 +132,7 @@ class Tree:
             if self.pool.holders(shared) > 1:  # copy on write
                 fresh = self._take()
                 self._copy_page(shared, fresh)
-                self.pool.let_go(shared)
+                self.pool.let_go([shared])
                 branch.pages[last] = fresh
         while len(branch.pages) * self.page_size < length:
             branch.pages.append(self._take())
@@ -135,8 +141,13 @@ class Tree:
         """The engine has computed the branch up to `length`; whole pages can be shared now."""
         whole = length // self.page_size
         if whole > branch.computed // self.page_size:
-            self.index.add(branch.tokens, branch.pages, whole * self.page_size)
+            self._store(branch, whole * self.page_size)
         branch.computed = length
+
+    def _store(self, branch: Branch, length: int) -> None:
+        """Put the branch's pages up to `length` into the index, from where it knows them on."""
+        branch.node = self.index.add(branch.tokens, branch.pages, length, branch.node, branch.known)
+        branch.known = length // self.page_size
 
     def _take(self) -> int:
         if not self.pool.free:

@@ -238,8 +238,14 @@ class _Writing:
         self.writers.engine.scheduler.add(self.task)
 
     def _computed(self, logits: Any, inside: Any) -> None:
-        if not self.finished:
-            self.writers.ready(self, logits)
+        if self.finished:
+            return
+        if len(logits) <= len(self.draft):
+            # Put aside, and part of the draft was found computed when its turn came again: the
+            # first logits are missing. Without the draft the last token's are sure to come.
+            self._drop_draft()
+            return
+        self.writers.ready(self, logits)
 
     def row_or_none(self) -> RowInput | None:
         """`row`; None if the text cannot go on, and has failed."""
@@ -336,6 +342,14 @@ class _Writing:
             if token in self.request.limits.end_ids:
                 break
         return draft
+
+    def _drop_draft(self) -> None:
+        assert self.branch is not None
+        tree, last = self.writers.engine.tree, self.length - 1
+        self.draft, self.asked = [], None
+        tree.rewind(self.branch, last)
+        tree.append(self.branch, self.history[last : self.length].tolist())
+        self._run(wanted=1)
 
     def _tell_drafter(self) -> None:
         """How the round went that the drafter was asked for."""

@@ -1,0 +1,214 @@
+"""What the engine costs, and what sharing saves: python bench/engine.py [PART ...]
+
+overhead  microseconds a step of scheduling and sampling, with a model that does nothing
+batch     tokens a second at 1, 4 and 16 texts at once, beside transformers (same weights, fp32)
+tree      what a fork and a rewind cost, against the length of the text (should be flat)
+reuse     time to the first token of the second turn of a chat, against the first
+guard     how often the default model loops under greedy decoding, and how often it is repaired
+
+Without a name, all of them. Ratios are medians of paired runs, one after the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import unspool
+from unspool.backends.base import Batch, Ran, Taps
+from unspool.engine.engine import Engine
+from unspool.engine.plain import Limits
+from unspool.engine.write import Request, Writers
+from unspool.sampling import SamplingSettings
+from unspool.sampling.guards import repetition_rate
+
+VOCABULARY = 49_152
+LOOPING = [
+    "def main():\n",
+    "I think that",
+    "Dear Sir or Madam,",
+    "The cat sat on the mat. The",
+    "Shopping list:\n-",
+    "He said that she said that",
+    "The best way to learn is",
+    "My name is",
+    "In conclusion,",
+    "Roses are red,",
+]
+
+
+class Nothing:
+    """A backend that gives the same logits whatever it is asked."""
+
+    page_size, page_bytes = 16, 1
+
+    def __init__(self, rows: int, pages: int = 20_000, context: int = 100_000) -> None:
+        self.page_count, self.context, self.vocab_size = pages, context, VOCABULARY
+        chance = np.random.default_rng(0)
+        self.logits = chance.standard_normal((rows, VOCABULARY)).astype(np.float32) * 4
+
+    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
+        return Ran(self.logits[: len(batch.wanted)])
+
+    def copy_page(self, source: int, target: int) -> None:
+        pass
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def write_many(writers: Writers, rows: int, count: int, top: int, options: Any) -> None:
+    asked = [
+        Request(
+            prompt=(1, 2, 3),
+            settings=SamplingSettings(seed=n, **options),
+            limits=Limits(max_tokens=count, context=100_000, top=top),
+        )
+        for n in range(rows)
+    ]
+    for stream in [writers.submit(one) for one in asked]:
+        for _ in stream:
+            pass
+
+
+def overhead() -> None:
+    print("scheduling and sampling, µs a step (null model, vocabulary 49,152)")
+    chains: dict[str, tuple[dict[str, Any], int]] = {
+        "greedy": ({"temperature": 0}, 0),
+        "default": ({}, 0),
+        "default, top 20 told": ({}, 20),
+    }
+    for name, (options, top) in chains.items():
+        cells = []
+        for rows in (1, 16, 64):
+            writers, count = Writers(Engine(Nothing(rows)), lambda token: b"x"), 200 // rows + 4
+            work = partial(write_many, writers, rows, count, top, options)
+            work()
+            step = min(seconds(work) for _ in range(3)) / count * 1e6
+            cells.append(f"{rows} at once {step:,.0f} a step, {step / rows:,.0f} a token")
+        print(f"  {name:<22} {';  '.join(cells)}")
+
+
+def batch() -> None:
+    import torch
+    import transformers
+
+    lm = unspool.load()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    assert lm.path is not None
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        lm.path.parent, gguf_file=lm.path.name, dtype=torch.float32
+    ).eval()
+    prompt, count = lm.tokenizer.encode("The history of the world " * 12)[:64], 32
+    print("tokens/s, prompts of 64, 32 new tokens each, greedy, fp32")
+    for rows in (1, 4, 16):
+        ratios, speeds = [], []
+        for _ in range(3):
+            lm.engine.call(lm.engine.tree.index.forget_all)
+
+            def ours(rows: int = rows) -> None:
+                options: dict[str, Any] = {"temperature": 0, "end": False, "top": 0}
+                # Different first tokens, so that nothing is shared.
+                texts = [
+                    lm.begin([n + 20, *prompt[1:]], max_tokens=count, explain=False, **options)
+                    for n in range(rows)
+                ]
+                for generation, steps in texts:
+                    list(generation.extend(steps))
+
+            def transformers_do(rows: int = rows) -> None:
+                ids = torch.tensor([[n + 20, *prompt[1:]] for n in range(rows)])
+                with torch.inference_mode():
+                    theirs.generate(
+                        ids, max_new_tokens=count, do_sample=False, eos_token_id=-1,
+                        pad_token_id=0, attention_mask=torch.ones_like(ids),
+                    )  # fmt: skip
+
+            mine = seconds(ours)
+            ratios.append(seconds(transformers_do) / mine)
+            speeds.append(rows * count / mine)
+        print(
+            f"  {rows:>2} at once: {statistics.median(speeds):6.1f}, "
+            f"{statistics.median(ratios):.2f}x transformers "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+
+
+def fork_and_rewind(engine: Engine, length: int) -> tuple[float, float]:
+    """Microseconds for a fork, and for a rewind by three tokens."""
+    trunk = engine.tree.open(list(range(length)))
+    engine.tree.reserve(trunk, length)
+    engine.tree.computed(trunk, length)
+    forks: list[Any] = []
+    forked = seconds(lambda: forks.extend(engine.tree.fork(trunk) for _ in range(50)))
+    rewound = seconds(lambda: [engine.tree.rewind(fork, length - 3) for fork in forks])
+    return forked / 50 * 1e6, rewound / 50 * 1e6
+
+
+def tree() -> None:
+    print("fork and rewind, µs, against the length of the text")
+    for length in (100, 1_000, 8_000, 32_000):
+        engine = Engine(Nothing(1))
+        forked, rewound = engine.call(partial(fork_and_rewind, engine, length))
+        print(f"  {length:>6} tokens: fork {forked:8.1f}   rewind by 3 {rewound:8.1f}")
+        engine.close()
+
+
+def reuse() -> None:
+    from unspool.conversation import Conversation
+
+    lm = unspool.load()
+    question = "Tell me about the leaves of trees, and why they change. " * 12
+    first, second = [], []
+    for number in range(5):
+        lm.engine.call(lm.engine.tree.index.forget_all)
+        talk = Conversation(lm, f"You are helper number {number}.")
+        times = []
+        for words in (question, "And in spring?"):
+            generation, steps = talk.ask(words, max_tokens=24, temperature=0, top=0, explain=False)
+            list(steps)
+            times.append(generation.usage.first_token_seconds)
+        first.append(times[0])
+        second.append(times[1])
+    ratio = statistics.median(a / b for a, b in zip(first, second, strict=True))
+    print(
+        f"first token of turn 1: {statistics.median(first):.3f} s ({len(generation.prompt)} tokens "
+        f"by turn 2, {talk.reused} of them reused); of turn 2: {statistics.median(second):.3f} s; "
+        f"{ratio:.1f}x sooner"
+    )
+
+
+def guard() -> None:
+    lm = unspool.load()
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 150, "end": False, "top": 0}
+    print("greedy, 150 tokens: share of 4-grams seen before, without and with --guard loop")
+    rows = []
+    for prompt in LOOPING:
+        plain = lm.generate(prompt, explain=False, **options)
+        guarded = lm.generate(prompt, explain=False, guard="loop", **options)
+        before, after = repetition_rate(plain.tokens), repetition_rate(guarded.tokens)
+        repairs = sum(note.startswith("took") for note in guarded.notes)
+        rows.append((before, after, repairs))
+        print(f"  {prompt!r:<34} {before:.2f} -> {after:.2f}   {repairs} repairs")
+    looped = [(b, a) for b, a, _ in rows if b > 0.4]
+    mended = sum(a < b / 2 for b, a in looped)
+    print(f"  {len(looped)} of {len(rows)} loop; at least halved in {mended}; mean "
+          f"{statistics.mean(b for b, _ in looped):.2f} -> "
+          f"{statistics.mean(a for _, a in looped):.2f}")  # fmt: skip
+
+
+PARTS = {"overhead": overhead, "tree": tree, "batch": batch, "reuse": reuse, "guard": guard}
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()
