@@ -42,6 +42,12 @@ def test_the_prompt_is_computed_once_and_the_rest_in_one_batch(tiny_lm):
     assert 11 <= tiny_lm.engine.runs - before <= 11 + 5
 
 
+def test_more_than_may_wait(tiny_lm, monkeypatch):
+    monkeypatch.setattr("unspool.decoding.samples._AT_ONCE", 3)
+    found = samples(tiny_lm, PROMPT, 8, max_tokens=2, **WARM)
+    assert [text.request.limits.sample for text in found] == list(range(8))
+
+
 def test_best_of_goes_by_mean_logprob(tiny_lm):
     found = best_of(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)
     plain = samples(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)

@@ -1,4 +1,4 @@
-"""Drafts: the same text with any drafter; the right distribution; they stop when they do not pay."""
+"""Drafts: any drafter, the same text; the right distribution; they stop when they do not pay."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from fake_backend import FakeBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_backend import FakeBackend
 from unspool.decoding.adaptive import FIRST_REST, HOPELESS, Adaptive
 from unspool.decoding.speculative import (
     Corpus,
@@ -475,7 +475,7 @@ def test_drafts_grow_while_they_are_right():
 
 def test_it_stops_when_nothing_is_right_and_tries_again():
     drafter = Adaptive(Says(lambda tokens: [7] * 50))
-    notes, lengths = rounds(drafter, lambda k: 0, lambda k: 1 + k, 400)
+    notes, lengths = rounds(drafter, lambda k: 0, lambda k: 1 + k / 2, 400)
     assert lengths[:7] == [0, 0, 4, 2, 1, 1, 0]
     assert "accepted 0 of 8 tokens" in notes[0] and "times an ordinary one" in notes[0]
     assert f"after {FIRST_REST} tokens" in notes[0] and f"after {2 * FIRST_REST}" in notes[1]
@@ -488,8 +488,11 @@ def test_it_stops_when_nothing_is_right_and_tries_again():
 
 def test_it_stops_when_right_drafts_cost_too_much():
     drafter = Adaptive(Says(lambda tokens: [7] * 4))
-    notes, _ = rounds(drafter, lambda k: k // 2, lambda k: 1.0 if k == 0 else 9.0, 30)
-    assert len(notes) == 1 and "9.0 times" in notes[0]
+    notes, _ = rounds(drafter, lambda k: k // 2, lambda k: 1.0 if k == 0 else 4.5, 30)
+    assert len(notes) == 1 and "4.5 times" in notes[0]
+    dear = Adaptive(Says(lambda tokens: [7] * 4))
+    _, lengths = rounds(dear, lambda k: k, lambda k: 1.0 if k == 0 else 17.0, 30)
+    assert sum(map(bool, lengths)) == 2, "a machine on which runs of many tokens are a disaster"
     cheap = Adaptive(Says(lambda tokens: [7] * 4))
     assert rounds(cheap, lambda k: k // 2, lambda k: 1.0 if k == 0 else 1.2, 90)[0] == []
 
@@ -619,7 +622,7 @@ def test_the_default_model_writes_the_same(lm: Any, temperature: float):
     for name in ("lookup", "adaptive", "corpus"):
         drafted = generate(lm, ids, MAKERS[name](lm), **options)
         assert alike(drafted.steps, plain.steps)
-        if name == "lookup":
+        if name == "lookup" and temperature == 0:  # then it copies
             assert Counter(step.draft for step in drafted.steps)["accepted"] >= 5
 
 

@@ -1,0 +1,107 @@
+"""Contrastive search (Su et al. 2022): likely, and unlike what stands there already.
+
+    contrastive_search(lm, prompt, k=4, alpha=0.6)
+
+Of the `k` likeliest tokens the one is taken that maximizes
+
+    (1 - alpha) * probability - alpha * (its greatest cosine similarity to any token before)
+
+where tokens are compared by the last hidden vectors that the model forms of them in this very
+text. So every candidate has to be read: `k` forks, one batch a token, of which one is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from unspool.decoding.written import Branches, Line, Model, Prompt, blank, weigh, whole
+from unspool.engine.generation import Generation
+from unspool.engine.tree import Branch
+from unspool.errors import SettingsError
+
+Vectors = npt.NDArray[np.float32]  # [tokens, width], each of length one
+
+# Looking inside also brings every layer's attention, so a long prompt is looked at in pieces.
+_LOOK_AT_ONCE = 64
+
+
+class _Transparent(Model, Protocol):
+    """A model whose final norm can be applied from outside."""
+
+    @property
+    def transformer(self) -> Any: ...
+
+
+def contrastive_search(
+    lm: _Transparent,
+    prompt: Prompt,
+    *,
+    k: int = 4,
+    alpha: float = 0.6,
+    max_tokens: int = 256,
+    stop: str | Sequence[str] = (),
+    end: bool = True,
+    top: int = 5,
+) -> Generation:
+    """A text without sampling that does not fall into repetition; `alpha` 0 or `k` 1 is greedy.
+
+    The rest as in `lm.stream`. Going on with the result (`resume`) is greedy.
+    """
+    whole("k", k)
+    if not 0 <= alpha <= 1:
+        raise SettingsError(f"alpha is {alpha!r}; it may be a number from 0 to 1")
+    start = blank(
+        lm, prompt, max_tokens=max_tokens, stop=stop, end=end, top=top, explain=False, temperature=0
+    )
+    line = Line.of(lm, start)
+    with Branches(lm.engine) as held:
+        if not line.finished:
+            branch, logits, past = _read_prompt(lm, held, start.prompt)
+        while not line.finished:
+            weighed = weigh([logits], k, top)
+            count = min(k, weighed.tokens.shape[1])
+            branches = held.move([branch] * count)
+            place = frozenset([len(branch)])
+            read = lm.engine.extend_all(
+                [(b, [int(t)]) for b, t in zip(branches, weighed.tokens[0], strict=False)],
+                look=place,
+            )
+            vectors = _vectors(lm, [inside for _, seen in read for inside in seen])
+            alike = (vectors @ past.T).max(1)
+            chances = np.exp(weighed.logprobs[0, :count])
+            best = int(np.argmax((1 - alpha) * chances - alpha * alike))
+            line = line.add(weighed.pick(0, best))
+            (branch,) = held.move([branches[best]])
+            logits, past = read[best][0], np.concatenate((past, vectors[best : best + 1]))
+    return line.generation()
+
+
+def _read_prompt(
+    lm: _Transparent, held: Branches, prompt: Sequence[int]
+) -> tuple[Branch, Any, Vectors]:
+    """The prompt's branch, the logits behind it, and the vectors of its tokens."""
+    branch = held.open(prompt[:_LOOK_AT_ONCE])
+    vectors: list[Vectors] = []
+    logits: Any = None
+    for first in range(0, len(prompt), _LOOK_AT_ONCE):
+        last = min(first + _LOOK_AT_ONCE, len(prompt))
+        look = frozenset(range(first, last))
+        logits, seen = lm.engine.extend(branch, prompt[first:last] if first else (), look=look)
+        vectors.append(_vectors(lm, seen))
+    return branch, logits, np.concatenate(vectors)
+
+
+def _vectors(lm: _Transparent, seen: Sequence[Any]) -> Vectors:
+    """The last hidden vectors of tokens, as the head sees them, brought to length one."""
+    import torch
+
+    residuals = [inside.residuals[-1] for inside in seen]
+    norm = lm.transformer.norm
+    with torch.inference_mode():
+        hidden = norm(torch.from_numpy(np.concatenate(residuals)).to(norm.weight)).float()
+        found: Vectors = torch.nn.functional.normalize(hidden, dim=-1).cpu().numpy()
+    return found

@@ -1,0 +1,146 @@
+"""Several texts for one prompt: all of them, the best of them, or what most of them say.
+
+    samples(lm, "Once upon a time", 5, seed=7)                    # five texts, one batch
+    best_of(lm, "Once upon a time", 5).best                       # the one the model likes best
+    best_of(lm, prompt, 5, scorer=lambda g: -len(g.text)).best    # or somebody else does
+    vote(lm, question, 9, extract=r"answer is (\\d+)").answer      # self-consistency
+
+The prompt is computed once. Sample number i of a seed is the same text however many there are.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unspool.decoding.written import (
+    Branches,
+    Model,
+    Prompt,
+    Ranking,
+    Scorer,
+    judged,
+    mean_logprob,
+    whole,
+)
+from unspool.engine.generation import Generation
+from unspool.engine.stream import StepStream
+from unspool.errors import SettingsError, UnspoolError
+
+Extract = str | re.Pattern[str] | Callable[[Generation], Hashable | None]
+
+_AT_ONCE = 256  # samples handed in together: more than fit a batch, fewer than may wait
+
+
+def samples(lm: Model, prompt: Prompt, n: int, **options: Any) -> list[Generation]:
+    """`n` texts that share the prompt and run in one batch; options as in `lm.stream`."""
+    whole("n", n)
+    if options.get("seed") is None:
+        options["seed"] = secrets.randbits(32)  # one for all: the sample number tells them apart
+    first = options.pop("sample", 0)
+    # Asked for no token, the engine checks prompt and options, and computes nothing.
+    ids = lm.begin(prompt, sample=first, **{**options, "max_tokens": 0})[0].prompt
+    if len(ids) > 1:
+        # Begun all at once, the samples would each find nothing computed, and each compute the
+        # prompt. The last token they read themselves, for the logits behind it.
+        with Branches(lm.engine) as held:
+            lm.engine.extend(held.open(ids[:-1]))
+    numbers = range(first, first + n)
+    return [
+        text
+        for start in range(0, n, _AT_ONCE)
+        for text in _together(lm, ids, numbers[start : start + _AT_ONCE], options)
+    ]
+
+
+def _together(
+    lm: Model, ids: Sequence[int], numbers: Sequence[int], options: dict[str, Any]
+) -> list[Generation]:
+    begun: list[tuple[Generation, StepStream]] = []
+    try:
+        for number in numbers:
+            begun.append(lm.begin(ids, sample=number, **options))
+        for generation, steps in begun:
+            for _ in generation.extend(steps):
+                pass
+    finally:
+        for _, steps in begun:
+            steps.close()
+    return [generation for generation, _ in begun]
+
+
+def best_of(
+    lm: Model, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Any
+) -> Ranking:
+    """`n` samples, the best first: by mean log-probability, or by a scorer (higher is better)."""
+    texts = samples(lm, prompt, n, **options)
+    scores = [judged(scorer, text) for text in texts]
+    order = sorted(range(n), key=lambda number: -scores[number])
+    return Ranking(tuple(texts[i] for i in order), tuple(scores[i] for i in order))
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What several texts answered, and which answer most of them gave."""
+
+    answer: Hashable | None  # None if no text had one
+    winner: Generation | None  # of the texts with that answer, the likeliest
+    counts: dict[Hashable, int]  # most votes first
+    answers: tuple[Hashable | None, ...]  # of each text
+    generations: tuple[Generation, ...]
+
+
+def vote(lm: Model, prompt: Prompt, n: int, *, extract: Extract, **options: Any) -> Vote:
+    """Majority vote over the answers of `n` samples (self-consistency; Wang et al. 2022).
+
+    `extract` finds a text's answer: a function of the `Generation` (None: it has none), or a
+    pattern, whose last match counts (its first group, if it has groups). Of answers with equally
+    many votes, the one with the likeliest text wins.
+    """
+    find = _finder(extract)
+    texts = samples(lm, prompt, n, **options)
+    answers = tuple(find(text) for text in texts)
+    best: dict[Hashable, Generation] = {}
+    for answer, text in zip(answers, texts, strict=True):
+        if answer is not None and (
+            answer not in best or mean_logprob(text) > mean_logprob(best[answer])
+        ):
+            best[answer] = text
+    votes = Counter(answer for answer in answers if answer is not None)
+    order = sorted(votes, key=lambda answer: (-votes[answer], -mean_logprob(best[answer])))
+    return Vote(
+        answer=order[0] if order else None,
+        winner=best[order[0]] if order else None,
+        counts={answer: votes[answer] for answer in order},
+        answers=answers,
+        generations=tuple(texts),
+    )
+
+
+def _finder(extract: Extract) -> Callable[[Generation], Hashable | None]:
+    if callable(extract):
+        return lambda text: _asked(extract, text)
+    try:
+        pattern = re.compile(extract)
+    except (re.error, TypeError) as error:
+        raise SettingsError(f"extract is not a pattern that can be used: {error}") from error
+
+    def last_match(text: Generation) -> str | None:
+        found = list(pattern.finditer(text.text))
+        answer = found[-1][1 if pattern.groups else 0] if found else None
+        return None if answer is None else answer.strip()
+
+    return last_match
+
+
+def _asked(extract: Callable[[Generation], Hashable | None], text: Generation) -> Hashable | None:
+    try:
+        answer = extract(text)
+        hash(answer)  # answers are counted, so they must be hashable
+    except Exception as error:
+        raise UnspoolError(f"extract raised {type(error).__name__}: {error}") from error
+    return answer

@@ -1,0 +1,305 @@
+"""Drafts: guesses at the next tokens, cheap to make, checked many at a time in one run.
+
+    lm.generate(prompt, speculate="lookup")              # what followed the same words earlier on
+    lm.generate(prompt, speculate="corpus:notes.txt")    # ... or in a file
+    lm.generate(prompt, speculate="model:PATH")          # a smaller model with this vocabulary
+
+The text is the same as without: a guess is kept exactly when it is the token that the draw of its
+position picks anyway (`engine/write.py`). So a drafter may be as wrong as it likes. What it is
+called by is the `Drafter` protocol there; one drafter serves one text. How long drafts should be,
+and when to stop, is `adaptive.py`'s affair.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from unspool.decoding.adaptive import LONGEST, Adaptive
+from unspool.decoding.draft_corpus import Corpus, CorpusDrafter
+from unspool.engine.scheduler import TOKENS_AT_ONCE
+from unspool.engine.write import Drafter, Request
+from unspool.errors import ModelFileError, SettingsError
+from unspool.sampling import Chain, RowInput, StageState
+
+__all__ = [
+    "Adaptive",
+    "Corpus",
+    "CorpusDrafter",
+    "DraftMaker",
+    "ModelDrafter",
+    "PromptLookup",
+    "check_same_vocabulary",
+    "drafter_from",
+    "make_drafter",
+]
+
+DraftMaker = Callable[[Request], Drafter]
+"""Makes the drafter of one request; what it took to get ready is shared by all of them."""
+
+KINDS = "lookup, corpus:FILE or model:PATH, each with :COUNT behind it for the longest draft"
+_SURELY_SAME = 32  # last known tokens that are compared to see whether a text only grew
+
+
+class LanguageModel(Protocol):
+    """What drafting needs of a model."""
+
+    @property
+    def transformer(self) -> Any: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def context(self) -> int: ...
+
+
+class PromptLookup:
+    """Finds the longest end of the text that stood there before, and proposes what followed.
+
+    For each length there is a table from the last tokens to the place behind them. A token enters
+    when its follower is known, so what is found is always an earlier place. What an entry replaced
+    is remembered: a text that was rewound takes its last entries back.
+    """
+
+    def __init__(self, *, longest: int = 5, shortest: int = 2, most: int = LONGEST) -> None:
+        if not 1 <= shortest <= longest:
+            raise SettingsError(f"cannot look up runs of {shortest} to {longest} tokens")
+        self.most = most
+        self._lengths = range(longest, shortest - 1, -1)
+        self._text: list[int] = []
+        self._tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
+        self._replaced: list[list[int | None]] = []  # by place, then by length, longest first
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        self._read(tokens)
+        text = self._text
+        for length in self._lengths:
+            if len(text) > length:
+                place = self._tables[length].get(tuple(text[-length:]))
+                if place is not None:
+                    return self._from(place, min(most, self.most))
+        return []
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        return None
+
+    def _from(self, place: int, most: int) -> list[int]:
+        """What stands there; beyond the end of the text, what the draft itself put there."""
+        draft = self._text[place : place + most]
+        period = len(draft)
+        while len(draft) < most:
+            draft.append(draft[-period])
+        return draft
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        """Take in what is new; where the text is another one than before, back to what is not."""
+        known = len(self._text)
+        tail = max(0, known - _SURELY_SAME)
+        if len(tokens) < known or list(tokens[tail:known]) != self._text[tail:]:
+            self._back_to(_shared(self._text, tokens))
+        for token in tokens[len(self._text) :]:
+            self._enter()
+            self._text.append(token)
+
+    def _enter(self) -> None:
+        """The place behind the text so far gets its token now: from here on it can be found."""
+        place, replaced = len(self._text), []
+        for length in self._lengths:
+            table, key = self._tables[length], self._key(place, length)
+            replaced.append(table.get(key))
+            table[key] = place
+        self._replaced.append(replaced)
+
+    def _back_to(self, length: int) -> None:
+        while len(self._text) > length:
+            self._text.pop()
+            place, replaced = len(self._text), self._replaced.pop()
+            for size, before in zip(self._lengths, replaced, strict=True):
+                if before is None:
+                    del self._tables[size][self._key(place, size)]
+                else:
+                    self._tables[size][self._key(place, size)] = before
+
+    def _key(self, place: int, length: int) -> tuple[int, ...]:
+        return tuple(self._text[max(0, place - length) : place])
+
+
+class ModelDrafter:
+    """Lets another model write on, with the same settings and the same draws as the text's own.
+
+    Where the two models agree, the same draw falls on the same token, also at high temperatures.
+    It runs on a cache of its own, not on an engine: nothing here can wait for the engine's thread,
+    which it runs on. A long prompt is read in pieces, one a round, so that nobody is held up.
+    """
+
+    def __init__(self, model: LanguageModel, request: Request, *, most: int = LONGEST) -> None:
+        from unspool.backends.torch.plain import PlainText
+
+        self.most = most
+        self._request = request
+        self._chain = Chain([request.settings])
+        limits = request.limits
+        longest = min(limits.context, len(request.prompt) + limits.max_tokens)
+        self._capacity = min(longest, model.context)
+        self._vocabulary: int = model.config.vocab_size
+        self._reader = PlainText(model.transformer, self._capacity)
+        self._text: list[int] = []  # what the reader has read
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        most = min(most, self.most, self._capacity - len(tokens))
+        if most <= 0 or max(tokens) >= self._vocabulary:
+            return []
+        self._back_to(min(_shared(self._text, tokens), len(tokens) - 1))
+        behind = list(tokens[len(self._text) :])
+        if len(behind) > TOKENS_AT_ONCE:
+            self._append(behind[:TOKENS_AT_ONCE])
+            return []  # the rest in the rounds to come
+        history = np.empty(len(tokens) + most, np.int64)
+        history[: len(tokens)] = tokens
+        state: StageState | None = None
+        for length in range(len(tokens), len(tokens) + most):
+            logits = self._append(behind)
+            row = RowInput(
+                history[:length], len(self._request.prompt), self._request.limits.sample,
+                state=state,
+            )  # fmt: skip
+            pick = self._chain.pick(logits[None], [row])[0]
+            history[length], state, behind = pick.token, pick.state, [pick.token]
+            if pick.token in self._request.limits.end_ids:
+                return _ints(history[len(tokens) : length + 1])
+        return _ints(history[len(tokens) :])
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        return None
+
+    def _append(self, tokens: list[int]) -> Any:
+        logits = self._reader.append(tokens)
+        self._text += tokens
+        return logits
+
+    def _back_to(self, length: int) -> None:
+        if length < len(self._text):
+            self._reader.rewind(length)
+            del self._text[length:]
+
+
+def _ints(array: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
+    found: list[int] = array.tolist()
+    return found
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike; halving steps, as comparing lists is quick."""
+    low, high = 0, min(len(one), len(other))
+    if list(one[:high]) == list(other[:high]):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if list(one[low:middle]) == list(other[low:middle]):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def check_same_vocabulary(draft: LanguageModel, target: LanguageModel) -> None:
+    """A model can draft for another only if their token ids mean the same."""
+    theirs, ours = _vocabulary(draft), _vocabulary(target)
+    if (theirs is None) != (ours is None):
+        raise SettingsError(
+            "the draft model and the model cannot be compared: one of them has no vocabulary"
+        )
+    if theirs is None or ours is None:
+        sizes = draft.config.vocab_size, target.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise SettingsError(
+                f"the draft model's vocabulary has {sizes[0]:,} tokens and the model's "
+                f"{sizes[1]:,}; a draft model needs the same vocabulary"
+            )
+        return
+    if len(theirs) != len(ours):
+        raise SettingsError(
+            f"the draft model's vocabulary has {len(theirs):,} tokens and the model's "
+            f"{len(ours):,}; a draft model needs the same vocabulary"
+        )
+    for token in range(len(ours)):
+        if theirs.token_bytes(token) != ours.token_bytes(token):
+            raise SettingsError(
+                f"token {token} is {theirs.token_text(token)!r} to the draft model and "
+                f"{ours.token_text(token)!r} to the model; a draft model needs the same vocabulary"
+            )
+
+
+def _vocabulary(model: LanguageModel) -> Any:
+    try:
+        return model.tokenizer
+    except ModelFileError:
+        return None
+
+
+# -- from words to drafters ------------------------------------------------------------------
+
+_made: WeakKeyDictionary[Any, dict[str, DraftMaker]] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def make_drafter(
+    speculate: str | DraftMaker | Drafter | None,
+    lm: LanguageModel,
+    load: Callable[[str], LanguageModel] | None = None,
+) -> Drafter | DraftMaker | None:
+    """What `Request.drafter` takes, from what a caller gave as `speculate`.
+
+    A word (see `drafter_from`; what it loads is kept with the model), a function from a request to
+    a drafter, or a drafter, which can serve one text only.
+    """
+    if speculate is None or callable(speculate):
+        return speculate
+    if not isinstance(speculate, str):
+        if callable(getattr(speculate, "propose", None)) and hasattr(speculate, "learn"):
+            return speculate
+        raise SettingsError(f"speculate is {speculate!r}; it may be {KINDS}, or a drafter")
+    with _making:
+        known = _made.setdefault(lm, {})
+        if speculate not in known:
+            known[speculate] = drafter_from(speculate, lm, load)
+        return known[speculate]
+
+
+def drafter_from(
+    spec: str, lm: LanguageModel, load: Callable[[str], LanguageModel] | None = None
+) -> DraftMaker:
+    """`lookup`, `corpus:FILE` or `model:PATH`, each also with `:COUNT` for the longest draft.
+
+    Reads the corpus or loads the model (by `load`) here and now, once for all requests.
+    """
+    kind, _, what = spec.partition(":")
+    what, most = _with_count(what, spec)
+    if kind == "lookup" and not what:
+        return lambda request: Adaptive(PromptLookup(most=most), longest=most)
+    if kind == "corpus" and what:
+        tokenizer = None if what.endswith(".npy") else lm.tokenizer
+        corpus = Corpus.from_file(what, tokenizer)
+        return lambda request: Adaptive(CorpusDrafter(corpus, most=most), longest=most)
+    if kind == "model" and what:
+        if load is None:
+            raise SettingsError(f"speculate is {spec!r}, and there is nothing to load models with")
+        model = load(what)
+        check_same_vocabulary(model, lm)
+        return lambda request: Adaptive(ModelDrafter(model, request, most=most), longest=most)
+    raise SettingsError(f"speculate is {spec!r}; it may be {KINDS}")
+
+
+def _with_count(what: str, spec: str) -> tuple[str, int]:
+    """Take the number off the end: `PATH:8` is (`PATH`, 8)."""
+    before, _, count = what.rpartition(":")
+    if not (count.isascii() and count.isdigit()):
+        return what, LONGEST
+    if int(count) < 1:
+        raise SettingsError(f"speculate is {spec!r}; the longest draft has at least 1 token")
+    return before, int(count)

@@ -1,0 +1,262 @@
+"""What all strategies share: a text that is written from outside the engine, and its branches.
+
+The engine's own writers (`engine/write.py`) pick one token after the other. A strategy that weighs
+several texts against each other picks for itself: it holds branches (`Branches`), asks what could
+come next (`weigh`), and keeps what it wrote as a `Line` until one of them becomes a `Generation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from unspool.engine.engine import Engine
+from unspool.engine.generation import Generation, Source
+from unspool.engine.plain import as_step
+from unspool.engine.steps import Step
+from unspool.engine.stream import StepStream
+from unspool.engine.tree import Branch
+from unspool.engine.write import Writers
+from unspool.errors import SettingsError, UnspoolError
+from unspool.sampling import Candidate, Pick, Scores, score
+from unspool.text.stream import TextStream
+
+Prompt = str | Sequence[int]
+Scorer = Callable[[Generation], float]
+
+
+class Model(Source, Protocol):
+    """What a strategy needs of a language model."""
+
+    @property
+    def writers(self) -> Writers: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]: ...
+
+    def begin(self, prompt: Prompt, **options: Any) -> tuple[Generation, StepStream]: ...
+
+    def write_on(self, generation: Generation, **options: Any) -> StepStream: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Texts for one prompt, the best first, with the scores that put them in order."""
+
+    generations: tuple[Generation, ...]
+    scores: tuple[float, ...]
+
+    @property
+    def best(self) -> Generation:
+        return self.generations[0]
+
+
+def mean_logprob(generation: Generation) -> float:
+    """How likely the model found its text, a token on average: the same yardstick at any length."""
+    return generation.logprob / len(generation.steps) if generation.steps else -math.inf
+
+
+def judged(scorer: Scorer | None, generation: Generation) -> float:
+    """A text's score; what a caller's scorer does wrong is told as such."""
+    if scorer is None:
+        return mean_logprob(generation)
+    try:
+        value = float(scorer(generation))
+    except Exception as error:
+        raise UnspoolError(f"the scorer raised {type(error).__name__}: {error}") from error
+    if math.isnan(value):
+        raise UnspoolError("the scorer gave nan; it must give a number, higher for a better text")
+    return value
+
+
+def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """A whole number within its bounds, or an error that names them."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not fits or (most is not None and value > most):
+        bounds = f"from {least} up" if most is None else f"from {least} to {most}"
+        raise SettingsError(f"{name} is {value!r}; it may be a whole number {bounds}")
+    return int(value)
+
+
+def blank(lm: Model, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
+    """A generation without steps that the engine does not write: a strategy will."""
+    whole("max_tokens", max_tokens, least=0)
+    # Asked for no token, the engine only checks prompt and options, and ends the text at once.
+    generation, _ = lm.begin(prompt, max_tokens=0, **options)
+    limits = replace(generation.request.limits, max_tokens=max_tokens)
+    generation.request = replace(generation.request, limits=limits)
+    generation.empty_reason = "context" if max_tokens else "length"
+    return generation
+
+
+# -- a text on its way -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A text on its way. Adding a token gives a new line, so that one can go on in many ways."""
+
+    start: Generation  # without steps: the prompt, and when to stop
+    token_bytes: Callable[[int], bytes]
+    steps: tuple[Step, ...] = ()
+    stream: TextStream | None = None
+    since: float = field(default_factory=perf_counter)
+
+    @classmethod
+    def of(cls, lm: Model, start: Generation) -> Line:
+        return cls(start, lm.writers.token_bytes)
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may come."""
+        limits, length = self.start.request.limits, len(self.steps)
+        most: int = min(limits.max_tokens, limits.context - len(self.start.prompt))
+        return max(0, most - length)
+
+    @property
+    def finished(self) -> bool:
+        return self.steps[-1].finish_reason is not None if self.steps else self.room == 0
+
+    def add(self, pick: Pick) -> Line:
+        """The line with one more token, finished if that token ends it."""
+        limits, count = self.start.request.limits, len(self.steps) + 1
+        position = len(self.start.prompt) + count - 1
+        stream = self.stream.copy() if self.stream else TextStream(limits.stop)
+        ended = pick.token in limits.end_ids
+        shown = stream.push(b"" if ended else self.token_bytes(pick.token))
+        finish = None
+        if ended or stream.stopped is not None:
+            finish = "stop"
+        elif count == limits.max_tokens:
+            finish = "length"
+        elif position + 1 == limits.context:
+            finish = "context"
+        if finish:
+            shown += stream.finish()
+        now = perf_counter()
+        step = as_step(pick, position, shown, self.token_bytes, now - self.since, finish)
+        return Line(self.start, self.token_bytes, (*self.steps, step), stream, now)
+
+    def generation(self) -> Generation:
+        """What is written so far, to be kept, rewound or gone on with."""
+        return replace(self.start, steps=list(self.steps))
+
+
+# -- what could come next ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The likeliest next tokens of several texts, [texts, count] each, likeliest first."""
+
+    found: Scores
+    top: int  # candidates that each step tells
+
+    @property
+    def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return self.found.top_tokens
+
+    @property
+    def logprobs(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return self.found.top_logprobs
+
+    def pick(self, row: int, place: int) -> Pick:
+        """The candidate at one place, as a picked token."""
+        tokens, logprobs = self.tokens[row], self.logprobs[row]
+        return Pick(
+            token=int(tokens[place]),
+            logprob=float(logprobs[place]),
+            rank=int(np.sum(logprobs > logprobs[place])),  # equals share a rank
+            entropy=float(self.found.entropies[row]),
+            probability=1.0,
+            draw=None,
+            candidates=tuple(
+                Candidate(int(tokens[n]), float(logprobs[n]), float(n == place))
+                for n in range(min(self.top, len(tokens)))
+            ),
+        )
+
+
+def weigh(logits: Sequence[Any], count: int, top: int) -> Weighed:
+    """The `count` likeliest next tokens of each text; logits are [1, vocabulary] each."""
+    if isinstance(logits[0], np.ndarray):
+        rows: Any = np.concatenate(logits)
+    else:
+        import torch
+
+        rows = torch.cat(list(logits))
+    return Weighed(score(rows, [0] * len(rows), max(count, top)), top)
+
+
+# -- branches ----------------------------------------------------------------------------------
+
+
+class Branches:
+    """The branches that a strategy holds; whatever is left at the end, or at an error, is released.
+
+    with Branches(lm.engine) as held:
+        branch = held.open(ids)
+        one, other = held.move([branch, branch])      # fork
+        other, = held.move([other])                   # prune: `one` is released
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._held: set[Branch] = set()
+
+    def open(self, tokens: Sequence[int]) -> Branch:
+        branch = self._engine.open(tokens)
+        self._held.add(branch)
+        return branch
+
+    def move(self, parents: Sequence[Branch]) -> list[Branch]:
+        """A branch for each child of these parents; what has no child is released.
+
+        The first child takes its parent's branch over, the others fork it. One trip to the
+        engine's thread, however many they are.
+        """
+        return self._engine.call(lambda: self._move(parents))
+
+    def _move(self, parents: Sequence[Branch]) -> list[Branch]:
+        for branch in self._held.difference(parents):
+            self._engine.release(branch)
+        self._held.intersection_update(parents)
+        taken: set[Branch] = set()
+        children: list[Branch] = []
+        for parent in parents:
+            child = self._engine.fork(parent) if parent in taken else parent
+            taken.add(child)
+            children.append(child)
+        self._held |= taken
+        return children
+
+    def __enter__(self) -> Branches:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._held:
+            self._engine.call(self._release_all)
+
+    def _release_all(self) -> None:
+        # After an error in one branch of a batch the others may still be on their way: a branch
+        # that is computed after it was released would keep its pages for ever.
+        scheduler = self._engine.scheduler
+        for task in [task for task in scheduler.tasks if task.branch in self._held]:
+            scheduler.remove(task)
+        self._move(())
