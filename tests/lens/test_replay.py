@@ -9,10 +9,11 @@ import pytest
 import typer
 
 from unspool.cli.replay import replay as command
-from unspool.errors import ContextError, UnspoolError
+from unspool.errors import ContextError, ModelFileError, UnspoolError
 from unspool.lens.replay import replay
 from unspool.lens.trace import load_trace, save_trace, trace_of
 from unspool.sampling import GrammarSpec
+from unspool.sampling.guards import GuardPolicy, LoopGuard, PredicateGuard, SurpriseGuard
 
 PROMPT = [1, 40, 77]
 
@@ -140,13 +141,34 @@ def test_interrupted_and_empty(tiny_lm, tmp_path):
 
 def test_what_cannot_be_asked_for_again_is_judged(tiny_lm, tmp_path):
     trace = kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5, end=False), tmp_path)
+    cut_off = (*trace.steps[:4], dataclasses.replace(trace.steps[4], finish_reason=None))
     for changes in (
         {"limits": None},
         {"guarded": True},
-        {"grammar": GrammarSpec.regex("a+")},
+        {"guarded": True, "guards": GuardPolicy.parse(["loop"]), "steps": cut_off},
     ):
         result = replay(tiny_lm, dataclasses.replace(trace, **changes))
         assert result.exact and result.judged == 5
+    with pytest.raises(ModelFileError, match="vocabulary"):  # a grammar needs to know the words
+        replay(tiny_lm, dataclasses.replace(trace, grammar=GrammarSpec.regex("a+")))
+
+
+def test_guards_are_written_under_again(tiny_lm, tmp_path):
+    options = {"max_tokens": 60, "temperature": 0, "end": False}
+    free = tiny_lm.generate(PROMPT, **options)
+    guard = GuardPolicy((SurpriseGuard(spike=1.5), LoopGuard(repeats=2, min_tokens=2)), retries=9)
+    held = tiny_lm.generate(PROMPT, guard=guard, **options)
+    assert held.tokens != free.tokens
+    trace = kept(tiny_lm, held, tmp_path)
+    assert trace.guards == guard
+    result = replay(tiny_lm, trace)
+    assert result.exact and result.judged == 0
+    own = dataclasses.replace(guard, guards=(*guard.guards, PredicateGuard(lambda text, ids: None)))
+    held = tiny_lm.generate(PROMPT, guard=own, **options)
+    trace = kept(tiny_lm, held, tmp_path)
+    assert trace.guards is None and trace.guarded
+    assert replay(tiny_lm, trace).judged == len(held.steps)
+    assert replay(tiny_lm, trace, guards=own).judged == 0
 
 
 def test_nothing_stays_open(tiny_lm, tmp_path):
@@ -229,12 +251,15 @@ def test_the_command_refuses_a_broken_file_before_loading(unspool_replay, tmp_pa
 
 @pytest.mark.real
 def test_on_the_default_model(lm, tmp_path):
-    generation = lm.chat("Why do leaves change color in fall?", max_tokens=8, seed=7)
+    generation = lm.chat("Why do leaves change color in fall?", max_tokens=6, seed=7)
     trace = kept(lm, generation, tmp_path)
     result = replay(lm, trace)
     assert result.exact and result.generation.text == generation.text
-    fixed = generation.rewind(4).choose(" because").resume(max_tokens=8)
+    fixed = generation.rewind(4).choose(" because").resume(max_tokens=6)
     assert replay(lm, kept(lm, fixed, tmp_path)).exact
+    number = lm.generate("A number:", max_tokens=6, seed=7, regex=" [0-9]+ (apples|pears)")
+    result = replay(lm, kept(lm, number, tmp_path))
+    assert result.exact and result.judged == 0
 
 
 def test_in_16_bits(tmp_path):

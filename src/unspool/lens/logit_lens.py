@@ -1,0 +1,111 @@
+"""The logit lens: what each layer would have said, had it been the last.
+
+The vector that passes the layers is put through the final norm and the head after each of them.
+Early layers usually say nonsense; at some layer the answer appears and climbs. After the last one
+it is the model's own distribution.
+
+    lens = logit_lens(lm, look(lm, generation, position))
+    for said in lens.layers:
+        print(said.layer, said.candidates[0].text, said.probability, said.rank)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from unspool.backends.base import Floats
+from unspool.engine.steps import Candidate
+from unspool.errors import SettingsError
+from unspool.lens.look import Look
+from unspool.lens.subject import Subject, checked_token
+from unspool.lens.weights import says
+from unspool.sampling import log_softmax, score
+
+_LAYERS_AT_ONCE = 8  # whose logits over the whole vocabulary are in memory together
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSaid:
+    """What one layer would have said comes next."""
+
+    layer: int  # 0: the embedding, before the first layer; n: after the n-th
+    probability: float  # of the token asked about
+    logprob: float
+    rank: int  # of that token; 0: the likeliest
+    entropy: float  # nats: how unsure
+    candidates: tuple[Candidate, ...]  # the likeliest here
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitLens:
+    """What every layer would have said at one position."""
+
+    position: int
+    token: int  # the one whose way through the layers is followed
+    text: str
+    layers: tuple[LayerSaid, ...]
+    logprobs: Floats | None = None  # [layers + 1, vocabulary], if asked for
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: without the whole vocabulary."""
+        return {
+            "position": self.position,
+            "token": self.token,
+            "text": self.text,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+def logit_lens(
+    lm: Subject, seen: Look, *, top: int = 5, token: int | None = None, whole: bool = False
+) -> LogitLens:
+    """What each layer would have said at the position looked at.
+
+    `token` is the one to follow: by default the one that was picked, or, at the end of a text, the
+    likeliest. `top` candidates are told of each layer; `whole`: the whole vocabulary too.
+    """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 0:
+        raise SettingsError(f"top is {top!r}; it may be a whole number from 0 up")
+    token = followed(lm, seen, token)
+    layers: list[LayerSaid] = []
+    kept: list[Floats] = []
+    for start in range(0, len(seen.residuals), _LAYERS_AT_ONCE):
+        logits = says(lm, seen.residuals[start : start + _LAYERS_AT_ONCE])
+        found = score(logits, [token] * len(logits), top)
+        if whole:
+            kept.append(np.asarray(log_softmax(logits), np.float32))
+        for row in range(len(logits)):
+            best = zip(found.top_tokens[row], found.top_logprobs[row], strict=True)
+            logprob = float(found.logprobs[row])
+            layers.append(
+                LayerSaid(
+                    layer=start + row,
+                    probability=math.exp(logprob),
+                    logprob=logprob,
+                    rank=int(found.ranks[row]),
+                    entropy=max(0.0, float(found.entropies[row])),
+                    candidates=tuple(_candidate(lm, int(t), float(p)) for t, p in best),
+                )
+            )
+    return LogitLens(
+        position=seen.position,
+        token=token,
+        text=lm.readable(token),
+        layers=tuple(layers),
+        logprobs=np.concatenate(kept) if whole else None,
+    )
+
+
+def followed(lm: Subject, seen: Look, token: int | None) -> int:
+    """The token that a lens is about: the one asked for, the one picked, or the likeliest."""
+    if token is not None:
+        return checked_token(lm, token)
+    return seen.likeliest if seen.picked is None else seen.picked
+
+
+def _candidate(lm: Subject, token: int, logprob: float) -> Candidate:
+    return Candidate(token, lm.readable(token), logprob, math.exp(logprob))

@@ -1,0 +1,117 @@
+"""A look inside the model at one position: where it attended, and the vector passing its layers.
+
+    seen = look(lm, generation, position)
+    seen.attention                     # [layers, heads, past]: nothing beyond the position
+    seen.norms                         # how long the vector is after each layer
+
+A position is that of the token being read; what the model then says is about the token after it.
+So how the token at position 9 came to be picked shows at position 8. The prefix is in the engine's
+tree already, and one token is run once more: looking costs one step, and only when it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unspool.backends.base import Floats
+from unspool.errors import SettingsError
+from unspool.lens.subject import Subject, Text, tokens_of
+from unspool.lens.weights import host
+
+_DIGITS = 6  # of an attention weight in JSON
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """What was seen at one position. The other lenses work on this, without another run."""
+
+    position: int
+    tokens: tuple[int, ...]  # up to this position, itself included
+    texts: tuple[str, ...]  # the same, readable
+    picked: int | None  # the token that follows in the text; None at its end
+    attention: Floats  # [layers, heads, past]: each row sums to one
+    residuals: Floats  # [layers + 1, width]: before the first layer, and after each
+    parts: Floats  # [layers, 2, width]: what attention and feed-forward added
+    logits: Floats  # [vocabulary]: what the model said comes next
+
+    @property
+    def attention_by_layer(self) -> Floats:
+        """The mean over the heads, [layers, past]."""
+        return np.asarray(self.attention.mean(1, dtype=np.float64), np.float32)
+
+    @property
+    def attention_by_head(self) -> Floats:
+        """The mean over the layers, [heads, past]."""
+        return np.asarray(self.attention.mean(0, dtype=np.float64), np.float32)
+
+    @property
+    def attention_mean(self) -> Floats:
+        """The mean over layers and heads, [past]."""
+        return np.asarray(self.attention.mean((0, 1), dtype=np.float64), np.float32)
+
+    @property
+    def norms(self) -> Floats:
+        """The length of the vector before the first layer and after each, [layers + 1]."""
+        return np.asarray(np.linalg.norm(self.residuals, axis=-1), np.float32)
+
+    @property
+    def part_norms(self) -> Floats:
+        """The length of what attention and feed-forward added, [layers, 2]."""
+        return np.asarray(np.linalg.norm(self.parts, axis=-1), np.float32)
+
+    @property
+    def likeliest(self) -> int:
+        return int(self.logits.argmax())
+
+    def to_dict(self, *, heads: bool = False) -> dict[str, Any]:
+        """For JSON: small by default; `heads`: also each head's attention."""
+        found: dict[str, Any] = {
+            "position": self.position,
+            "tokens": list(self.tokens),
+            "texts": list(self.texts),
+            "picked": self.picked,
+            "likeliest": self.likeliest,
+            "layers": self.attention.shape[0],
+            "heads": self.attention.shape[1],
+            "attention_mean": _rounded(self.attention_mean),
+            "attention_by_layer": _rounded(self.attention_by_layer),
+            "norms": _rounded(self.norms),
+            "part_norms": _rounded(self.part_norms),
+        }
+        if heads:
+            found["attention"] = _rounded(self.attention)
+        return found
+
+
+def look(lm: Subject, text: Text, position: int = -1) -> Look:
+    """Look inside at one position of a text; a negative one counts from the end."""
+    tokens = tokens_of(lm, text)
+    if isinstance(position, bool) or not isinstance(position, int):
+        raise SettingsError(f"position is {position!r}; it must be a whole number")
+    if not -len(tokens) <= position < len(tokens):
+        raise SettingsError(
+            f"there is no position {position}: the text has {len(tokens)} tokens, "
+            f"from 0 to {len(tokens) - 1}"
+        )
+    position %= len(tokens)
+    read = tokens[: position + 1]  # what comes later cannot change what is seen here
+    with lm.opened(read) as branch:
+        logits, insides = lm.engine.extend(branch, wanted=1, look=frozenset({position}))
+    (inside,) = insides  # one position lies in one chunk
+    return Look(
+        position=position,
+        tokens=tuple(read),
+        texts=tuple(map(lm.readable, read)),
+        picked=tokens[position + 1] if position + 1 < len(tokens) else None,
+        attention=inside.attention[0],
+        residuals=inside.residuals[:, 0],
+        parts=inside.parts[:, :, 0],
+        logits=host(logits)[-1],
+    )
+
+
+def _rounded(numbers: Floats) -> Any:
+    return np.round(numbers.astype(np.float64), _DIGITS).tolist()
