@@ -40,4 +40,4 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     folder = tmp_path_factory.mktemp("tiny-lm")
     tiny.save("llama", folder)
-    return unspool.load(folder)
+    return unspool.load(folder, memory=8 << 20)

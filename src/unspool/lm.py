@@ -141,6 +141,11 @@ class LanguageModel:
         return self.transformer.config
 
     @property
+    def vocab_size(self) -> int:
+        """How many tokens the model has a logit for."""
+        return self.transformer.config.vocab_size
+
+    @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise ModelFileError(

@@ -35,6 +35,9 @@ class Model(Protocol):
     end_ids: frozenset[int]
 
     @property
+    def vocab_size(self) -> int: ...
+
+    @property
     def grammar_vocabulary(self) -> GrammarVocabulary: ...
 
 
@@ -69,6 +72,7 @@ def build_request(lm: Model, prompt: Sequence[int], options: dict[str, Any]) -> 
     settings = SamplingSettings.from_options(
         seed=secrets.randbits(32) if seed is None else seed, **given
     )
+    _check_bias(settings, lm)
     request = replace(request, settings=settings)
     return replace(request, drafter=_drafter(speculate, lm)) if speculate else request
 
@@ -98,7 +102,17 @@ def continued_request(lm: Model, generation: Generation, options: dict[str, Any]
     if given:
         kept = {f.name: getattr(before.settings, f.name) for f in fields(before.settings)}
         request = replace(request, settings=SamplingSettings.from_options(**{**kept, **given}))
+        _check_bias(request.settings, lm)
     return request
+
+
+def _check_bias(settings: SamplingSettings, lm: Model) -> None:
+    unknown = [token for token in settings.logit_bias if token >= lm.vocab_size]
+    if unknown:
+        raise SettingsError(
+            f"logit_bias names token {unknown[0]}, and the vocabulary goes from 0 to "
+            f"{lm.vocab_size - 1}"
+        )
 
 
 def _whole(name: str, value: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from unspool import SettingsError, UnspoolError
 from unspool.engine.engine import Engine
+from unspool.engine.generation import Generation
 from unspool.engine.plain import Limits
+from unspool.engine.scheduler import Task
 from unspool.engine.write import Request, Writers
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import (
@@ -156,6 +159,7 @@ def test_a_grammar_with_drafts_guards_and_going_on_gives_the_same_text(lm: Any):
         ({"grammar": 7}, "grammar was 7"),
         ({"guard": "lop"}, "did you mean 'loop'"),
         ({"speculate": "magic"}, "speculat"),
+        ({"logit_bias": {9_000_000: 1.0}}, "token 9000000"),
     ],
 )
 def test_bad_constraints_are_refused_before_anything_runs(lm: Any, options: Any, words: str):
@@ -208,6 +212,51 @@ def test_mirostat_goes_on_as_if_it_had_never_stopped(tiny_lm: Any):
     options = {"max_tokens": 24, "seed": 3, "end": False, "mirostat_tau": 4.0, "temperature": 1.0}
     whole = tiny_lm.generate([5, 6, 7], **options)
     assert whole.rewind(11).resume().tokens == whole.tokens
+
+
+def test_going_on_shows_every_character_once():
+    """Tokens that are single bytes of a text full of long characters, cut anywhere."""
+    data = "Grün 🌿 und 東京".encode()
+    writers = Writers(
+        Engine(null_model.NullModel(pages=200, vocab_size=256)),
+        lambda token: bytes([data[token % len(data)]]),
+    )
+
+    class Source:
+        def write_on(self, generation: Generation, **options: Any) -> Any:
+            made = generation.request
+            limits = Limits(max_tokens=options["max_tokens"], context=512, stop=("🌿 x",))
+            generation.request = dataclasses.replace(
+                made, limits=limits, written=tuple(generation.steps)
+            )
+            return writers.submit(generation.request)
+
+    for cut in range(1, 24):
+        request = Request(
+            prompt=(1, 2),
+            settings=SamplingSettings(seed=cut, temperature=1.0),
+            limits=Limits(max_tokens=cut, context=512, stop=("🌿 x",)),
+        )
+        made = Generation(request.prompt, request.settings, request=request, source=Source())
+        list(made.extend(writers.submit(request)))
+        more = made.resume(max_tokens=24)
+        whole = b"".join(step.bytes for step in more.steps).decode("utf-8", "replace")
+        assert more.text == whole
+
+
+def test_releasing_a_branch_that_somebody_waits_for_leaks_nothing():
+    engine = Engine(null_model.NullModel(pages=50))
+    branch = engine.open([1] * 40)
+    failed: list[BaseException] = []
+    engine.call(
+        lambda: (
+            engine.scheduler.add(Task(branch, 1, lambda *_: None, failed.append))
+            or engine.release(branch)
+        )
+    )
+    engine.call(engine.tree.index.forget_all)
+    assert engine.tree.pool.used == 0
+    assert "released" in str(failed[0])
 
 
 @pytest.mark.real

@@ -81,7 +81,6 @@ class Engine:
         def add() -> None:
             for branch, tokens, future in tasks:
                 self.tree.append(branch, tokens)
-                self._compute_again(branch, wanted, look)
                 self._add(branch, wanted, future, look)
 
         self.call(add)
@@ -95,7 +94,13 @@ class Engine:
 
     def release(self, branch: Branch) -> None:
         """The branch is done with; its pages may serve others."""
-        self.call(lambda: self.tree.close(branch))
+
+        def close() -> None:
+            for task in self.scheduler.of(branch):  # somebody was interrupted while waiting
+                self._fail(task, UnspoolError("the branch was released"))
+            self.tree.close(branch)
+
+        self.call(close)
 
     def call(self, command: Callable[[], Result]) -> Result:
         """Have a command carried out on the engine's thread, and wait for what it gives."""
@@ -247,14 +252,6 @@ class Engine:
         task = Task(branch, wanted, done, future.set_exception, look=look)
         self.scheduler.add(task)
         return task
-
-    def _compute_again(self, branch: Branch, wanted: int, look: frozenset[int]) -> None:
-        """Logits and looks come from running a token: take back what was run already."""
-        needed = min(len(branch.tokens) - wanted, *look, len(branch.tokens) - 1)
-        if branch.computed > max(0, needed):
-            tokens, logprobs = branch.tokens[:], branch.logprobs[:]
-            self.tree.rewind(branch, max(0, needed))
-            branch.tokens[:], branch.logprobs[:] = tokens, logprobs
 
     def _fail(self, task: Task, error: BaseException) -> None:
         if task in self.scheduler.tasks:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from unspool.engine.steps import Candidate, Step, Usage
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.settings import SamplingSettings
+from unspool.text.stream import TextStream
 
 
 class Source(Protocol):
@@ -79,6 +80,7 @@ class Generation:
     def resume(self, **options: Any) -> Generation:
         """Go on writing from here, with the same settings or with others."""
         more = self.fork()
+        more.steps = _unfinished(more.steps, more.request)
         for _ in more.extend(self._writer().write_on(more, **options)):
             pass
         return more
@@ -143,3 +145,11 @@ class Generation:
 
     def __str__(self) -> str:
         return self.text
+
+
+def _unfinished(steps: list[Step], request: Any) -> list[Step]:
+    """Steps that end in the middle: what was shown only because the text ended is held again."""
+    stream, told = TextStream(request.limits.stop if request else ()), list[Step]()
+    for step in steps:
+        told.append(replace(step, text=stream.push(step.bytes)))
+    return told

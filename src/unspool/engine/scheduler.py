@@ -41,6 +41,12 @@ class Task:
         """Tokens still to compute."""
         return len(self.branch.tokens) - self.branch.computed
 
+    @property
+    def first_needed(self) -> int:
+        """From which token on they must be run: logits and looks come from running a token."""
+        first = len(self.branch.tokens) - max(1, self.wanted)
+        return max(0, min([first, *self.look]))
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -61,6 +67,7 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         self.check_fits(len(task.branch.tokens))
+        self.tree.unwind(task.branch, task.first_needed)
         if not task.number:  # a text that goes on keeps its place
             self._count += 1
             task.number = self._count
@@ -68,6 +75,10 @@ class Scheduler:
 
     def remove(self, task: Task) -> None:
         self.tasks.remove(task)
+
+    def of(self, branch: Branch) -> list[Task]:
+        """The tasks that want this branch computed."""
+        return [task for task in self.tasks if task.branch is branch]
 
     def check_fits(self, length: int) -> None:
         """A text that could not even run alone is refused at once."""
@@ -92,6 +103,7 @@ class Scheduler:
         for place, task in enumerate(prompts[:ROWS_AT_ONCE]):
             if task.started and not task.branch.pages:
                 self.tree.adopt(task.branch)  # put aside before: perhaps its pages are still here
+                self.tree.unwind(task.branch, task.first_needed)
             share = max(SMALLEST_CHUNK, budget // min(len(prompts) - place, ROWS_AT_ONCE))
             count = min(task.left, share, budget)
             if count <= 0 or len(rows) >= ROWS_AT_ONCE:

@@ -95,11 +95,16 @@ class Tree:
         """Forget every token from `length` on; their pages stay findable in the index."""
         if not 0 <= length <= len(branch.tokens):
             raise ValueError(f"cannot rewind {len(branch.tokens)} tokens to {length}")
-        if branch.computed > length:
-            self._store(branch, branch.computed)
+        self.unwind(branch, length)
         del branch.tokens[length:], branch.logprobs[length:]
-        branch.computed = min(branch.computed, length)
-        needed = -(-branch.computed // self.page_size)
+
+    def unwind(self, branch: Branch, length: int) -> None:
+        """Keep the tokens, but have those from `length` on computed again."""
+        if branch.computed <= length:
+            return
+        self._store(branch, branch.computed)
+        branch.computed = length
+        needed = -(-length // self.page_size)
         self.pool.let_go(branch.pages[needed:])
         del branch.pages[needed:]
         while branch.known > branch.computed // self.page_size:

@@ -135,6 +135,10 @@ class Writers:
                     members = [m for n, m in enumerate(members) if n not in error.rows]
                     rows = [row for n, row in enumerate(rows) if n not in error.rows]
                     continue
+                except Exception as error:  # a fault without a name: nobody here can go on
+                    for writing, _ in members:
+                        writing.fail(error)
+                    break
                 found += zip(picks, members, strict=True)
                 break
         return found
@@ -238,14 +242,13 @@ class _Writing:
         self.writers.engine.scheduler.add(self.task)
 
     def _computed(self, logits: Any, inside: Any) -> None:
-        if self.finished:
-            return
-        if len(logits) <= len(self.draft):
+        if len(logits) <= len(self.draft) and not self.finished:
             # Put aside, and part of the draft was found computed when its turn came again: the
-            # first logits are missing. Without the draft the last token's are sure to come.
-            self._drop_draft()
-            return
-        self.writers.ready(self, logits)
+            # first logits are missing. So once more from the last token on.
+            self.draft, self.asked = [], None
+            self.go_on()
+        elif not self.finished:
+            self.writers.ready(self, logits)
 
     def row_or_none(self) -> RowInput | None:
         """`row`; None if the text cannot go on, and has failed."""
@@ -342,14 +345,6 @@ class _Writing:
             if token in self.request.limits.end_ids:
                 break
         return draft
-
-    def _drop_draft(self) -> None:
-        assert self.branch is not None
-        tree, last = self.writers.engine.tree, self.length - 1
-        self.draft, self.asked = [], None
-        tree.rewind(self.branch, last)
-        tree.append(self.branch, self.history[last : self.length].tolist())
-        self._run(wanted=1)
 
     def _tell_drafter(self) -> None:
         """How the round went that the drafter was asked for."""

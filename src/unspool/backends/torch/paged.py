@@ -34,9 +34,8 @@ class TorchBackend:
         self._device = weight.device
         # One long row of slots a layer: slot = page * page_size + place in the page.
         shape = (page_count * PAGE_SIZE, config.kv_heads, config.head_width)
-        self._keys = [torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-                      for _ in range(config.layers)]  # fmt: skip
-        self._values = [torch.zeros_like(keys) for keys in self._keys]
+        self._keys = [_untouched(shape, weight) for _ in range(config.layers)]
+        self._values = [_untouched(shape, weight) for _ in range(config.layers)]
 
     def copy_page(self, source: int, target: int) -> None:
         size = self.page_size
@@ -80,6 +79,14 @@ class TorchBackend:
         if watch:
             watch.layer(after, attended, fed)
         return after
+
+
+def _untouched(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros that take no memory before they are written: torch.zeros would touch every page."""
+    if like.device.type != "cpu":
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    room = np.zeros(int(np.prod(shape)) * like.element_size(), np.uint8)
+    return torch.from_numpy(room).view(like.dtype).view(shape)
 
 
 def page_bytes(model: Transformer) -> int:
