@@ -24,7 +24,8 @@ import unspool
 from unspool.backends.base import Batch, Ran, Taps
 from unspool.engine.engine import Engine
 from unspool.engine.plain import Limits
-from unspool.engine.write import Request, Writers
+from unspool.engine.request import Request
+from unspool.engine.write import Writers
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import repetition_rate
 

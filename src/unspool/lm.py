@@ -12,9 +12,10 @@ print(lm.score("The cat sat on the mat").perplexity)
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,7 @@ class LanguageModel:
         self.path = path
         self.context = context or transformer.config.context
         self._tokenizer = tokenizer
+        self._token_bytes = partial(_token_bytes, tokenizer)
         known = tokenizer.end_ids if tokenizer else frozenset()
         self.end_ids: frozenset[int] = known | frozenset(transformer.config.end_ids)
         self._template: ChatTemplate | None = None
@@ -292,6 +294,8 @@ class LanguageModel:
                 context=self.context,
             )
             self._writers = Writers(Engine(backend), self._token_bytes)
+            # The engine's thread knows nothing of this object, so that both can go together.
+            weakref.finalize(self, self._writers.engine.close)
         return self._writers
 
     @property
@@ -330,13 +334,6 @@ class LanguageModel:
         check_fits(ids, self.context)
         return ids
 
-    def _token_bytes(self, token: int) -> bytes:
-        """A token's bytes in a text; control tokens and numbers without a piece have none."""
-        vocabulary = self._tokenizer
-        if vocabulary is None or token >= len(vocabulary) or token in vocabulary.special_ids:
-            return b""
-        return vocabulary.token_bytes(token)
-
     # -- judging ----------------------------------------------------------------------------
 
     def score(self, text: Prompt, *, top: int = 0) -> Score:
@@ -366,3 +363,10 @@ class LanguageModel:
         save_checkpoint(self.transformer, folder)
         if self._tokenizer is not None:
             self._tokenizer.save(folder)
+
+
+def _token_bytes(vocabulary: Tokenizer | None, token: int) -> bytes:
+    """A token's bytes in a text; control tokens and numbers without a piece have none."""
+    if vocabulary is None or token >= len(vocabulary) or token in vocabulary.special_ids:
+        return b""
+    return vocabulary.token_bytes(token)

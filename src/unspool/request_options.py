@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from unspool.engine.generation import Generation
 from unspool.engine.plain import Limits
-from unspool.engine.write import Request
+from unspool.engine.request import Request
 from unspool.errors import SettingsError
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy

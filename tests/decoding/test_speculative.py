@@ -31,8 +31,9 @@ from unspool.engine import write
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.engine.plain import Limits
+from unspool.engine.request import Request
 from unspool.engine.steps import Step
-from unspool.engine.write import Request, Writers
+from unspool.engine.write import Writers
 from unspool.errors import SettingsError
 from unspool.sampling import SamplingSettings, rows
 

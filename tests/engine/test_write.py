@@ -14,8 +14,9 @@ from unspool import SettingsError, UnspoolError
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.engine.plain import Limits
+from unspool.engine.request import Request
 from unspool.engine.scheduler import Task
-from unspool.engine.write import Request, Writers
+from unspool.engine.write import Writers
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import (
     BannedGuard,

@@ -258,12 +258,20 @@ def _kept(generation: Generation, steps: Iterable[Step]) -> Iterable[Step]:
 
 
 def show_plain(steps: Iterable[Step], generation: Generation) -> None:
+    """Text as it comes. What a guard may take back goes into a pipe only when it is final."""
+    watched = sys.stdout.isatty()
+    guarded = generation.request is not None and generation.request.guards is not None
     try:
         for step in steps:
-            sys.stdout.write(step.text)
+            if step.retracts and watched:  # on a screen: say so, and show what is left
+                sys.stdout.write(f"\n⟲ {step.retracts} tokens taken back\n{generation.text}")
+            elif watched or not guarded:
+                sys.stdout.write(step.text)
             sys.stdout.flush()
     finally:
-        if sys.stdout.isatty() or not generation.text.endswith("\n"):
+        if guarded and not watched:
+            sys.stdout.write(generation.text)
+        if watched or not generation.text.endswith("\n"):
             sys.stdout.write("\n")
 
 
@@ -277,7 +285,12 @@ def show_colours(steps: Iterable[Step], generation: Generation) -> None:
     console = out()
     try:
         for step in steps:
-            console.print(Text(step.text, chance_style(math.exp(step.logprob))), end="")
+            shown = [step]
+            if step.retracts:
+                console.print(f"\n⟲ {step.retracts} tokens taken back", style="dim")
+                shown = generation.steps
+            for each in shown:
+                console.print(Text(each.text, chance_style(math.exp(each.logprob))), end="")
     finally:
         console.print()
         err().print(legend())

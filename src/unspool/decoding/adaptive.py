@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from time import perf_counter
 
-from unspool.engine.write import Drafter
+from unspool.engine.request import Drafter
 
 FIRST_LENGTH = 4  # of a draft, before anything is known
 LONGEST = 16

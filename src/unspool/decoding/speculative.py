@@ -21,8 +21,8 @@ import numpy as np
 
 from unspool.decoding.adaptive import LONGEST, Adaptive
 from unspool.decoding.draft_corpus import Corpus, CorpusDrafter
+from unspool.engine.request import Drafter, Request
 from unspool.engine.scheduler import TOKENS_AT_ONCE
-from unspool.engine.write import Drafter, Request
 from unspool.errors import ModelFileError, SettingsError
 from unspool.sampling import Chain, RowInput, StageState
 

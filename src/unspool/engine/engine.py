@@ -13,6 +13,7 @@ live on that thread too.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -127,6 +128,8 @@ class Engine:
                     target=self._work, name="unspool-engine", daemon=True
                 )
                 self._thread.start()
+                # A thread that is in the middle of a batch must not meet the end of the process.
+                atexit.register(self.close)
             self._commands.append(command)
             self._wake.notify()
 
@@ -137,6 +140,7 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
+            atexit.unregister(self.close)
 
     def _check_length(self, length: int) -> None:
         if length == 0:

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from unspool.engine.engine import Engine
-from unspool.engine.plain import Limits, as_step
+from unspool.engine.plain import as_step
+from unspool.engine.request import Drafter, Request
 from unspool.engine.scheduler import Task
-from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.engine.tree import Branch
 from unspool.errors import UnspoolError
@@ -34,37 +34,6 @@ from unspool.sampling import (
     next_state,
 )
 from unspool.text.stream import TextStream
-
-
-class Drafter(Protocol):
-    """Guesses what comes next in one text, on the engine's thread; see `decoding/speculative.py`.
-
-    A wrong guess costs time and changes nothing, so one that raises is only asked no more.
-    """
-
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """A guess at what follows these tokens (not to be changed), at most so many; or none."""
-
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        """How the round went that began with `propose`; a note if there is something to say.
-
-        Told of every round, also of one without a guess (`proposed` is 0), so that the seconds
-        from asking to picking can be compared.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One text to be written."""
-
-    prompt: tuple[int, ...]
-    settings: SamplingSettings
-    limits: Limits
-    written: tuple[Step, ...] = ()  # what stands behind the prompt already, when going on
-    priority: int = 0
-    drafter: Drafter | Callable[[Request], Drafter] | None = None  # or what makes a fresh one
-    guards: Any = None  # a GuardPolicy: what to watch for, and what to do about it
-    grammar: Any = None  # a Grammar: what the text may be
 
 
 class Writers:
@@ -242,12 +211,7 @@ class _Writing:
         self.writers.engine.scheduler.add(self.task)
 
     def _computed(self, logits: Any, inside: Any) -> None:
-        if len(logits) <= len(self.draft) and not self.finished:
-            # Put aside, and part of the draft was found computed when its turn came again: the
-            # first logits are missing. So once more from the last token on.
-            self.draft, self.asked = [], None
-            self.go_on()
-        elif not self.finished:
+        if not self.finished:
             self.writers.ready(self, logits)
 
     def row_or_none(self) -> RowInput | None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unspool.engine.generation import Generation
+from unspool.engine.request import Request
 from unspool.engine.steps import Step
-from unspool.engine.write import Request
 from unspool.errors import ContextError, UnspoolError
 from unspool.lens.subject import Subject
 from unspool.lens.trace import Trace, fingerprint

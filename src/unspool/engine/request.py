@@ -1,0 +1,43 @@
+"""What is asked of the engine: one text to be written, and what may help to write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from unspool.engine.plain import Limits
+from unspool.engine.steps import Step
+from unspool.sampling import Grammar, SamplingSettings
+from unspool.sampling.guards import GuardPolicy
+
+
+class Drafter(Protocol):
+    """Guesses what comes next in one text, on the engine's thread; see `decoding/speculative.py`.
+
+    A wrong guess costs time and changes nothing, so one that raises is only asked no more.
+    """
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """A guess at what follows these tokens (not to be changed), at most so many; or none."""
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        """How the round went that began with `propose`; a note if there is something to say.
+
+        Told of every round, also of one without a guess (`proposed` is 0), so that the seconds
+        from asking to picking can be compared.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One text to be written."""
+
+    prompt: tuple[int, ...]
+    settings: SamplingSettings
+    limits: Limits
+    written: tuple[Step, ...] = ()  # what stands behind the prompt already, when going on
+    priority: int = 0
+    drafter: Drafter | Callable[[Request], Drafter] | None = None  # or what makes a fresh one
+    guards: GuardPolicy | None = None  # what to watch for, and what to do about it
+    grammar: Grammar | None = None  # what the text may be
