@@ -92,6 +92,19 @@ class TreeMachine(RuleBasedStateMachine):
         if not branch.tokens:
             self.tree.append(branch, [0])
 
+    @rule(branch=branches, part=st.floats(0, 1))
+    def unwind(self, branch: Branch, part: float) -> None:
+        tokens = list(branch.tokens)
+        self.tree.unwind(branch, int(len(tokens) * part))
+        assert branch.tokens == tokens
+
+    @rule(branch=branches, part=st.floats(0, 1))
+    def drop_a_draft(self, branch: Branch, part: float) -> None:
+        """What the engine does with wrong guesses: not worth storing."""
+        keep = max(1, int(len(branch.tokens) * part))
+        branch.computed = min(branch.computed, keep)
+        self.tree.rewind(branch, keep)
+
     @rule(branch=branches)
     def put_aside(self, branch: Branch) -> None:
         self.tree.put_aside(branch)
@@ -127,6 +140,8 @@ class TreeMachine(RuleBasedStateMachine):
             stored = self.memory[branch.pages].reshape(-1)[: branch.computed]
             assert stored.tolist() == branch.tokens[: branch.computed]
             assert len(branch.logprobs) == len(branch.tokens)
+        seen = [node.page for node in nodes(self.tree.index)]
+        assert len(seen) == len(set(seen)), "a page stands in one place only"
         for node in nodes(self.tree.index):
             assert tuple(self.memory[node.page, : len(node.tokens)]) == node.tokens
 

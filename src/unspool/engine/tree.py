@@ -100,11 +100,10 @@ class Tree:
 
     def unwind(self, branch: Branch, length: int) -> None:
         """Keep the tokens, but have those from `length` on computed again."""
-        if branch.computed <= length:
-            return
-        self._store(branch, branch.computed)
-        branch.computed = length
-        needed = -(-length // self.page_size)
+        if branch.computed > length:
+            self._store(branch, branch.computed)
+            branch.computed = length
+        needed = -(-branch.computed // self.page_size)
         self.pool.let_go(branch.pages[needed:])
         del branch.pages[needed:]
         while branch.known > branch.computed // self.page_size:
@@ -130,15 +129,23 @@ class Tree:
         branch.node = None
 
     def reserve(self, branch: Branch, length: int) -> None:
-        """Make sure that the branch has pages of its own to write up to `length` tokens."""
-        if branch.computed < length and branch.computed % self.page_size:
-            last = branch.computed // self.page_size
-            shared = branch.pages[last]
-            if self.pool.holders(shared) > 1:  # copy on write
-                fresh = self._take()
-                self._copy_page(shared, fresh)
-                self.pool.let_go([shared])
-                branch.pages[last] = fresh
+        """Make sure that the branch has pages of its own to write up to `length` tokens.
+
+        A partly filled page that others hold too is copied; where there is no room for a copy, it
+        is left to them, and its few tokens are computed again.
+        """
+        last, filled = divmod(branch.computed, self.page_size)
+        if branch.computed < length and filled and self.pool.holders(branch.pages[last]) > 1:
+            given_up = [branch.pages[last]]
+            try:
+                own = self._take()
+                self._copy_page(branch.pages[last], own)
+                branch.pages[last] = own
+            except OutOfPagesError:
+                given_up = branch.pages[last:]
+                del branch.pages[last:]
+                branch.computed = last * self.page_size
+            self.pool.let_go(given_up)
         while len(branch.pages) * self.page_size < length:
             branch.pages.append(self._take())
 
