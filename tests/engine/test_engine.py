@@ -182,6 +182,28 @@ def test_cached_logits_are_those_of_a_fresh_run(family: str, tmp_path: Any):
     nothing_leaks(engine)
 
 
+def test_the_verbs_of_a_branch(tiny_lm: Any):
+    trunk = tiny_lm.engine.open([5, 6, 7, 8])
+    logits = trunk.append()
+    other = trunk.fork()
+    other.append([9, 10])
+    assert (trunk.tokens, other.tokens) == ([5, 6, 7, 8], [5, 6, 7, 8, 9, 10])
+    other.rewind(4)
+    np.testing.assert_allclose(other.append(), logits, atol=1e-5)
+    trunk.release()
+    other.release()
+
+
+def test_a_written_branch_keeps_its_logprobs():
+    writers = new_writers()
+    kept: list[Any] = []
+    close = writers.engine.tree.close
+    writers.engine.tree.close = lambda b: (kept.append(list(b.logprobs)), close(b))[1]
+    steps = list(writers.submit(request([1, 2, 3], count=9)))
+    assert kept[0][:3] == [None, None, None]
+    assert kept[0][3:] == [step.logprob for step in steps[:-1]]
+
+
 # -- looking changes nothing ------------------------------------------------------------------
 
 

@@ -2,9 +2,9 @@
 
     engine = Engine(backend)
     branch = engine.open(prompt_ids)
-    logits = engine.extend(branch, [token])        # append, compute, and get the logits
-    other = engine.fork(branch)                    # shares the whole past
-    engine.rewind(branch, 12)                      # forget every token from the 12th on
+    logits = branch.append([token])                # append, compute, and get the logits
+    other = branch.fork()                          # shares the whole past
+    branch.rewind(12)                              # forget every token from the 12th on
 
 Any thread may call it. Each call becomes a command that the engine's thread carries out between
 two batches, so nobody ever sees a half-changed tree. Texts that write by themselves (`write.py`)
@@ -50,7 +50,9 @@ class Engine:
     def open(self, tokens: Sequence[int]) -> Branch:
         """A new branch; what was computed of its tokens before is used again."""
         self._check_length(len(tokens))
-        return self.call(lambda: self.tree.open(tokens))
+        branch = self.call(lambda: self.tree.open(tokens))
+        branch.engine = self
+        return branch
 
     def extend(
         self,

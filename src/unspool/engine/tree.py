@@ -8,15 +8,30 @@ given back). Computing what was appended is the engine's work; `computed` says h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from unspool.engine.pages import OutOfPagesError, PagePool
 from unspool.engine.prefixes import Node, PrefixIndex
 
 
+class Verbs(Protocol):
+    """Who computes branches: the engine."""
+
+    def extend(self, branch: Branch, tokens: Sequence[int] = ()) -> Any: ...
+
+    def fork(self, branch: Branch) -> Branch: ...
+
+    def rewind(self, branch: Branch, length: int) -> None: ...
+
+    def release(self, branch: Branch) -> None: ...
+
+
 class Branch:
     """A text: its tokens, and the pages that hold what is computed of them."""
 
-    __slots__ = ("closed", "computed", "known", "logprobs", "node", "pages", "reused", "tokens")
+    __slots__ = (
+        "closed", "computed", "engine", "known", "logprobs", "node", "pages", "reused", "tokens"
+    )  # fmt: skip
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self.tokens: list[int] = list(tokens)
@@ -27,9 +42,30 @@ class Branch:
         self.closed = False
         self.known = 0  # whole pages that the index has, the last of them at
         self.node: Node | None = None
+        self.engine: Verbs | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def append(self, tokens: Sequence[int] = ()) -> Any:
+        """Put tokens at the end and compute them: the logits of what comes next, [1, V]."""
+        return self._verbs().extend(self, tokens)
+
+    def fork(self) -> Branch:
+        """Another branch with the same past; nothing is copied."""
+        return self._verbs().fork(self)
+
+    def rewind(self, length: int) -> None:
+        """Forget every token from `length` on."""
+        self._verbs().rewind(self, length)
+
+    def release(self) -> None:
+        """Not needed any more."""
+        self._verbs().release(self)
+
+    def _verbs(self) -> Verbs:
+        assert self.engine is not None, "a branch that no engine opened"
+        return self.engine
 
     @property
     def missed_from(self) -> int | None:
@@ -76,7 +112,9 @@ class Tree:
             branch.pages.append(copied)
             branch.computed = match.tokens
 
-    def append(self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+    def append(
+        self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float | None] = ()
+    ) -> None:
         """Put tokens behind the branch; they are computed when the engine runs next."""
         branch.tokens.extend(tokens)
         branch.logprobs.extend(logprobs or [None] * len(tokens))
@@ -87,7 +125,7 @@ class Tree:
         other.tokens, other.logprobs = branch.tokens.copy(), branch.logprobs.copy()
         other.pages = branch.pages.copy()
         other.computed, other.reused = branch.computed, branch.computed
-        other.node, other.known = branch.node, branch.known
+        other.node, other.known, other.engine = branch.node, branch.known, branch.engine
         self.pool.hold(other.pages)
         return other
 

@@ -133,6 +133,7 @@ def _stacked(rows: list[Any]) -> Any:
 class _Token:
     """What must be known of a written token to go back to just behind it."""
 
+    logprob: float
     state: StageState | None
     text: TextStream | None  # a copy, kept only where going back may be needed
 
@@ -179,7 +180,7 @@ class _Writing:
         for step in request.written:  # as if they had been written just now, but sent already
             self.text.push(self.writers.token_bytes(step.token))
             state = next_state(request.settings, state, step.probability)
-            self._remember(state)
+            self._remember(step.logprob, state)
             if self.grammar is not None:
                 self.grammar.advance(step.token)
         self.since = perf_counter()
@@ -271,7 +272,12 @@ class _Writing:
             if self.draft:  # a wrong guess is not worth storing, nor the copy of a page it costs
                 self.branch.computed = min(self.branch.computed, start)
             tree.rewind(self.branch, start)
-        tree.append(self.branch, self.history[start : self.length].tolist())
+        known_from = len(self.request.prompt)
+        logprobs = [
+            self.written[place - known_from].logprob if place >= known_from else None
+            for place in range(start, self.length)
+        ]
+        tree.append(self.branch, self.history[start : self.length].tolist(), logprobs)
         self.draft, self.checked = self._new_draft(self.branch.tokens), 0
         tree.append(self.branch, self.draft)
         try:
@@ -362,9 +368,7 @@ class _Writing:
             self.out.notes.append(f"stopped: {verdict.reason}")
         if finish:
             shown += self.text.finish()
-        self.written.append(
-            _Token(pick.state, self.text.copy() if self.guard is not None else None)
-        )
+        self._remember(pick.logprob, pick.state)
         now = perf_counter()
         step = as_step(
             pick, self.length - 1, shown, self.writers.token_bytes, now - self.since, finish
@@ -375,9 +379,10 @@ class _Writing:
         if finish:
             self.end(None)
 
-    def _remember(self, state: StageState | None) -> None:
+    def _remember(self, logprob: float, state: StageState | None) -> None:
         """What is needed to come back to just behind the token; only guards go back."""
-        self.written.append(_Token(state, self.text.copy() if self.guard is not None else None))
+        text = self.text.copy() if self.guard is not None else None
+        self.written.append(_Token(logprob, state, text))
 
     def _take_back(self, to: int, reason: str) -> None:
         """Forget the written tokens from number `to` on; the last one was not sent yet."""
