@@ -1,0 +1,36 @@
+"""The default model's vocabulary: every text that its bytes can express comes back as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspool.model.gguf import GGUFFile
+from unspool.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(GGUFFile(default_model).metadata)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=60))
+def test_round_trip(tokenizer: Tokenizer, text: str):
+    single = {tokenizer.token_bytes(i) for i in range(len(tokenizer))}
+    expressible = bytes(b for b in range(256) if bytes([b]) in single)
+    kept = "".join(c for c in text if all(b in expressible for b in c.encode()))
+    assert tokenizer.decode(tokenizer.encode(kept)) == kept
+
+
+def test_few_bytes_are_missing(tokenizer: Tokenizer):
+    single = {tokenizer.token_bytes(i) for i in range(len(tokenizer))}
+    missing = [b for b in range(256) if bytes([b]) not in single]
+    assert 0x20 not in missing and len(missing) < 30
+    for text in ("  two  spaces\n\n\ttab", "Grüße, 東京 🌿", "a\0b", "<|im_end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
