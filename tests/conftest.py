@@ -25,10 +25,18 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def lm(default_model: Path) -> Any:
-    """The default model, loaded once for the whole run."""
+    """The default model as people load it, once for the whole run."""
     import unspool
 
     return unspool.load(default_model)
+
+
+@pytest.fixture(scope="session")
+def torch_lm(default_model: Path) -> Any:
+    """The default model on torch, in 32 bits: what the native backend is compared with."""
+    import unspool
+
+    return unspool.load(default_model, backend="torch")
 
 
 @pytest.fixture(scope="session")
@@ -40,4 +48,4 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     folder = tmp_path_factory.mktemp("tiny-lm")
     tiny.save("llama", folder)
-    return unspool.load(folder, memory=8 << 20)
+    return unspool.load(folder, backend="torch", memory=8 << 20)

@@ -152,9 +152,9 @@ def test_grammars_guards_and_drafts(unspool, tmp_path):
     words = ("He said that she said that", "--raw", "-t", "0", "-n", "60")
     plain, drafted = unspool(*words)[1], unspool(*words, "--speculate", "lookup")[1]
     assert plain == drafted
-    assert "proud" in plain
-    code, out, err = unspool(*words, "--guard", "ban=proud")
-    assert code == 0 and "proud" not in out and "took" in err
+    assert "fan" in plain
+    code, out, err = unspool(*words, "--guard", "ban=fan")
+    assert code == 0 and "fan" not in out and "took" in err
 
 
 def test_trace_and_replay(unspool, tmp_path):

@@ -15,9 +15,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture(autouse=True)
-def one_model(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`unspool.load()` in the examples gives the model that is loaded already."""
-    monkeypatch.setattr("unspool.lm.load", lambda *args, **options: lm)
+
+    def load(*args: Any, backend: str = "auto", **options: Any) -> Any:
+        return request.getfixturevalue("torch_lm" if backend == "torch" else "lm")
+
+    monkeypatch.setattr("unspool.lm.load", load)
 
 
 @pytest.mark.real

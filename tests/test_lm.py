@@ -23,7 +23,7 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def in_transformers(lm: Any, default_model: Path) -> Any:
+def in_transformers(default_model: Path) -> Any:
     """The same GGUF file, read and dequantized by transformers itself."""
     import transformers
 
@@ -45,9 +45,9 @@ def greedy_by_transformers(model: Any, ids: list[int], count: int) -> list[int]:
 
 @pytest.mark.real
 @pytest.mark.parametrize("prompt", PROMPTS[:2])
-def test_greedy_text_is_that_of_transformers(lm: Any, in_transformers: Any, prompt: str):
-    ids = lm.tokenizer.encode(prompt)
-    ours = lm.generate(ids, max_tokens=32, temperature=0, end=False).tokens
+def test_greedy_text_is_that_of_transformers(torch_lm: Any, in_transformers: Any, prompt: str):
+    ids = torch_lm.tokenizer.encode(prompt)
+    ours = torch_lm.generate(ids, max_tokens=32, temperature=0, end=False).tokens
     assert ours == greedy_by_transformers(in_transformers, ids, 32)
 
 
@@ -55,21 +55,21 @@ def test_greedy_text_is_that_of_transformers(lm: Any, in_transformers: Any, prom
 @pytest.mark.real
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_is_that_of_transformers_for_128_tokens(
-    lm: Any, in_transformers: Any, prompt: str
+    torch_lm: Any, in_transformers: Any, prompt: str
 ):
-    ids = lm.tokenizer.encode(prompt)
-    ours = lm.generate(ids, max_tokens=128, temperature=0, end=False).tokens
+    ids = torch_lm.tokenizer.encode(prompt)
+    ours = torch_lm.generate(ids, max_tokens=128, temperature=0, end=False).tokens
     assert ours == greedy_by_transformers(in_transformers, ids, 128)
 
 
 @pytest.mark.real
-def test_score_is_that_of_transformers(lm: Any, in_transformers: Any):
+def test_score_is_that_of_transformers(torch_lm: Any, in_transformers: Any):
     text = "The leaves of many trees turn red and yellow when the days become shorter.\n" * 3
-    ids = lm.tokenizer.encode(text)
+    ids = torch_lm.tokenizer.encode(text)
     with torch.no_grad():
         logits = in_transformers(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [float(logits[i, ids[i + 1]]) for i in range(len(ids) - 1)]
-    scored = lm.score(text, top=3)
+    scored = torch_lm.score(text, top=3)
     assert scored.tokens == ids
     assert scored.logprobs[0] is None
     assert scored.logprobs[1:] == pytest.approx(expected, abs=2e-4)
@@ -177,20 +177,20 @@ def test_history_stays_ids(lm: Any):
 
 
 @pytest.mark.real
-def test_saved_default_model_is_the_same_in_transformers(lm: Any, tmp_path: Path):
+def test_saved_default_model_is_the_same_in_transformers(torch_lm: Any, tmp_path: Path):
     import transformers
 
-    lm.save(tmp_path)
+    torch_lm.save(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     words = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "Leaves, in fall: äöü 🌿\n\n  and 12345 <|im_end|>"
-    assert words.encode(text, split_special_tokens=True) == lm.tokenizer.encode(text)
-    ids = torch.tensor([lm.tokenizer.encode(text)])
+    assert words.encode(text, split_special_tokens=True) == torch_lm.tokenizer.encode(text)
+    ids = torch.tensor([torch_lm.tokenizer.encode(text)])
     with torch.no_grad():
-        assert (theirs(ids).logits - lm.transformer(ids)).abs().max() < 1e-3
-    again = unspool.load(tmp_path)
-    assert again.tokenizer.encode(text) == lm.tokenizer.encode(text)
-    assert again.end_ids >= {lm.tokenizer.eos_id}
+        assert (theirs(ids).logits - torch_lm.transformer(ids)).abs().max() < 1e-3
+    again = unspool.load(tmp_path, backend="torch")
+    assert again.tokenizer.encode(text) == torch_lm.tokenizer.encode(text)
+    assert again.end_ids >= {torch_lm.tokenizer.eos_id}
 
 
 def test_ids_work_without_a_vocabulary(tiny_lm: Any):
@@ -210,7 +210,7 @@ def test_finish_reasons(tiny_lm: Any):
     brim = tiny_lm.generate(list(range(3, 131)), max_tokens=5)
     assert (brim.tokens, brim.finish_reason) == ([], "context")
     likeliest = tiny_lm.generate(ids, max_tokens=1, temperature=0, end=False).tokens[0]
-    ending = unspool.LanguageModel(tiny_lm.transformer, None)
+    ending = unspool.LanguageModel(tiny_lm.model, None)
     ending.end_ids = frozenset([likeliest])
     stopped = ending.generate(ids, max_tokens=5, temperature=0)
     assert (stopped.tokens, stopped.finish_reason) == ([likeliest], "stop")
@@ -232,7 +232,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(tiny_lm: Any):
 
 def test_context_can_be_limited(tmp_path: Path):
     tiny.save("llama", tmp_path)
-    short = unspool.load(tmp_path, context=16)
+    short = unspool.load(tmp_path, backend="torch", context=16)
     assert len(short.generate([5] * 10, max_tokens=50, end=False).tokens) == 6
     with pytest.raises(SettingsError, match="context is 0"):
         unspool.load(tmp_path, context=0)

@@ -18,16 +18,19 @@ MAY_IMPORT = {
     "errors": set(),
     "text": {"errors"},
     "model": {"errors"},
-    "sampling": {"errors"},
-    "backends": {"errors", "model"},
+    "native": {"errors"},
+    "sampling": {"errors", "native"},
+    "backends": {"errors", "model", "native"},
     "engine": {"errors", "text", "backends", "sampling"},
     "decoding": {"errors", "text", "sampling", "backends", "engine"},
     "lens": {"errors", "text", "model", "backends", "sampling", "engine"},
     "request_options": {"errors", "sampling", "engine", "decoding"},
-    "lm": {"errors", "text", "model", "backends", "sampling", "engine", "request_options"},
+    "loading": {"errors", "text", "model", "backends", "native"},
+    "lm": {"errors", "text", "model", "backends", "sampling", "engine", "request_options",
+           "loading"},
     "conversation": {"errors", "engine", "lm"},
-    "cli": {"errors", "text", "model", "sampling", "engine", "decoding", "lens", "lm",
-            "conversation", "__init__"},
+    "cli": {"errors", "text", "model", "backends", "sampling", "engine", "decoding", "lens",
+            "loading", "lm", "conversation", "__init__"},
     "__init__": {"errors", "text", "engine", "lm"},
     "__main__": {"cli"},
 }  # fmt: skip
@@ -81,12 +84,13 @@ def test_help_does_not_load_torch():
 
 
 def test_core_imports_with_few_packages():
-    """Where only torch, numpy, safetensors, tokenizers and jinja2 are there, models still run."""
+    """Where only numpy, tokenizers and jinja2 are there, models still run."""
     code = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('typer', 'rich', 'gguf', 'huggingface_hub', 'filelock', 'click'):
+        if name.split('.')[0] in ('torch', 'safetensors', 'typer', 'rich', 'gguf', 'click',
+                                  'huggingface_hub', 'filelock'):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
 import unspool

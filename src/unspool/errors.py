@@ -22,3 +22,7 @@ class SettingsError(UnspoolError):
 
 class ContextError(UnspoolError):
     """More tokens than the model's context can hold."""
+
+
+class UnspoolWarning(UserWarning):
+    """Something works, but not as well as it could; the message says why."""

@@ -12,13 +12,16 @@ print(lm.score("The cat sat on the mat").perplexity)
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unspool.backends.base import Loaded
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.engine.judge import judge
@@ -27,14 +30,9 @@ from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.tree import Branch
 from unspool.engine.write import Writers
-from unspool.errors import ModelFileError, SettingsError, UnspoolError
-from unspool.model.checkpoint import (
-    Checkpoint,
-    GGUFCheckpoint,
-    load_transformer,
-    open_checkpoint,
-    save_checkpoint,
-)
+from unspool.errors import ModelFileError, SettingsError, UnspoolError, UnspoolWarning
+from unspool.loading import Placement, check_torch, load_weights, open_tokenizer
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.hub import find_model
 from unspool.request_options import build_request, continued_request, strings
@@ -49,66 +47,61 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 def load(
     model: str | Path | None = None,
     *,
+    backend: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
     context: int | None = None,
     memory: int | None = None,
+    quantize: int | None = None,
+    kv_bits: int = 16,
+    threads: int | None = None,
     offline: bool = False,
     progress: bool = True,
 ) -> LanguageModel:
     """A model, ready to write.
 
-    `model` is a path (a folder with safetensors, or a GGUF file), a repo id (`org/name`), or
-    nothing for the default model. `dtype` is float32, bfloat16 or float16; `auto` means float32
-    on a CPU and bfloat16 on a GPU. `context` limits, or extends, how many tokens a text may have.
-    `memory` is how many bytes the keys and values of all texts may take; by default a share of
-    what is free.
+    model      a path (a folder with safetensors, or a GGUF file), a repo id (`org/name`), or
+               nothing for the default model.
+    device     cpu, cuda, ...; by default a GPU if there is one that torch can use.
+    backend    native (on a CPU) or torch; by default native on a CPU if it is here.
+    dtype      float32, bfloat16 or float16. By default the native backend keeps the file's own
+               numbers, and torch has float32 on a CPU and bfloat16 on a GPU.
+    context    limits, or extends, how many tokens a text may have.
+    memory     bytes that keys and values of all texts may take; by default a share of what is free.
+    quantize   4 or 8: pack the weights into so many bits while loading (native backend).
+    kv_bits    16, or 8: of a number in keys and values (native backend).
+    threads    how many work; by default one for each core (native backend).
     """
-    device, dtype = _choose(device, dtype)
-    checkpoint = open_checkpoint(find_model(model, offline=offline, progress=progress))
-    tokenizer = open_tokenizer(checkpoint)
-    if context is not None and (not isinstance(context, int) or context < 1):
+    wanted = Placement(
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        kv_bits=kv_bits,
+        threads=threads,
+    )
+    choice = wanted.chosen()
+    if context is not None and (type(context) is not int or context < 1):
         raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
+    checkpoint = open_checkpoint(find_model(model, offline=offline, progress=progress))
     if context is not None and checkpoint.config.positions == "learned":
         context = min(context, checkpoint.config.context)  # there is no table for more
-    transformer = load_transformer(checkpoint, dtype=dtype, device=device)
+    if choice.remark:
+        warnings.warn(choice.remark, UnspoolWarning, stacklevel=2)
+    with ThreadPoolExecutor(1) as worker:  # unpacking weights leaves Python free meanwhile
+        weights = worker.submit(load_weights, checkpoint, wanted, choice)
+        tokenizer = open_tokenizer(checkpoint)
     return LanguageModel(
-        transformer, tokenizer, path=checkpoint.path, context=context, memory=memory
+        weights.result(),
+        tokenizer,
+        path=checkpoint.path,
+        context=context,
+        memory=memory,
     )
-
-
-def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The vocabulary that came with a checkpoint; None if there is none (token ids still work)."""
-    if isinstance(checkpoint, GGUFCheckpoint):
-        if "tokenizer.ggml.model" not in checkpoint.file.metadata:
-            return None
-        return Tokenizer.from_gguf(checkpoint.file.metadata)
-    if not (checkpoint.path / "tokenizer.json").exists():
-        return None
-    return Tokenizer.from_file(checkpoint.path)
-
-
-def _choose(device: str, dtype: str) -> tuple[str, str]:
-    if dtype not in ("auto", *DTYPES):
-        raise SettingsError(f"dtype is {dtype!r}; it may be auto, {', '.join(DTYPES)}")
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingsError(f"the device {device!r} cannot be used here: {reason}") from error
-    if dtype == "auto":
-        dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    return device, dtype
 
 
 class LanguageModel:
@@ -116,20 +109,20 @@ class LanguageModel:
 
     def __init__(
         self,
-        transformer: Transformer,
+        model: Loaded,
         tokenizer: Tokenizer | None,
         *,
         path: Path | None = None,
         context: int | None = None,
         memory: int | None = None,
     ) -> None:
-        self.transformer = transformer
+        self.model = model
         self.path = path
-        self.context = context or transformer.config.context
+        self.context = context or model.config.context
         self._tokenizer = tokenizer
         self._token_bytes = partial(_token_bytes, tokenizer)
         known = tokenizer.end_ids if tokenizer else frozenset()
-        self.end_ids: frozenset[int] = known | frozenset(transformer.config.end_ids)
+        self.end_ids: frozenset[int] = known | frozenset(model.config.end_ids)
         self._template: ChatTemplate | None = None
         self._memory = memory
         self._writers: Writers | None = None
@@ -140,12 +133,23 @@ class LanguageModel:
 
     @property
     def config(self) -> ModelConfig:
-        return self.transformer.config
+        return self.model.config
 
     @property
     def vocab_size(self) -> int:
         """How many tokens the model has a logit for."""
-        return self.transformer.config.vocab_size
+        return self.model.config.vocab_size
+
+    @property
+    def transformer(self) -> Transformer:
+        """The torch module below, where there is one."""
+        found: Transformer | None = getattr(self.model, "transformer", None)
+        if found is None:
+            raise UnspoolError(
+                "this model runs on the native backend, which has no torch transformer; "
+                "load it with backend='torch'"
+            )
+        return found
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -168,8 +172,9 @@ class LanguageModel:
         return GrammarVocabulary.of(self.tokenizer)
 
     def load_other(self, name: str) -> LanguageModel:
-        """Another model, on the same device: to draft for this one."""
-        return load(name, device=str(self.transformer.embed.weight.device))
+        """Another model, on the same backend and device: to draft for this one."""
+        backend = "torch" if hasattr(self.model, "transformer") else "native"
+        return load(name, backend=backend, device=self.model.device)
 
     @property
     def is_instruct(self) -> bool:
@@ -286,13 +291,7 @@ class LanguageModel:
     def writers(self) -> Writers:
         """The texts being written; the engine starts with the first."""
         if self._writers is None:
-            from unspool.backends.torch.paged import TorchBackend, pages_for
-
-            backend = TorchBackend(
-                self.transformer,
-                page_count=pages_for(self.transformer, self._memory),
-                context=self.context,
-            )
+            backend = self.model.backend(memory=self._memory, context=self.context)
             self._writers = Writers(Engine(backend), self._token_bytes)
             # The engine's thread knows nothing of this object, so that both can go together.
             weakref.finalize(self, self._writers.engine.close)
@@ -341,13 +340,11 @@ class LanguageModel:
 
         With `top`, also the likeliest candidates at each position.
         """
-        from unspool.backends.torch.plain import PlainText
-
         ids = self.prompt_ids(text)
         # A start token that the model wants before every text is read but not judged.
         lead = isinstance(text, str) and self.tokenizer.add_bos
-        reader = PlainText(self.transformer, len(ids))
-        return judge(reader, ids, top=top, lead=int(lead), readable=self.readable)
+        with self.opened(ids[:1]) as branch:
+            return judge(self.engine, branch, ids, top=top, lead=int(lead), readable=self.readable)
 
     def _judged(self, token: int, logprob: float) -> Candidate:
         return Candidate(token, self.readable(token), logprob, math.exp(logprob))
@@ -359,10 +356,19 @@ class LanguageModel:
         return self._tokenizer.token_text(token)
 
     def save(self, folder: str | Path) -> None:
-        """Write a folder that transformers (and `load`) can read."""
-        save_checkpoint(self.transformer, folder)
+        """Write a folder that transformers (and `load`) can read; needs torch."""
+        save_checkpoint(self._transformer_to_save(), folder)
         if self._tokenizer is not None:
             self._tokenizer.save(folder)
+
+    def _transformer_to_save(self) -> Transformer:
+        """The model's own transformer; a native model is read again from its file."""
+        if hasattr(self.model, "transformer"):
+            return self.transformer
+        if self.path is None:
+            raise UnspoolError("this model came from no file, so it cannot be saved")
+        check_torch()
+        return load_transformer(open_checkpoint(self.path))
 
 
 def _token_bytes(vocabulary: Tokenizer | None, token: int) -> bytes:

@@ -194,7 +194,7 @@ def test_no_page_is_lost(tiny_lm, monkeypatch):
 def test_too_little_memory(tiny_lm):
     """Beams that do not fit together fail with the numbers, and leave nothing behind."""
     page = tiny_lm.engine.backend.page_bytes
-    small = unspool.load(tiny_lm.path, memory=6 * page)
+    small = unspool.load(tiny_lm.path, backend="torch", memory=6 * page)
     with pytest.raises(UnspoolError, match="memory"):
         beam_search(small, PROMPT, beams=8, groups=4, diversity_penalty=50.0, max_tokens=60)
     assert pages_left(small) == 0

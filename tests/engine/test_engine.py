@@ -128,7 +128,7 @@ def test_any_mix_of_requests_and_cancellations(seed: int):
 @pytest.mark.real
 def test_same_text_on_the_default_model(lm: Any):
     """Alone by the plain loop, alone by the engine, among 31 others, from a cached prefix."""
-    from unspool.backends.torch.plain import PlainText
+    from unspool.backends.one_text import OneText
 
     prompts = ["Once upon a time", "Why do leaves change color", "def add(a, b):", "The moon"]
     asked = [
@@ -142,7 +142,7 @@ def test_same_text_on_the_default_model(lm: Any):
         together.append(generation)
     for generation in together[::5]:
         made = generation.request
-        text = PlainText(lm.transformer, 64)
+        text = OneText(lm.model, 64)
         plain = write(text, made.prompt, made.settings, made.limits, lambda token: b"")
         assert [step.token for step in plain] == generation.tokens
         assert generation.rewind(4).resume().tokens == generation.tokens
@@ -156,7 +156,7 @@ def test_cached_logits_are_those_of_a_fresh_run(family: str, tmp_path: Any):
     import tiny
 
     tiny.save(family, tmp_path)
-    lm = unspool.load(tmp_path)
+    lm = unspool.load(tmp_path, backend="torch")
     engine = Engine(TorchBackend(lm.transformer, page_count=60))
     chance = random.Random(7)
     branches = [engine.open([chance.randrange(3, 250) for _ in range(20)])]
@@ -416,7 +416,7 @@ def test_a_model_that_nobody_uses_any_more_goes_with_its_engine(tmp_path: Any):
     import tiny
 
     tiny.save("llama", tmp_path)
-    lm = unspool.load(tmp_path, memory=8 << 20)
+    lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
     lm.generate([5, 6, 7], max_tokens=3)
     thread, gone = lm.engine._thread, weakref.ref(lm)
     del lm

@@ -102,13 +102,13 @@ def test_the_guard_repairs_a_loop_of_the_default_model(lm: Any):
     from unspool.sampling.guards import repetition_rate
 
     options = {"temperature": 0, "max_tokens": 110, "end": False, "top": 0, "explain": False}
-    prompt = "He said that she said that"
+    prompt = "The cat sat on the mat. The cat"
     looping = lm.generate(prompt, **options)
     repaired = lm.generate(prompt, guard="loop", **options)
     assert repetition_rate(looping.tokens) > 0.4
     assert repetition_rate(repaired.tokens) < 0.3
     assert repaired.notes and len(repaired.tokens) == 110
-    assert repaired.tokens[:10] == looping.tokens[:10], "the beginning is untouched"
+    assert repaired.tokens[:5] == looping.tokens[:5], "the beginning is untouched"
     assert lm.tokenizer.decode(repaired.tokens, specials=False) == repaired.text
 
 

@@ -18,6 +18,7 @@ def family_lm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     def load(name: str) -> Any:
         folder = tmp_path_factory.mktemp(name)
         tiny.save(name, folder)
-        return unspool.load(folder, memory=8 << 20)  # by default each would take gigabytes
+        # By default each would take gigabytes.
+        return unspool.load(folder, backend="torch", memory=8 << 20)
 
     return load

@@ -13,7 +13,6 @@ import torch
 from unspool.errors import SettingsError
 from unspool.lens.attribution import attribution
 from unspool.lens.look import look
-from unspool.lens.weights import says
 
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]
 
@@ -71,7 +70,7 @@ def test_taking_a_part_away_takes_its_share(family_lm):
             # Scaled so that the norm divides by what it divided by in the run.
             size = np.sqrt((final.astype(np.float64) ** 2).mean())
             own = np.sqrt((vector.astype(np.float64) ** 2).mean())
-            alone = says(lm, vector[None] / own)[0, 12] * own / size
+            alone = lm.model.logits(vector[None] / own)[0, 12] * own / size
             assert part.value == pytest.approx(alone, abs=1e-3)
 
 
@@ -98,7 +97,7 @@ def test_a_head_with_a_bias(family_lm):
     transformer.head = torch.nn.Linear(config.width, config.vocab_size, bias=True)
     transformer.config = replace(config, head_bias=True)
     try:
-        logits = says(lm, seen.residuals[-1:])[0]
+        logits = lm.model.logits(seen.residuals[-1:])[0]
         for against in (None, "mean", 9):
             found = attribution(lm, replace(seen, logits=logits), token=3, against=against)
             assert found.parts[-1].name == "head_bias"
@@ -131,9 +130,12 @@ def test_for_json(tiny_lm):
 
 
 @pytest.mark.real
-def test_on_the_default_model(lm):
+@pytest.mark.parametrize(("fixture", "rest"), [("torch_lm", 1e-3), ("lm", 0.3)])
+def test_on_the_default_model(fixture, rest, request):
+    """The native head rounds its input to bytes: what that changes is shown as the rest."""
+    lm = request.getfixturevalue(fixture)
     generation = lm.generate("The capital of Germany is", max_tokens=2, temperature=0, seed=0)
     for step in generation.steps:
         seen = look(lm, generation, step.position - 1)
         for against in (None, "mean"):
-            assert abs(attribution(lm, seen, against=against).rest) < 1e-3
+            assert abs(attribution(lm, seen, against=against).rest) < rest

@@ -228,7 +228,8 @@ def test_the_command(unspool_replay, tiny_lm, tmp_path):
     kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5), tmp_path)
     code, _out, err, asked = unspool_replay(tmp_path / "t.json", "--offline")
     assert code == 0 and "reproduced exactly" in err
-    assert asked == {"model": None, "dtype": "float32", "context": None, "offline": True}
+    assert (asked["model"], asked["dtype"], asked["context"]) == (None, "float32", None)
+    assert asked["offline"] is True and asked["backend"] == "auto"
 
 
 def test_the_command_tells_a_difference(unspool_replay, tiny_lm, tmp_path):
@@ -271,7 +272,7 @@ def test_in_16_bits(tmp_path):
     from unspool.lens.look import look
 
     tiny.save("qwen3", tmp_path / "model")
-    lm = unspool.load(tmp_path / "model", dtype="bfloat16", memory=8 << 20)
+    lm = unspool.load(tmp_path / "model", backend="torch", dtype="bfloat16", memory=8 << 20)
     generation = lm.generate(PROMPT, max_tokens=10, seed=3, end=False)
     trace = kept(lm, generation, tmp_path)
     assert trace.model.precision == "bfloat16"

@@ -12,7 +12,7 @@ from scipy import stats
 
 from sampling.support import neutral, softmax
 from unspool.sampling import Chain, RowInput, SamplingSettings, uniform
-from unspool.sampling.draw import fall, philox, seed_bits, uniforms
+from unspool.sampling.draw import landing, philox, seed_bits, uniforms
 
 ONES = 0xFFFFFFFF
 
@@ -73,14 +73,18 @@ def test_numbers_are_uniform_and_unrelated() -> None:
         assert abs(np.corrcoef(base, other)[0, 1]) < 4 / count**0.5, name
 
 
-def test_fall_never_hits_what_was_removed() -> None:
-    weights = np.array([[0.5, 0.3, 0.2, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
+def test_the_draw_never_lands_on_what_was_removed() -> None:
+    def lands(u: float, weights: list[float]) -> int:
+        running = np.array(weights).cumsum()
+        return landing(u * float(running[-1]), running, np.array(weights))
+
+    several, single = [0.5, 0.3, 0.2, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]
     last = float(np.nextafter(1.0, 0.0))
-    assert fall(np.array([last, last]), weights).tolist() == [2, 0]
-    assert fall(np.array([0.0, 0.0]), weights).tolist() == [0, 0]
-    assert fall(np.array([0.5, 0.5]), weights).tolist() == [1, 0]  # [low, high)
+    assert (lands(last, several), lands(last, single)) == (2, 0)
+    assert (lands(0.0, several), lands(0.0, single)) == (0, 0)
+    assert (lands(0.5, several), lands(0.5, single)) == (1, 0)  # [low, high)
     for total in np.linspace(0.1, 3, 200):  # u·total may round to the total
-        assert fall(np.array([last]), np.array([[total, total / 3, 0.0]])).tolist() == [1]
+        assert lands(last, [total, total / 3, 0.0]) == 1
 
 
 def chi_square(

@@ -1,4 +1,7 @@
-"""The contract between the engine and whatever runs the model.
+"""The contract between Unspool and whatever keeps and runs a model.
+
+A `Loaded` is a model with its weights in memory. It makes a `Backend` for the engine, and lets the
+lenses read what they need of its weights, without saying how they are kept.
 
 The engine keeps texts as lists of pages. A backend owns the pages' memory (keys and values of
 `page_size` tokens each, in every layer) and runs a ragged batch: some rows bring a chunk of a
@@ -13,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from unspool.model.config import ModelConfig
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -79,3 +84,36 @@ class Backend(Protocol):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page's keys and values; the engine does this before a shared page is written."""
+
+
+class Loaded(Protocol):
+    """A model with its weights in memory, whichever way they are kept."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def precision(self) -> str:
+        """What the weights are in: float32, bfloat16, Q4_1, ..."""
+
+    @property
+    def device(self) -> str:
+        """Where they lie: cpu, cuda:0, ..."""
+
+    def backend(self, *, memory: int | None, context: int) -> Backend:
+        """Pages for keys and values in so many bytes (None: a share of what is free)."""
+
+    def logits(self, vectors: Floats) -> Floats:
+        """What final norm and head make of vectors: [n, width] to [n, vocabulary]."""
+
+    def normed(self, vectors: Floats) -> Floats:
+        """What the final norm alone makes of them: [n, width]."""
+
+    def vector(self, name: str) -> Floats | None:
+        """norm.weight (what is multiplied with), norm.bias or head.bias; None: it has none."""
+
+    def rows(self, name: str, start: int, stop: int) -> Floats:
+        """Some rows of embed.weight or head.weight, which may be the same table."""
+
+    def fingerprint(self) -> str:
+        """A cheap hash of the weights."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from unspool.cli import options as o
 from unspool.errors import UnspoolError
@@ -25,19 +23,17 @@ HELP = """\
 
 
 @o.sampling_options
+@o.model_options
 def chat(
-    model: o.Model = None,
     system: o.System = None,
     max_tokens: o.MaxTokens = 512,
     seed: o.Seed = None,
     stop: o.Stop = None,
-    probs: Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No closing lines.")] = False,
-    context: o.Context = None,
-    dtype: o.DType = "auto",
-    device: o.Device = "auto",
-    offline: o.Offline = False,
-    sampling: dict[str, Any] | None = None,
+    probs: o.Probs = False,
+    quiet: o.Quiet = False,
+    *,
+    chosen: o.ModelChoice,
+    sampling: dict[str, Any],
 ) -> None:
     """Talk with a model. /help lists what can be said to Unspool itself; Ctrl-C stops an answer.
 
@@ -47,12 +43,10 @@ def chat(
       unspool chat --system "Answer in one sentence." --temperature 0.3
     """
     from unspool.conversation import Conversation
-    from unspool.lm import load
 
-    lm = load(model, dtype=dtype, device=device, context=context, offline=offline)
-    talk = Conversation(lm, system)
+    talk = Conversation(chosen.load(), system)
     options = {"max_tokens": max_tokens, "stop": tuple(stop or ()), "top": 0, "explain": False}
-    options.update(sampling or {})
+    options.update(sampling)
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  (gives input() a history and cursor keys)

@@ -183,19 +183,14 @@ def read_key() -> str:
 
 
 @o.sampling_options
+@o.model_options
 def explore(
     prompt: Annotated[str, typer.Argument(help="The text to start from.")],
-    model: o.Model = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
-    ] = None,
+    chat: o.Chat = None,
     seed: o.Seed = None,
-    context: o.Context = None,
-    dtype: o.DType = "auto",
-    device: o.Device = "auto",
-    offline: o.Offline = False,
-    sampling: dict[str, Any] | None = None,
+    *,
+    chosen: o.ModelChoice,
+    sampling: dict[str, Any],
 ) -> None:
     """Step through a text, see the candidates, pick another, go back, fork.
 
@@ -206,13 +201,11 @@ def explore(
     """
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise UnspoolError("explore needs a terminal; for files and pipes there is --json")
-    from unspool.lm import load
-
-    lm = load(model, dtype=dtype, device=device, context=context, offline=offline)
+    lm = chosen.load()
     ids: Any = prompt
     if chat or (chat is None and lm.is_instruct):
         ids = lm.chat_prompt(prompt).ids
-    start, steps = lm.begin(ids, max_tokens=0, seed=seed, **(sampling or {}))
+    start, steps = lm.begin(ids, max_tokens=0, seed=seed, **sampling)
     list(start.extend(steps))
     explorer = Explorer(lm, [start])
     from rich.console import Console

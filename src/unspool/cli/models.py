@@ -71,7 +71,7 @@ def info(
     from rich.table import Table
 
     from unspool.cli.show import out
-    from unspool.lm import open_tokenizer
+    from unspool.loading import open_tokenizer
     from unspool.model.checkpoint import open_checkpoint
     from unspool.model.hub import find_model
     from unspool.model.weights import parameter_count
@@ -106,6 +106,25 @@ def info(
     for name, value in rows.items():
         table.add_row(f"[dim]{name}[/dim]", value)
     out().print(table)
+
+
+@models.command()
+def plan(
+    model: Annotated[str | None, typer.Argument(help="A path or a repo id.")] = None,
+    offline: o.Offline = False,
+) -> None:
+    """What the native backend would do with a model: how each part is kept and computed.
+
+    [b]Examples[/b]
+
+      unspool models plan
+      unspool models plan ./model.gguf
+    """
+    from unspool.backends.cpu.plan import printed
+    from unspool.model.checkpoint import open_checkpoint
+    from unspool.model.hub import find_model
+
+    print(printed(open_checkpoint(find_model(model, offline=offline))))
 
 
 def _positions(config: object) -> str:

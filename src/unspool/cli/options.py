@@ -1,19 +1,24 @@
 """The options that several commands share, named once.
 
-Sampling has some twenty settings. `sampling_options` gives a command an option for each of them,
-and hands the command those that were given, as one dictionary.
+`model_options` gives a command the options that say which model is loaded and how, and hands it
+one `ModelChoice`. Sampling has some twenty settings: `sampling_options` gives a command an option
+for each of them, and hands it those that were given, as one dictionary.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, UnspoolWarning
+
+if TYPE_CHECKING:
+    from unspool.lm import LanguageModel
 
 Model = Annotated[
     str | None,
@@ -22,10 +27,9 @@ Model = Annotated[
     ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use only what is on this machine.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-DType = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto.")]
-Context = Annotated[
-    int | None, typer.Option(help="The most tokens a text may have; by default the model's own.")
+Chat = Annotated[
+    bool | None,
+    typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same text; random by default.")]
@@ -35,6 +39,76 @@ Stop = Annotated[
 System = Annotated[
     str | None, typer.Option("--system", "-s", help="A system message for the chat template.")
 ]
+Probs = Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No closing lines.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """Which model, and how it is to be loaded: what `unspool.load` takes."""
+
+    model: str | None
+    options: dict[str, Any]
+
+    def load(self, **instead: Any) -> LanguageModel:
+        """The model; `instead` says what to take where the person left the choice to us."""
+        import warnings
+
+        from unspool.lm import load
+
+        options = dict(self.options)
+        for name, value in instead.items():
+            if options[name] in (None, "auto"):
+                options[name] = value
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UnspoolWarning)
+            usual = warnings.showwarning
+
+            def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+                if issubclass(category, UnspoolWarning):
+                    _say(str(message))
+                else:
+                    usual(message, category, *place, **more)
+
+            warnings.showwarning = show
+            lm = load(self.model, **options)
+        packed = getattr(lm.model, "quantization_error", None)
+        if packed:
+            _say(packed)
+        return lm
+
+
+def _say(message: str) -> None:
+    from unspool.cli.show import say  # brings rich along, so only when there is something to say
+
+    say(message)
+
+
+# Option of `unspool.load` -> (type, usual value, help).
+_MODEL: dict[str, tuple[Any, Any, str]] = {
+    "context": (int | None, None, "The most tokens a text may have; by default the model's own."),
+    "backend": (str, "auto", "native (on a CPU), torch, or auto."),
+    "device": (str, "auto", "cpu, cuda, or auto."),
+    "dtype": (str, "auto", "float32, bfloat16, float16, or auto."),
+    "quantize": (int | None, None, "Pack the weights into 4 or 8 bits while loading (native)."),
+    "kv_bits": (int, 16, "Bits of a number in keys and values: 16 or 8 (native)."),
+    "threads": (int | None, None, "How many threads work; by default one a core (native)."),
+}
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command`, which takes `chosen: ModelChoice`, the options of loading a model."""
+    added = [_parameter("model", Model, None)]
+    for name, (kind, usual, text) in _MODEL.items():
+        option = typer.Option(_flag(name), help=text, rich_help_panel="Model")
+        added.append(_parameter(name, Annotated[kind, option], usual))
+    added.append(_parameter("offline", Offline, False))
+
+    def gathered(given: dict[str, Any]) -> ModelChoice:
+        return ModelChoice(given.pop("model"), given)
+
+    return _with_options(command, "chosen", added, gathered)
+
 
 # Setting -> (type, help, further names of the option).
 _SAMPLING: dict[str, tuple[Any, str, tuple[str, ...]]] = {
@@ -66,36 +140,47 @@ _SAMPLING: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `command`, which takes `sampling: dict`, an option for every sampling setting."""
+    added = []
+    for name, (kind, text, more) in _SAMPLING.items():
+        option = typer.Option(
+            _flag(name), *more, help=text, show_default=False, rich_help_panel="Sampling"
+        )
+        added.append(_parameter(name, Annotated[kind | None, option], None))
+    return _with_options(command, "sampling", added, _settings)
+
+
+def _with_options(
+    command: Callable[..., Any],
+    place: str,
+    added: list[inspect.Parameter],
+    gathered: Callable[[dict[str, Any]], Any],
+) -> Callable[..., Any]:
+    """`command` with more options, which reach it together, as its parameter `place`."""
 
     @wraps(command)
-    def with_settings(**given: Any) -> Any:
-        values = {name: given.pop(name) for name in _SAMPLING}
-        return command(**given, sampling=_settings(values))
+    def with_more(**given: Any) -> Any:
+        own = {parameter.name: given.pop(parameter.name) for parameter in added}
+        return command(**given, **{place: gathered(own)})
 
     own = inspect.signature(command, eval_str=True)
-    kept = [parameter for name, parameter in own.parameters.items() if name != "sampling"]
-    added = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                kind | None,
-                typer.Option(
-                    f"--{name.replace('_', '-')}",
-                    *more,
-                    help=text,
-                    show_default=False,
-                    rich_help_panel="Sampling",
-                ),
-            ],
-        )
-        for name, (kind, text, more) in _SAMPLING.items()
+    kept = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.parameters.items()
+        if name != place
     ]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept] + added
-    with_settings.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_settings.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_settings
+    parameters = kept + added
+    with_more.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_more.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_more
+
+
+def _parameter(name: str, annotation: Any, usual: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=usual, annotation=annotation)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:

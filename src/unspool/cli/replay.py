@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from unspool.lens.trace import Trace
 
 
+@o.model_options
 def replay(
     file: Annotated[str, typer.Argument(help="A trace, written by unspool run --trace FILE.")],
-    model: o.Model = None,
-    offline: o.Offline = False,
+    *,
+    chosen: o.ModelChoice,
 ) -> None:
     """Write a saved text again, and say whether it came out the same.
 
@@ -34,10 +35,10 @@ def replay(
     from unspool.cli.show import chance_style, err, legend, out, say
     from unspool.lens.replay import replay as write_again
     from unspool.lens.trace import load_trace
-    from unspool.lm import load
 
     trace = load_trace(file)  # before the model: a broken file is told at once
-    lm = load(model, dtype=_dtype(trace), context=_context(trace), offline=offline)
+    as_then = "auto" if chosen.options["quantize"] else _dtype(trace)
+    lm = chosen.load(dtype=as_then, context=_context(trace))
     result = write_again(lm, trace)
     line = Text()
     for step in result.generation.steps:
@@ -53,7 +54,7 @@ def replay(
 
 def _dtype(trace: Trace) -> str:
     """Written in 16 bits, replayed in 16 bits: others round otherwise."""
-    from unspool.lm import DTYPES
+    from unspool.loading import DTYPES
 
     return trace.model.precision if trace.model.precision in DTYPES else "auto"
 

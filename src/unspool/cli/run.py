@@ -23,20 +23,17 @@ _MANY, _FORM = "Several texts", "What the text must be"
 
 
 @o.sampling_options
+@o.model_options
 def run(
     prompt: Annotated[
         str | None, typer.Argument(help="The text to go on from; - or nothing reads stdin.")
     ] = None,
-    model: o.Model = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
-    ] = None,
+    chat: o.Chat = None,
     system: o.System = None,
     max_tokens: o.MaxTokens = 256,
     seed: o.Seed = None,
     stop: o.Stop = None,
-    probs: Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")] = False,
+    probs: o.Probs = False,
     top: Annotated[int, typer.Option(help="Show this many candidates of each step.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Steps as JSON lines.")] = False,
     samples: Annotated[int, typer.Option(help="Write this many texts.", rich_help_panel=_MANY)] = 1,
@@ -77,12 +74,10 @@ def run(
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Save every step; see unspool replay.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No closing line.")] = False,
-    context: o.Context = None,
-    dtype: o.DType = "auto",
-    device: o.Device = "auto",
-    offline: o.Offline = False,
-    sampling: dict[str, Any] | None = None,
+    quiet: o.Quiet = False,
+    *,
+    chosen: o.ModelChoice,
+    sampling: dict[str, Any],
 ) -> None:
     """Write on from a prompt.
 
@@ -103,9 +98,7 @@ def run(
     if system is not None and chat is False:
         raise SettingsError("--system needs the chat template; leave --raw out")
     many = _many(samples, best_of, beam, as_json or trace is not None or bool(top))
-    from unspool.lm import load
-
-    lm = load(model, dtype=dtype, device=device, context=context, offline=offline)
+    lm = chosen.load()
     options: dict[str, Any] = {"max_tokens": max_tokens, "stop": tuple(stop or ())}
     if chat or (chat is None and lm.is_instruct):
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -114,7 +107,7 @@ def run(
     else:
         ids = text
     if many:
-        _write_many(lm, ids, many, {**options, "seed": seed, **(sampling or {})}, probs, quiet)
+        _write_many(lm, ids, many, {**options, "seed": seed, **sampling}, probs, quiet)
         return
     whole = as_json or trace is not None
     options.update(
@@ -127,7 +120,7 @@ def run(
         grammar=_file_or_text(grammar),
         guard=guard or None,
         speculate=speculate,
-        **(sampling or {}),
+        **sampling,
     )
     generation, steps = lm.begin(ids, **options)
     show = _json_lines if as_json else _bars if top else show_colours if probs else show_plain

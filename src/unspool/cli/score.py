@@ -10,17 +10,15 @@ import typer
 from unspool.cli import options as o
 
 
+@o.model_options
 def score(
     text: Annotated[
         str | None, typer.Argument(help="The text to judge; - or nothing reads stdin.")
     ] = None,
-    model: o.Model = None,
     top: Annotated[int, typer.Option(help="Also the k likeliest at each place.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
-    context: o.Context = None,
-    dtype: o.DType = "auto",
-    device: o.Device = "auto",
-    offline: o.Offline = False,
+    *,
+    chosen: o.ModelChoice,
 ) -> None:
     """Judge a text: the surprise of each token, and the perplexity of the whole.
 
@@ -31,12 +29,9 @@ def score(
       unspool score --json < essay.txt
     """
     from unspool.cli.run import read_prompt
-    from unspool.lm import load
 
     given = read_prompt(text)
-    result = load(model, dtype=dtype, device=device, context=context, offline=offline).score(
-        given, top=top
-    )
+    result = chosen.load().score(given, top=top)
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
         return

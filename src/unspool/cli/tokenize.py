@@ -67,7 +67,7 @@ def _open(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer
         if vocabulary.endswith(".json"):
             return Tokenizer.from_file(vocabulary)
         return Tokenizer.from_tiktoken(vocabulary)
-    from unspool.lm import open_tokenizer
+    from unspool.loading import open_tokenizer
     from unspool.model.checkpoint import open_checkpoint
     from unspool.model.hub import find_model
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from unspool.backends.base import Loaded
 from unspool.decoding.written import Branches, Line, Model, Prompt, blank, weigh, whole
 from unspool.engine.generation import Generation
 from unspool.engine.tree import Branch
@@ -33,7 +34,7 @@ class _Transparent(Model, Protocol):
     """A model whose final norm can be applied from outside."""
 
     @property
-    def transformer(self) -> Any: ...
+    def model(self) -> Loaded: ...
 
 
 def contrastive_search(
@@ -97,11 +98,7 @@ def _read_prompt(
 
 def _vectors(lm: _Transparent, seen: Sequence[Any]) -> Vectors:
     """The last hidden vectors of tokens, as the head sees them, brought to length one."""
-    import torch
-
-    residuals = [inside.residuals[-1] for inside in seen]
-    norm = lm.transformer.norm
-    with torch.inference_mode():
-        hidden = norm(torch.from_numpy(np.concatenate(residuals)).to(norm.weight)).float()
-        found: Vectors = torch.nn.functional.normalize(hidden, dim=-1).cpu().numpy()
+    hidden = lm.model.normed(np.concatenate([inside.residuals[-1] for inside in seen]))
+    lengths = np.linalg.norm(hidden, axis=-1, keepdims=True)
+    found: Vectors = hidden / np.maximum(lengths, np.float32(1e-12))  # nothing stays nothing
     return found

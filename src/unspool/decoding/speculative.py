@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from unspool.backends.base import Loaded
+from unspool.backends.one_text import OneText
 from unspool.decoding.adaptive import LONGEST, Adaptive
 from unspool.decoding.draft_corpus import Corpus, CorpusDrafter
 from unspool.engine.request import Drafter, Request
@@ -49,7 +51,7 @@ class LanguageModel(Protocol):
     """What drafting needs of a model."""
 
     @property
-    def transformer(self) -> Any: ...
+    def model(self) -> Loaded: ...
     @property
     def config(self) -> Any: ...
     @property
@@ -133,13 +135,11 @@ class ModelDrafter:
     """Lets another model write on, with the same settings and the same draws as the text's own.
 
     Where the two models agree, the same draw falls on the same token, also at high temperatures.
-    It runs on a cache of its own, not on an engine: nothing here can wait for the engine's thread,
+    It runs on pages of its own, not on an engine: nothing here can wait for the engine's thread,
     which it runs on. A long prompt is read in pieces, one a round, so that nobody is held up.
     """
 
     def __init__(self, model: LanguageModel, request: Request, *, most: int = LONGEST) -> None:
-        from unspool.backends.torch.plain import PlainText
-
         self.most = most
         self._request = request
         self._chain = Chain([request.settings])
@@ -147,7 +147,7 @@ class ModelDrafter:
         longest = min(limits.context, len(request.prompt) + limits.max_tokens)
         self._capacity = min(longest, model.context)
         self._vocabulary: int = model.config.vocab_size
-        self._reader = PlainText(model.transformer, self._capacity)
+        self._reader = OneText(model.model, self._capacity)
         self._text: list[int] = []  # what the reader has read
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:

@@ -14,6 +14,7 @@ live on that thread too.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,6 +45,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()  # that the thread lives in
 
     # -- what callers say, from any thread ---------------------------------------------------
 
@@ -122,10 +124,15 @@ class Engine:
 
     def tell(self, command: Callable[[], None]) -> None:
         """Have a command carried out on the engine's thread; do not wait."""
+        if self._left_behind():
+            raise UnspoolError(
+                "this model was in use before the process was forked; load it in the child process"
+            )
         with self._wake:
             if self._closed:
                 raise UnspoolError("the engine is closed")
             if self._thread is None:
+                self._process = os.getpid()
                 self._thread = threading.Thread(
                     target=self._work, name="unspool-engine", daemon=True
                 )
@@ -137,12 +144,19 @@ class Engine:
 
     def close(self) -> None:
         """Stop the thread. What runs is told that the engine is closed."""
+        if self._left_behind():
+            return
         with self._wake:
             self._closed = True
             self._wake.notify()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
             atexit.unregister(self.close)
+
+    def _left_behind(self) -> bool:
+        """Whether the thread is in another process, which has forked this one. Nothing here may be
+        touched then: that thread may have held any lock, and will never give it back."""
+        return self._thread is not None and self._process != os.getpid()
 
     def _check_length(self, length: int) -> None:
         if length == 0:

@@ -6,7 +6,6 @@ stream, or leaving its loop, cancels the generation and gives its pages back.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -66,6 +65,8 @@ class StepStream(Iterator[Step]):
         return self._async_steps()
 
     async def _async_steps(self) -> AsyncIterator[Step]:
+        import asyncio  # only who awaits needs it, and it is large
+
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def listener() -> None:

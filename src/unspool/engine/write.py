@@ -374,7 +374,9 @@ class _Writing:
             pick, self.length - 1, shown, self.writers.token_bytes, now - self.since, finish
         )
         self.since = now
-        self.out.put(replace(step, draft=drafted, retracts=self.retracted))
+        if drafted is not None or self.retracted:
+            step = replace(step, draft=drafted, retracts=self.retracted)
+        self.out.put(step)
         self.retracted = 0
         if finish:
             self.end(None)

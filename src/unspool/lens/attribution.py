@@ -88,7 +88,9 @@ def attribution(
     direction, head_bias = head_row(lm, token)
     if against is not None:
         other, other_bias = head_row(lm, against)
-        direction, head_bias = direction - other, head_bias - other_bias
+        direction = direction - other
+        if head_bias is not None and other_bias is not None:
+            head_bias -= other_bias
     parts, exact = _parts(lm, seen, direction, head_bias)
     said = _lead(seen, token, against)
     softcap = lm.config.logit_softcap
@@ -106,7 +108,7 @@ def attribution(
 
 
 def _parts(
-    lm: Subject, seen: Look, direction: Doubles, head_bias: float
+    lm: Subject, seen: Look, direction: Doubles, head_bias: float | None
 ) -> tuple[list[Part], float]:
     """The parts, and the logit (before any cap) that the whole vector has by the same rule."""
     norm = final_norm(lm)
@@ -127,7 +129,7 @@ def _parts(
     fixed = []
     if norm.bias is not None:
         fixed.append(Part("norm_bias", None, float(norm.bias @ direction)))
-    if lm.config.head_bias and lm.transformer.head is not None:
+    if head_bias is not None:
         fixed.append(Part("head_bias", None, head_bias))
     exact = push(seen.residuals[-1]) + math.fsum(part.value for part in fixed)
     return [*parts, *fixed], exact

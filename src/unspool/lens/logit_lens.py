@@ -22,7 +22,6 @@ from unspool.engine.steps import Candidate
 from unspool.errors import SettingsError
 from unspool.lens.look import Look
 from unspool.lens.subject import Subject, checked_token
-from unspool.lens.weights import says
 from unspool.sampling import log_softmax, score
 
 _LAYERS_AT_ONCE = 8  # whose logits over the whole vocabulary are in memory together
@@ -74,7 +73,7 @@ def logit_lens(
     layers: list[LayerSaid] = []
     kept: list[Floats] = []
     for start in range(0, len(seen.residuals), _LAYERS_AT_ONCE):
-        logits = says(lm, seen.residuals[start : start + _LAYERS_AT_ONCE])
+        logits = lm.model.logits(seen.residuals[start : start + _LAYERS_AT_ONCE])
         found = score(logits, [token] * len(logits), top)
         if whole:
             kept.append(np.asarray(log_softmax(logits), np.float32))

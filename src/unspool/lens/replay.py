@@ -23,7 +23,7 @@ from unspool.engine.steps import Step
 from unspool.errors import ContextError, UnspoolError
 from unspool.lens.subject import Subject
 from unspool.lens.trace import Trace, fingerprint
-from unspool.lens.weights import host, precision
+from unspool.lens.weights import host
 from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
 
@@ -117,7 +117,8 @@ def replay(
     they are a caller's own, which no file can hold; without them such a text is judged only.
     """
     _check_fits(lm, trace)
-    limit = _TOLERANCE.get(precision(lm), _TOLERANCE_16_BITS) if tolerance is None else tolerance
+    known = _TOLERANCE.get(lm.model.precision, _TOLERANCE_16_BITS)
+    limit = known if tolerance is None else tolerance
     guards = guards or trace.guards
     # Cut off under guards, nobody knows which words were about to be taken back.
     unclear = trace.guarded and (guards is None or not _ended(trace))

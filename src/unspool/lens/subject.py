@@ -11,11 +11,11 @@ from unspool.engine.generation import Generation, Source
 from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
+    from unspool.backends.base import Loaded
     from unspool.engine.engine import Engine
     from unspool.engine.tree import Branch
     from unspool.engine.write import Writers
     from unspool.model.config import ModelConfig
-    from unspool.model.transformer import Transformer
     from unspool.sampling import GrammarVocabulary
     from unspool.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ class Subject(Source, Protocol):
     """A `LanguageModel`, as far as looking at it needs."""
 
     @property
-    def transformer(self) -> Transformer: ...
+    def model(self) -> Loaded: ...
 
     @property
     def config(self) -> ModelConfig: ...

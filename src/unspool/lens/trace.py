@@ -25,7 +25,6 @@ from unspool.engine.steps import Candidate, Step
 from unspool.errors import UnspoolError
 from unspool.lens import parsing as p
 from unspool.lens.subject import Subject
-from unspool.lens.weights import precision, weights_hash
 from unspool.sampling import Draw, GrammarSpec, SamplingSettings, StageReport
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
 
@@ -91,7 +90,7 @@ class Trace:
 def fingerprint(lm: Subject) -> Fingerprint:
     config = json.loads(json.dumps(lm.config.to_dict()))  # as it comes out of a file
     name = lm.path.name if lm.path else lm.config.family
-    return Fingerprint(name, config, precision(lm), weights_hash(lm))
+    return Fingerprint(name, config, lm.model.precision, lm.model.fingerprint())
 
 
 def trace_of(lm: Subject, generation: Generation) -> Trace:

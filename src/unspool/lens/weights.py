@@ -1,14 +1,10 @@
-"""What the lenses read of a model's weights, as numpy arrays: the one place that uses torch.
-
-Another backend that keeps its weights elsewhere has to offer what stands here, and nothing more.
-"""
+"""What the lenses read of a model's weights, as numpy arrays."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,23 +12,9 @@ import numpy.typing as npt
 from unspool.backends.base import Floats
 from unspool.lens.subject import Subject
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Doubles = npt.NDArray[np.float64]
 
-_ROWS_AT_ONCE = 4096  # of the embedding table: memory stays bounded however large the vocabulary
-_SAMPLED = 64  # numbers of each tensor that go into the fingerprint
-
-
-def says(lm: Subject, vectors: Floats) -> Floats:
-    """The logits [n, vocabulary] that final norm and head make of vectors [n, width]."""
-    import torch
-
-    weight = lm.transformer.embed.weight
-    with torch.inference_mode():
-        x = torch.from_numpy(np.ascontiguousarray(vectors)).to(weight.device, weight.dtype)
-        return host(lm.transformer.logits(x))
+_ROWS_AT_ONCE = 4096  # of a table: memory stays bounded however large the vocabulary
 
 
 def host(array: Any) -> Floats:
@@ -53,57 +35,39 @@ class FinalNorm:
 
 
 def final_norm(lm: Subject) -> FinalNorm:
-    norm = lm.transformer.norm
-    weight = _doubles(norm.weight)
+    weight, bias = lm.model.vector("norm.weight"), lm.model.vector("norm.bias")
+    assert weight is not None, "every norm has a weight"
     return FinalNorm(
-        weight=1 + weight if norm.plus_one else weight,
-        bias=None if norm.bias is None else _doubles(norm.bias),
-        eps=norm.eps,
-        centred=norm.bias is not None,
+        weight=weight.astype(np.float64),
+        bias=None if bias is None else bias.astype(np.float64),
+        eps=lm.config.norm_eps,
+        centred=lm.config.norm == "layer",
     )
 
 
-def head_row(lm: Subject, token: int | Literal["mean"]) -> tuple[Doubles, float]:
+def head_row(lm: Subject, token: int | Literal["mean"]) -> tuple[Doubles, float | None]:
     """What a normalized vector is multiplied with for this token's logit, and the bias added."""
-    import torch
-
-    head = lm.transformer.head
-    weight = (head or lm.transformer.embed).weight
-    bias = head.bias if head is not None else None
+    bias = lm.model.vector("head.bias")
     if token == "mean":
-        row = weight.detach().mean(0, dtype=torch.float64)
-        return _doubles(row), 0.0 if bias is None else float(bias.detach().double().mean())
-    return _doubles(weight[token]), 0.0 if bias is None else float(bias[token].detach())
+        total = np.zeros(lm.config.width)
+        for rows in _pieces(lm, "head.weight"):
+            total += rows.sum(0, dtype=np.float64)
+        mean = None if bias is None else float(bias.mean(dtype=np.float64))
+        return total / lm.config.vocab_size, mean
+    row = lm.model.rows("head.weight", token, token + 1)[0]
+    return row.astype(np.float64), None if bias is None else float(bias[token])
 
 
 def embeddings(lm: Subject) -> Iterator[Floats]:
     """The embedding table in pieces [rows, width], first tokens first."""
-    weight = lm.transformer.embed.weight
-    for start in range(0, weight.shape[0], _ROWS_AT_ONCE):
-        yield host(weight[start : start + _ROWS_AT_ONCE])
+    return _pieces(lm, "embed.weight")
 
 
 def embedding(lm: Subject, token: int) -> Floats:
-    return host(lm.transformer.embed.weight[token])
+    return np.asarray(lm.model.rows("embed.weight", token, token + 1)[0])
 
 
-def precision(lm: Subject) -> str:
-    """The kind of number the weights are in: float32, bfloat16, ..."""
-    return str(lm.transformer.embed.weight.dtype).removeprefix("torch.")
-
-
-def weights_hash(lm: Subject) -> str:
-    """A cheap hash: names and shapes of all tensors, and a few numbers from all over each."""
-    import torch
-
-    seen = hashlib.sha256()
-    for name, tensor in sorted(lm.transformer.named_parameters()):
-        seen.update(f"{name} {tuple(tensor.shape)}".encode())
-        spots = np.linspace(0, tensor.numel() - 1, _SAMPLED).astype(np.int64)
-        places = torch.unravel_index(torch.from_numpy(spots).to(tensor.device), tensor.shape)
-        seen.update(host(tensor.detach()[places]).astype("<f4").tobytes())
-    return seen.hexdigest()
-
-
-def _doubles(tensor: Tensor) -> Doubles:
-    return np.asarray(tensor.detach().double().cpu().numpy())
+def _pieces(lm: Subject, table: str) -> Iterator[Floats]:
+    size = lm.config.vocab_size
+    for start in range(0, size, _ROWS_AT_ONCE):
+        yield lm.model.rows(table, start, min(start + _ROWS_AT_ONCE, size))

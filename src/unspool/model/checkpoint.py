@@ -2,6 +2,7 @@
 
     checkpoint = open_checkpoint("model.gguf")    # reads the header, no weights yet
     checkpoint.config                             # ModelConfig
+    for name, stored in checkpoint.weights(): ... # each weight as the file has it
     model = load_transformer(checkpoint)          # a Transformer with its weights
     save_checkpoint(model, "folder")              # that transformers can load
 
@@ -16,7 +17,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
@@ -24,6 +27,8 @@ from unspool.model.config_gguf import config_from_gguf, rules_for_gguf
 from unspool.model.config_hf import config_from_hf, config_to_hf, read_json
 from unspool.model.families import FAMILIES
 from unspool.model.gguf import GGUFFile
+from unspool.model.safetensors_file import SafetensorsFile
+from unspool.model.stored import Stored
 from unspool.model.weights import Rule, parameter_count, read_weights, shapes, write_weights
 
 if TYPE_CHECKING:
@@ -40,7 +45,7 @@ class Checkpoint(Protocol):
     path: Path
     config: ModelConfig
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def weights(self) -> Iterator[tuple[str, Stored]]: ...
 
     def bits_per_weight(self) -> float: ...
 
@@ -114,22 +119,11 @@ class SafetensorsCheckpoint:
         if not (folder / "config.json").exists():
             raise ModelFileError(f"{folder}: has no config.json, which says what the model is")
         self.config = config_from_hf(read_json(folder / "config.json"))
-        self._file_of: dict[str, Path] = {}
-        for file in files:
-            self._file_of.update(dict.fromkeys(self._open(file).keys(), file))
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file in map(SafetensorsFile, files):
+            self._file_of.update(dict.fromkeys(file.tensors, file))
         if not self.config.tied and not self._has("head.weight"):
             self.config = replace(self.config, tied=True)
-
-    @staticmethod
-    def _open(file: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            return safe_open(str(file), framework="pt")
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelFileError(
-                f"{file}: not a usable safetensors file ({error}); download it again"
-            ) from error
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -144,26 +138,13 @@ class SafetensorsCheckpoint:
     def _has(self, ours: str) -> bool:
         return any(rule.theirs in self._file_of for rule in self.rules if ours in rule.ours)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors import SafetensorError
-
-        opened = {file: self._open(file) for file in self.files}
+    def weights(self) -> Iterator[tuple[str, Stored]]:
         prefix = self._prefix()
 
-        def fetch(name: str) -> torch.Tensor | None:
+        def fetch(name: str) -> Stored | None:
             full = name.replace("{p}", prefix)
-            if full not in self._file_of:
-                return None
-            try:
-                tensor: torch.Tensor = opened[self._file_of[full]].get_tensor(full)
-            except (SafetensorError, TypeError, ValueError) as error:
-                raise ModelFileError(f"tensor {full} cannot be read: {error}") from error
-            if not tensor.dtype.is_floating_point:
-                raise ModelFileError(
-                    f"tensor {full} holds {str(tensor.dtype).removeprefix('torch.')} numbers; "
-                    "only floating-point checkpoints and GGUF files are supported"
-                )
-            return tensor
+            file = self._file_of.get(full)
+            return None if file is None else file.stored(full)
 
         return read_weights(self.config, self.rules, fetch)
 
@@ -180,15 +161,9 @@ class GGUFCheckpoint:
         self.file = GGUFFile(path)
         self.config = config_from_gguf(self.file)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        import torch
-
-        def fetch(name: str) -> torch.Tensor | None:
-            if name not in self.file.tensors:
-                return None
-            values = self.file.float32(name)
-            # A view into the read-only file would let torch write to it by accident.
-            return torch.from_numpy(values if values.flags.writeable else values.copy())
+    def weights(self) -> Iterator[tuple[str, Stored]]:
+        def fetch(name: str) -> Stored | None:
+            return self.file.stored(name) if name in self.file.tensors else None
 
         return read_weights(self.config, rules_for_gguf(self.config), fetch)
 
@@ -220,7 +195,10 @@ def load_transformer(
     with torch.device("meta"):  # no memory until the real weights come
         model = Transformer(checkpoint.config)
     wanted: torch.dtype = getattr(torch, dtype)
-    state = {name: tensor.to(device=device, dtype=wanted) for name, tensor in checkpoint.weights()}
+    state = {
+        name: _tensor(stored).to(device=device, dtype=wanted)
+        for name, stored in checkpoint.weights()
+    }
     broken = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
     if broken:
         raise ModelFileError(
@@ -229,6 +207,18 @@ def load_transformer(
         )
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
+
+
+def _tensor(stored: Stored) -> torch.Tensor:
+    """The numbers for torch, in memory of their own: a view would write into the file."""
+    import torch
+
+    if stored.packed:
+        return torch.from_numpy(stored.float32())
+    values = np.array(stored.data)
+    if stored.type == "BF16":  # numpy has no such numbers: hand the bits over
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 def save_checkpoint(

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import http.client
 import shutil
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +63,9 @@ def _feed(digest: Any, path: Path) -> None:
 
 def _fetch_all(url: str, part: Path, advance: Advance, wanted: str) -> str:
     """Ask until everything is there; gives the SHA-256 of what came."""
+    import http.client
+    import urllib.error
+
     idle = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -136,6 +136,9 @@ def _open(url: str, have: int) -> Iterator[tuple[IO[bytes], int, int | None]]:
         with file:
             yield file, 0, path.stat().st_size
         return
+    import urllib.error
+    import urllib.request
+
     headers = {"User-Agent": "unspool", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
@@ -166,7 +169,9 @@ def _local_path(url: str) -> Path:
     parts = urlsplit(url)
     if parts.scheme != "file":
         return Path(url)
-    return Path(urllib.request.url2pathname(unquote(parts.path)))
+    from urllib.request import url2pathname
+
+    return Path(url2pathname(unquote(parts.path)))
 
 
 def _file_name(url: str) -> str:

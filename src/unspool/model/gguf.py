@@ -8,6 +8,7 @@ a damaged or hostile file ends in a sentence instead of a crash or a giant alloc
     file = GGUFFile("model.gguf")
     file.metadata["general.architecture"]     # 'llama'
     file.tensors["token_embd.weight"].shape   # (49152, 576)
+    file.stored("token_embd.weight")          # its packed blocks, a view into the file
     file.float32("token_embd.weight")         # numpy array, dequantized
 """
 
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
+from unspool.model.stored import FLOAT_TYPES, Stored
 
 # Types of metadata values: number -> (struct letter, numpy type).
 _SCALARS = {
@@ -181,16 +183,16 @@ class GGUFFile:
         """Many strings at once: a vocabulary has 50,000 and more, so this loop is kept lean."""
         data, at, end = self._map, self._at, len(self._map)
         length_of = struct.Struct("<Q").unpack_from
-        texts: list[str] = []
+        pieces: list[bytes] = []
+        keep = pieces.append
         for _ in range(count):
-            (length,) = length_of(data, at)
-            at += 8
-            if length > end - at:
+            start = at + 8
+            at = start + length_of(data, at)[0]
+            if at > end:
                 raise self._broken("a text in an array is longer than the file")
-            texts.append(data[at : at + length].decode("utf-8"))
-            at += length
+            keep(data[start:at])
         self._at = at
-        return texts
+        return list(map(bytes.decode, pieces))
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, axes = self._string(), self._number("<I")
@@ -232,20 +234,19 @@ class GGUFFile:
         flat = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start)
         return flat.reshape(*tensor.shape[:-1], -1)
 
+    def stored(self, name: str) -> Stored:
+        """A tensor as it is in the file, nothing copied."""
+        tensor, raw = self.tensors[name], self.raw(name)
+        kind = tensor.type.name
+        if kind in FLOAT_TYPES:
+            return Stored(kind, raw.view(FLOAT_TYPES[kind]), tensor.shape)
+        stored = Stored(kind, raw, tensor.shape)
+        # A packed vector has no rows to move; nobody writes one, and it is small.
+        return Stored.of(stored.float32()) if len(tensor.shape) == 1 else stored
+
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor as 32-bit floats: a view where it is stored so, else dequantized."""
-        tensor, raw = self.tensors[name], self.raw(name)
-        if tensor.type.name == "F32":
-            return raw.view("<f4")
-        if tensor.type.name == "F16":
-            return raw.view("<f2").astype(np.float32)
-        if tensor.type.name == "BF16":  # the upper half of a float32
-            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        values: npt.NDArray[np.float32] = dequantize(raw, GGMLQuantizationType(tensor.type_number))
-        return values.reshape(tensor.shape)
+        return self.stored(name).float32()
 
 
 def _type_name(number: int) -> str:

@@ -7,12 +7,17 @@ can be loaded can be saved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
+from unspool.model.stored import Stored
 
 if TYPE_CHECKING:
     import torch
@@ -102,13 +107,16 @@ class Rule:
         return "{e}" in self.theirs or "_exps." in self.theirs
 
 
-Fetch = Callable[[str], "torch.Tensor | None"]
+Fetch = Callable[[str], Stored | None]
 
 
 def read_weights(
     config: ModelConfig, rules: tuple[Rule, ...], fetch: Fetch
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of ours, found in a file by its rules; `fetch` gives their tensor or None."""
+) -> Iterator[tuple[str, Stored]]:
+    """Every weight of ours, found in a file by its rules; `fetch` gives their tensor or None.
+
+    Numbers stay as the file has them, packed or not, wherever only rows are moved.
+    """
     wanted = shapes(config)
     by_name: dict[str, list[Rule]] = {}
     for rule in rules:
@@ -130,10 +138,10 @@ def read_weights(
                 continue
             pieces = _split(rule, whole, [wanted[part] for part in parts], config)
             for part, piece in zip(parts, pieces, strict=True):
-                if tuple(piece.shape) != wanted[part]:
+                if piece.shape != wanted[part]:
                     raise ModelFileError(
                         f"tensor {rule.theirs.replace('{i}', layer)} has shape "
-                        f"{tuple(piece.shape)} where the model's settings need {wanted[part]}; "
+                        f"{piece.shape} where the model's settings need {wanted[part]}; "
                         "the settings and the weights do not belong together"
                     )
                 done.add(part)
@@ -184,38 +192,41 @@ def _pattern(name: str) -> tuple[str, str]:
     return layer, "layers.{i}." + rest
 
 
-def _fetch_rule(rule: Rule, layer: str, config: ModelConfig, fetch: Fetch) -> torch.Tensor | None:
+def _fetch_rule(rule: Rule, layer: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
     name = rule.theirs.replace("{i}", layer)
     if "{e}" not in name:
         return fetch(name)
     experts = [fetch(name.replace("{e}", str(expert))) for expert in range(config.experts)]
     found = [expert for expert in experts if expert is not None]
-    if len(found) != config.experts:
-        return None
-    import torch
-
-    return torch.stack(found)
+    return Stored.stacked(found) if len(found) == config.experts else None
 
 
-def _split(
-    rule: Rule, whole: torch.Tensor, parts: list[Shape], config: ModelConfig
-) -> list[torch.Tensor]:
-    if rule.layout == "transposed" and whole.ndim == 2:
-        whole = whole.t()
+def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -> list[Stored]:
+    if rule.layout == "transposed" and len(whole.shape) == 2:
+        whole = whole.transposed()
     elif rule.layout == "plus_one":
-        whole = whole - 1
-    elif rule.layout == "interleaved":  # llama.cpp pairs neighbours, we pair halves of a head
-        pairs = whole.reshape(-1, config.head_width // 2, 2, *whole.shape[1:])
-        whole = pairs.transpose(1, 2).reshape(whole.shape)
-    elif rule.layout == "per_head":  # q, k and v of head 0, then of head 1, ...
-        heads = whole.reshape(config.heads, 3, config.head_width, *whole.shape[1:])
-        whole = heads.transpose(0, 1).reshape(whole.shape)
+        whole = whole.minus_one()
+    elif rule.layout in ("interleaved", "per_head"):
+        order = _row_order(rule.layout, whole.shape[0], config)
+        if order is not None:
+            whole = whole.reordered(order)
     if len(parts) == 1:
         return [whole]
-    rows = [shape[0] for shape in parts]
-    if sum(rows) != whole.shape[0]:
+    ends = np.cumsum([shape[0] for shape in parts]).tolist()
+    if ends[-1] != whole.shape[0]:
         return [whole] * len(parts)  # the caller sees that the shapes differ and says so
-    return list(whole.split(rows))
+    return [whole.rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
+    """Which of their rows comes first for us; None if their number cannot be right."""
+    if layout == "interleaved":  # llama.cpp pairs neighbours, we pair halves of a head
+        shape, axes = (-1, config.head_width // 2, 2), (0, 2, 1)
+    else:  # q, k and v of head 0, then of head 1, ...
+        shape, axes = (config.heads, 3, config.head_width), (1, 0, 2)
+    if not shape[1] or count % abs(math.prod(shape)):
+        return None
+    return np.arange(count).reshape(shape).transpose(axes).reshape(-1)
 
 
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Stages are written once, with what both kinds of array share (operators, slices, `cumsum(-1)`), and
 ask `operations(array)` for the rest. Torch is never imported here: when a tensor arrives, someone
-already has.
+already has. For numpy the compiled kernels do the work over whole vocabularies where they are
+(`native_arrays.py`); what follows for numpy here does without.
 
 Every result for a row must be bit-identical whatever other rows are in the batch. Sums are where
 this goes wrong, so there are two kinds: over a whole vocabulary (all rows equally wide: summed row
@@ -18,12 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from unspool import native
+
 Array = Any
 """A numpy array or a torch tensor: what the two share cannot be written as a type."""
 
 LOWEST = -1.0e4
 """A difference of logits below which exp() is 0 in float32 and float64: stands in for -inf."""
 
+_KEPT = {np.dtype(np.float32), np.dtype(np.float64)}
 _SORT_WHOLE = 1024  # rows up to this width are sorted whole: quicker than looking for a bound
 
 
@@ -32,7 +36,9 @@ class NumpyOperations:
 
     def prepare(self, logits: Array) -> Array:
         """Logits as a contiguous float32 or float64 matrix."""
-        dtype = logits.dtype if logits.dtype in (np.float32, np.float64) else np.float32
+        if logits.dtype in _KEPT and logits.flags.c_contiguous:
+            return logits
+        dtype = logits.dtype if logits.dtype in _KEPT else np.float32
         return np.ascontiguousarray(logits, dtype=dtype)
 
     def exp(self, x: Array) -> Array:
@@ -61,6 +67,13 @@ class NumpyOperations:
             return np.add.reduce(mask, axis=-1, dtype=np.int64)
         return np.array([np.count_nonzero(line) for line in mask])  # five times as quick
 
+    def standing(self, x: Array, tokens: Array) -> tuple[Array, Array]:
+        """Of one token a row (host numbers [rows]): its logit [rows, 1] in float64, and how many
+        of the row lie above it [rows].
+        """
+        level = self.take(x, tokens[:, None])
+        return self.double(level), self.count(x > level)
+
     def first_max(self, x: Array) -> Array:
         return x.argmax(axis=-1)
 
@@ -74,6 +87,8 @@ class NumpyOperations:
         return np.argsort(x, axis=-1, kind="stable")
 
     def take(self, x: Array, columns: Array) -> Array:
+        if len(x) == 1:
+            return x[0][columns]
         return x[np.arange(x.shape[0])[:, None], columns]
 
     def double(self, x: Array) -> Array:
@@ -90,9 +105,14 @@ class NumpyOperations:
     def host(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 
-    def measure(self, logits: Array, peak: Array, entropy: bool) -> tuple[Array, Array | None]:
-        """Over wide rows: Σ exp(x - peak), and the entropy in nats where asked; [rows, 1]."""
+    def measure(
+        self, logits: Array, peak: Array | None, entropy: bool
+    ) -> tuple[Array, Array, Array | None]:
+        """Over wide rows: the peak (where it was not given), Σ exp(x - peak), and where asked the
+        entropy in nats; [rows, 1] each, in float64. Where the peak is not finite, nonsense.
+        """
         rows, width = logits.shape
+        peak = self.double(self.amax(logits)) if peak is None else peak
         total = np.empty((rows, 1))
         spread = np.empty((rows, 1)) if entropy else None
         below = np.empty(width, logits.dtype)
@@ -104,12 +124,19 @@ class NumpyOperations:
             mass = float(np.add.reduce(weight))  # pairwise: good to 1e-7
             total[row] = mass
             if spread is not None:
-                moment = float(np.einsum("i,i->", weight, below))
+                with np.errstate(invalid="ignore"):
+                    np.multiply(weight, below, out=below)
+                moment = float(np.add.reduce(below))
                 if not math.isfinite(moment):  # a token at -inf: 0 times that is to be 0
-                    np.maximum(below, LOWEST, out=below)
-                    moment = float(np.einsum("i,i->", weight, below))
-                spread[row] = math.log(mass) - moment / mass
-        return total, spread
+                    moment = float(np.add.reduce(below, where=np.isfinite(below)))
+                spread[row] = np.log(mass) - moment / mass
+        return peak, total, spread
+
+    def tally(self, tokens: Array, vocabulary: int) -> tuple[Array, Array]:
+        """The tokens that occur and are in the vocabulary, each once, and how often they do."""
+        known = tokens[(tokens >= 0) & (tokens < vocabulary)]
+        found, counts = np.unique(known, return_counts=True)
+        return found, counts
 
     def variance(self, x: Array, kept: Array) -> Array:
         """Population variance of each wide row's kept entries; [rows, 1]."""
@@ -202,6 +229,10 @@ class TorchOperations:
     def count(self, mask: Array) -> Array:
         return mask.sum(-1)
 
+    def standing(self, x: Array, tokens: Array) -> tuple[Array, Array]:
+        level = self.take(x, self.like(tokens, x)[:, None])
+        return level.double(), (x > level).sum(-1)
+
     def first_max(self, x: Array) -> Array:
         return (x == x.amax(-1, keepdim=True)).to(self.torch.int8).argmax(-1)
 
@@ -239,13 +270,16 @@ class TorchOperations:
         sums = padded.reshape(x.shape[0], -1, 256).sum(-1).double()
         return sums.cumsum(-1)[:, -1:]
 
-    def measure(self, logits: Array, peak: Array, entropy: bool) -> tuple[Array, Array | None]:
+    def measure(
+        self, logits: Array, peak: Array | None, entropy: bool
+    ) -> tuple[Array, Array, Array | None]:
+        peak = self.amax(logits).double() if peak is None else peak
         below = (logits - peak.to(logits.dtype)).clamp(min=LOWEST)
         weight = self.torch.exp(below)
         total = self._row_sum(weight)
         if not entropy:
-            return total, None
-        return total, self.torch.log(total) - self._row_sum(weight * below) / total
+            return peak, total, None
+        return peak, total, self.torch.log(total) - self._row_sum(weight * below) / total
 
     def variance(self, x: Array, kept: Array) -> Array:
         number = kept.sum(-1, keepdim=True)
@@ -285,7 +319,7 @@ class TorchOperations:
 
 Operations = NumpyOperations | TorchOperations
 
-_NUMPY = NumpyOperations()
+_numpy: NumpyOperations | None = None
 _torch: TorchOperations | None = None
 
 
@@ -293,10 +327,20 @@ def operations(array: Array) -> Operations:
     """The operations for this kind of array."""
     global _torch
     if isinstance(array, np.ndarray):
-        return _NUMPY
+        return on_host()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         if _torch is None:
             _torch = TorchOperations(torch)
         return _torch
     raise TypeError(f"logits must be a numpy array or a torch tensor, not {type(array).__name__}")
+
+
+def on_host() -> NumpyOperations:
+    """Those for numpy: with the compiled kernels where they are."""
+    global _numpy
+    if _numpy is None:
+        from unspool.sampling.native_arrays import NativeOperations  # it builds on this file
+
+        _numpy = NativeOperations() if native.missing() is None else NumpyOperations()
+    return _numpy

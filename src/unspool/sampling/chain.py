@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from unspool.sampling.records import (
     Pick,
     StageReport,
     final_probabilities,
-    greedy_report,
     report,
 )
 from unspool.sampling.rows import RowInput, Rows, RowSettings, StageState
@@ -53,15 +52,12 @@ class _Group:
     settings: RowSettings
 
 
-@dataclass(frozen=True, slots=True)
-class _Fallen:
-    """Where the draw of each row fell, in host numbers [rows]."""
+class _Fallen(NamedTuple):
+    """The token that a row's draw fell on."""
 
-    tokens: np.ndarray[Any, Any]
-    probability: np.ndarray[Any, Any]
-    u: np.ndarray[Any, Any] | None = None
-    low: np.ndarray[Any, Any] | None = None
-    high: np.ndarray[Any, Any] | None = None
+    token: int
+    probability: float
+    draw: Draw | None = None
 
 
 class Chain:
@@ -150,28 +146,27 @@ class Chain:
         final, reports = _run(stages, model, rows, explain)
         fallen = _likeliest(final) if group.greedy else _draw(final, rows)
         if explain and group.greedy:
-            reports.append(greedy_report(final, fallen.tokens))
+            reports.append(report("greedy", final, final.lead(1)))
 
-        host = model.ops.host
-        tokens = model.ops.like(fallen.tokens, logits)[:, None]
-        level = model.ops.take(model.logits, tokens)
-        rank = host(model.ops.count(model.logits > level))
-        logprob = host(model.ops.double(level) - own.peak - model.ops.log(own.total))[:, 0]
-        entropy = host(own.entropy)[:, 0]
+        ops, host = model.ops, model.ops.host
+        level, above = ops.standing(model.logits, np.array([one.token for one in fallen]))
+        rank = host(above).tolist()
+        logprob = host(level - own.peak - ops.log(own.total))[:, 0].tolist()
+        entropy = host(own.entropy)[:, 0].tolist()
         candidates = _likely(model, final, fallen, group.greedy, top) if top > 0 else None
         return [
             Pick(
-                token=int(fallen.tokens[n]),
-                logprob=float(logprob[n]),
-                rank=int(rank[n]),
-                entropy=max(0.0, float(entropy[n])),
-                probability=float(fallen.probability[n]),
-                draw=_draw_record(fallen, n),
-                state=next_state(rows.settings[n], said[n].state, float(fallen.probability[n])),
+                token=one.token,
+                logprob=logprob[n],
+                rank=rank[n],
+                entropy=max(0.0, entropy[n]),
+                probability=one.probability,
+                draw=one.draw,
+                state=next_state(rows.settings[n], said[n].state, one.probability),
                 candidates=() if candidates is None else candidates[n],
                 stages=tuple(stage[n] for stage in reports if _concerns(stage[n], said[n])),
             )
-            for n in range(len(said))
+            for n, one in enumerate(fallen)
         ]
 
 
@@ -198,7 +193,8 @@ def _run(
             before = candidates
             candidates = stage.apply(before, rows)
             if explain:
-                candidates.peak()
+                candidates.passing = False  # the next report looks at it
+                candidates.measure()
                 reports.append(report(stage.name, before, candidates))
         candidates.peak()
     except NoCandidateError as error:
@@ -221,52 +217,41 @@ def _emptying(stages: tuple[Stage, ...], candidates: Candidates, rows: Rows) -> 
     return "none"
 
 
-def _likeliest(candidates: Candidates) -> _Fallen:
-    tokens = candidates.ops.first_max(candidates.logits)
-    if candidates.ids is not None:
-        tokens = candidates.ops.take(candidates.ids, tokens[:, None])[:, 0]
-    tokens = candidates.ops.host(tokens)
-    return _Fallen(tokens, np.ones(len(tokens)))
+def _likeliest(candidates: Candidates) -> list[_Fallen]:
+    columns = candidates.ops.first_max(candidates.logits)[:, None]
+    ids = candidates.ids
+    tokens = columns if ids is None else candidates.ops.take(ids, columns)
+    return [_Fallen(token, 1.0) for token in candidates.ops.host(tokens)[:, 0].tolist()]
 
 
-def _draw(candidates: Candidates, rows: Rows) -> _Fallen:
+def _draw(candidates: Candidates, rows: Rows) -> list[_Fallen]:
     """Lets each row's number fall on its candidates, likeliest first.
 
     Where many remain, only the likeliest are put in order, as long as every number falls on them.
     """
-    ops, host = candidates.ops, candidates.ops.host
+    host = candidates.ops.host
     width = candidates.logits.shape[-1]
     # Summed before anything is put in order: whether that happens depends on the widest row.
     whole = candidates.measure()
-    few = candidates.in_order() if width <= _SORT_WHOLE else candidates
+    total = host(whole.total)[:, 0]
     drawn = rows.uniform(TOKEN_STREAM)
-    target = ops.like(drawn, whole.total)[:, None] * whole.total
-    look = width if few.ordered else _FIRST_LOOK
-    weights: Array
+    target = drawn * total
+    look = width if candidates.ordered or width <= _SORT_WHOLE else _FIRST_LOOK
     while True:
-        line = few.lead(look)
-        weights = whole.weights if line is candidates else ops.exp(line.logits - whole.peak)
-        running = weights.cumsum(-1)
-        if look >= width or bool((running[:, -1:] > target).all()):
+        line, weights, running = candidates.line(look)
+        if look >= width or bool((host(running)[:, -1] > target).all()):
             break
         look *= _WIDER
-    column = landing(target, running, weights)[:, None]
-    total = whole.total
-    width_of_pick = host(ops.take(weights, column) / total)[:, 0]
-    high = host(ops.take(running, column) / total)[:, 0]
-    return _Fallen(
-        host(ops.take(line.ids, column))[:, 0],
-        np.minimum(width_of_pick, 1.0),
-        drawn,
-        np.maximum(high - width_of_pick, 0.0),
-        np.minimum(high, 1.0),
-    )
-
-
-def _draw_record(fallen: _Fallen, row: int) -> Draw | None:
-    if fallen.u is None or fallen.low is None or fallen.high is None:
-        return None
-    return Draw(float(fallen.u[row]), float(fallen.low[row]), float(fallen.high[row]))
+    ids, weights, running = host(line.ids), host(weights), host(running)
+    fallen = []
+    numbers = zip(drawn.tolist(), target.tolist(), total.tolist(), strict=True)
+    for row, (u, at, whole_mass) in enumerate(numbers):
+        column = landing(at, running[row], weights[row])
+        chance = float(weights[row, column]) / whole_mass
+        high = float(running[row, column]) / whole_mass
+        draw = Draw(u, max(high - chance, 0.0), min(high, 1.0))
+        fallen.append(_Fallen(int(ids[row, column]), min(chance, 1.0), draw))
+    return fallen
 
 
 def next_state(
@@ -280,20 +265,16 @@ def next_state(
 
 
 def _likely(
-    model: Candidates, final: Candidates, fallen: _Fallen, greedy: bool, top: int
+    model: Candidates, final: Candidates, fallen: list[_Fallen], greedy: bool, top: int
 ) -> list[tuple[Candidate, ...]]:
     """The model's likeliest of each row, and their probabilities after all stages."""
     best = model.lead(top)
     own = model.measure()
     host = model.ops.host
-    tokens = host(best.ids)
+    if greedy:
+        chances = (host(best.ids) == [[one.token] for one in fallen]).astype(np.float64)
+    else:
+        chances = final_probabilities(final, best.ids)
     logprobs = host(best.logits - own.peak - model.ops.log(own.total))
-    rows = []
-    for row in range(model.rows):
-        if greedy:
-            chances = (tokens[row] == fallen.tokens[row]).astype(np.float64)
-        else:
-            chances = final_probabilities(final, row, tokens[row])
-        columns = (tokens[row].tolist(), logprobs[row].tolist(), chances.tolist())
-        rows.append(tuple(Candidate(*column) for column in zip(*columns, strict=True)))
-    return rows
+    numbers = host(best.ids).tolist(), logprobs.tolist(), chances.tolist()
+    return [tuple(map(Candidate, *columns)) for columns in zip(*numbers, strict=True)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from unspool.sampling.arrays import Array
 from unspool.sampling.candidates import INF, Candidates
 from unspool.sampling.rows import StageState
 
@@ -20,9 +21,11 @@ class Draw:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A token the model thought likely, and what became of it."""
+class Candidate(NamedTuple):
+    """A token the model thought likely, and what became of it.
+
+    (A tuple because dozens are made at every step, and tuples are made thrice as fast.)
+    """
 
     token: int
     logprob: float  # under the model's own softmax, before any stage
@@ -65,91 +68,78 @@ class Pick:
     stages: tuple[StageReport, ...] = ()
 
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
 TOP_SHOWN = 8
 """How many of the likeliest a stage report shows."""
-
-_Row = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 def report(name: str, before: Candidates, after: Candidates) -> list[StageReport]:
     """A report for each row, from the very candidates that went in and came out."""
-    best = after.lead(TOP_SHOWN)
-    now, host = after.measure(), after.ops.host
-    chances = host(after.ops.exp(best.logits - now.peak) / now.total)
-    tokens = host(best.ids)
-    tops = []
-    for r in range(after.rows):
-        pairs = zip(tokens[r].tolist(), chances[r].tolist(), strict=True)
-        tops.append(tuple(pair for pair in pairs if pair[1] > 0))
-    return _reports(name, before, [_row(after, r) for r in range(after.rows)], tops)
+    host, now = after.ops.host, after.measure()
+    kept = host(after.remaining())
+    removed = host(before.remaining()) - kept
+    old = _levels(before, after)
+    changed = _changed(old, before, after, removed)
+    masses = _kept_masses(old, before, after, removed, changed)
+    best, weights, _ = after.line(TOP_SHOWN)
+    tokens, chances = host(best.ids).tolist(), host(weights / now.total).tolist()
+    columns = (kept.tolist(), removed.tolist(), masses, changed.tolist())
+    tops = [
+        tuple(pair for pair in zip(*row, strict=True) if pair[1] > 0)
+        for row in zip(tokens, chances, strict=True)
+    ]
+    return [StageReport(name, *numbers) for numbers in zip(*columns, tops, strict=True)]
 
 
-def greedy_report(before: Candidates, tokens: np.ndarray[Any, Any]) -> list[StageReport]:
-    """Taking the likeliest, told as a stage that keeps one."""
-    kept = [(np.array([t]), _levels(before, r, np.array([t]))) for r, t in enumerate(tokens)]
-    return _reports("greedy", before, kept, [((int(token), 1.0),) for token in tokens])
+def _levels(before: Candidates, after: Candidates) -> Array:
+    """The logits that those who remain had before, column for column."""
+    if before.ids is after.ids:
+        return before.logits
+    if before.ids is None:
+        return before.ops.take(before.logits, after.ids)
+    width = after.logits.shape[-1]
+    if width <= before.logits.shape[-1] and bool((before.ids[:, :width] == after.ids).all()):
+        return before.logits[:, :width]
+    ops, host = before.ops, before.ops.host
+    places = []
+    for ids, wanted in zip(host(before.ids), host(after.ids), strict=True):
+        order = np.argsort(ids, kind="stable")  # padding repeats an id: the first is the one
+        places.append(order[np.searchsorted(ids[order], wanted).clip(max=ids.size - 1)])
+    return ops.take(before.logits, ops.like(np.array(places), before.logits))
 
 
-def _reports(
-    name: str, before: Candidates, after: list[_Row], tops: list[tuple[tuple[int, float], ...]]
-) -> list[StageReport]:
-    was, host = before.measure(), before.ops.host
-    peaks, totals = host(was.peak)[:, 0], host(was.total)[:, 0]
-    counts = host(before.remaining())
-    reports = []
-    for r, (ids, logits) in enumerate(after):
-        old = _levels(before, r, ids)
-        mass = 1.0  # exactly, when nothing was removed
-        if ids.size < counts[r]:
-            mass = float(np.exp(old.astype(np.float64) - peaks[r]).sum() / totals[r])
-        reports.append(
-            StageReport(
-                name=name,
-                kept=int(ids.size),
-                removed=int(counts[r] - ids.size),
-                kept_mass=min(1.0, mass),
-                changed=int(np.count_nonzero(old != logits)),
-                top=tops[r],
-            )
-        )
-    return reports
+def _changed(old: Array, before: Candidates, after: Candidates, removed: Ints) -> Ints:
+    """How many of each row remain with another logit."""
+    differ = old != after.logits
+    if old is before.logits:  # every column is still there, and what was removed differs too
+        return after.ops.host(after.ops.count(differ)) - removed
+    return after.ops.host(after.ops.count(differ & (after.logits > -INF)))
 
 
-def _levels(candidates: Candidates, row: int, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The logits of tokens that are among a row's candidates."""
-    logits = candidates.ops.host(candidates.logits[row])
+def _kept_masses(
+    old: Array, before: Candidates, after: Candidates, removed: Ints, changed: Ints
+) -> list[float]:
+    """What those who remain had of the probability before; exactly 1 where all remain."""
+    if not removed.any():
+        return [1.0] * after.rows
+    ops, was, now = after.ops, before.measure(), after.measure()
+    # Of a row that kept its logits, what remains is summed up already.
+    mass = ops.host(now.total * ops.exp(now.peak - was.peak) / was.total)[:, 0]
+    if (changed > 0).any():
+        weights = ops.exp(ops.double(old) - was.peak)
+        sums = ops.where(after.logits > -INF, weights, 0.0).cumsum(-1)[:, -1:] / was.total
+        mass = np.where(changed > 0, ops.host(sums)[:, 0], mass)
+    shares: list[float] = np.where(removed > 0, mass.clip(max=1.0), 1.0).tolist()
+    return shares
+
+
+def final_probabilities(candidates: Candidates, tokens: Array) -> np.ndarray[Any, Any]:
+    """Of tokens [rows, n], those in the candidates' distribution; 0 for those no longer in it."""
+    ops, whole = candidates.ops, candidates.measure()
     if candidates.ids is None:
-        in_place = tokens.size == logits.size and bool((tokens[1:] > tokens[:-1]).all())
-        return logits if in_place else logits[tokens]  # a look-up for every token is slow
-    ids, kept = _row(candidates, row)
-    order = np.argsort(ids)
-    return np.asarray(kept[order[np.searchsorted(ids[order], tokens)]])
-
-
-def final_probabilities(
-    candidates: Candidates, row: int, tokens: np.ndarray[Any, Any]
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The probabilities of given tokens in a row's distribution; 0 for those no longer in it."""
-    ids, logits = _row(candidates, row)
-    measure = candidates.measure()
-    host = candidates.ops.host
-    peak, total = float(host(measure.peak)[row, 0]), float(host(measure.total)[row, 0])
-    if candidates.ids is None:
-        spot = np.searchsorted(ids, tokens).clip(max=ids.size - 1)
-    else:
-        order = np.argsort(ids)
-        spot = order[np.searchsorted(ids[order], tokens).clip(max=ids.size - 1)]
-    chances = np.exp(logits[spot].astype(np.float64) - peak) / total
-    return np.where(ids[spot] == tokens, chances, 0.0)
-
-
-def _row(candidates: Candidates, row: int) -> _Row:
-    """Ids and logits of a row's remaining candidates."""
-    host = candidates.ops.host
-    logits = host(candidates.logits[row])
-    alive = logits > -INF
-    if candidates.ids is None and alive.all():
-        return np.arange(logits.size), logits
-    kept = np.flatnonzero(alive)
-    ids = kept if candidates.ids is None else host(candidates.ids[row])[kept]
-    return ids, logits[kept]
+        levels = ops.double(ops.take(candidates.logits, tokens))
+        return ops.host(ops.exp(levels - whole.peak) / whole.total)
+    weights, ids, wanted = ops.host(whole.weights), ops.host(candidates.ids), ops.host(tokens)
+    found = [weights[row] @ (ids[row][:, None] == wanted[row]) for row in range(len(ids))]
+    return np.asarray(np.array(found) / ops.host(whole.total))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unspool.sampling.arrays import Array, operations
+from unspool.sampling.arrays import Array, on_host, operations
 from unspool.sampling.draw import uniforms
 from unspool.sampling.settings import SamplingSettings
 
@@ -85,21 +85,19 @@ class Rows:
     def counts(self, vocabulary: int) -> tuple[Tokens, Tokens, Tokens]:
         """Which tokens the penalties see, and how often: flat row numbers, tokens, counts."""
         if self._counts is None:
-            keys = []
+            found = []
             for row, history in enumerate(self.histories):
                 settings = self.settings[row]
                 start = 0 if settings.penalize_prompt else self.inputs[row].prompt_length
                 if settings.penalty_window >= 0:
                     start = max(start, len(history) - settings.penalty_window)
-                keys.append(known(history[start:], vocabulary) + row * vocabulary)
-            every = keys[0] if len(keys) == 1 else np.concatenate(keys)
-            every.sort()
-            fresh = np.ones(every.size + 1, bool)  # where another token begins, and at the end
-            np.not_equal(every[1:], every[:-1], out=fresh[1:-1])
-            starts = np.flatnonzero(fresh)
-            found = every[starts[:-1]]
-            rows = found // vocabulary
-            self._counts = rows, found - rows * vocabulary, starts[1:] - starts[:-1]
+                found.append(on_host().tally(history[start:], vocabulary))
+            tokens, counts = found[0]
+            if len(found) > 1:
+                tokens = np.concatenate([tokens for tokens, _ in found])
+                counts = np.concatenate([counts for _, counts in found])
+            sizes = [tokens.size for tokens, _ in found]
+            self._counts = np.repeat(np.arange(len(sizes)), sizes), tokens, counts
         return self._counts
 
     def uniform(self, stream: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -118,10 +116,3 @@ class Rows:
         return np.array(
             [[r.state.mirostat_mu if r.state else 2.0 * s.mirostat_tau] for r, s in pairs]
         )
-
-
-def known(tokens: Tokens, vocabulary: int) -> Tokens:
-    """Those that are in the vocabulary: an embedding may have more rows than the head gives."""
-    if tokens.size and (tokens.max() >= vocabulary or tokens.min() < 0):
-        return tokens[(tokens >= 0) & (tokens < vocabulary)]
-    return tokens

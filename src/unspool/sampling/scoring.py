@@ -63,9 +63,9 @@ def score(logits: Array, targets: Sequence[int] | Tokens, top: int = 0) -> Score
         model = Candidates(ops.prepare(logits[part]))
         own = model.measure(entropy=True)
         norm = own.peak + ops.log(own.total)
-        level = ops.take(model.logits, ops.like(wanted[part, None], model.logits))
-        scores.logprobs[part] = ops.host(ops.double(level) - norm)[:, 0]
-        scores.ranks[part] = ops.host(ops.count(model.logits > level))
+        level, rank = ops.standing(model.logits, wanted[part])
+        scores.logprobs[part] = ops.host(level - norm)[:, 0]
+        scores.ranks[part] = ops.host(rank)
         scores.entropies[part] = ops.host(own.entropy)[:, 0]
         if top:
             best = model.lead(top)

@@ -1,7 +1,8 @@
 """Every stage by name, and what a stage is.
 
 A stage takes the candidates of all rows and gives those that remain, or the same with other logits.
-It changes nothing it is given, keeps nothing between steps, and treats each row as if alone.
+It changes nothing it is given (but `revise` may write into the copy that another `revise` has just
+made: `Candidates.passing`), keeps nothing between steps, and treats each row as if alone.
 """
 
 from __future__ import annotations

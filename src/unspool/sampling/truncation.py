@@ -43,8 +43,7 @@ class TopP:
         width = candidates.logits.shape[-1]
         look = width if candidates.ordered else FIRST_LOOK
         while True:
-            few = candidates.lead(look)
-            running = ops.exp(few.logits - whole.peak).cumsum(-1)
+            few, _, running = candidates.line(look)
             if look >= width or bool((running[:, -1:] >= goal).all()):
                 return few.first(ops.count(running < goal) + 1)
             look *= WIDER

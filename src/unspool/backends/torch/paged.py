@@ -7,7 +7,6 @@ through the matrices together, and only attention looks at each text's own past.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.base import Batch, Inside, Ran, Taps
-from unspool.errors import SettingsError
+from unspool.backends.memory import free_memory, pages_in
 from unspool.model.transformer import QUERIES_AT_ONCE, Attention, Layer, Transformer
 
 PAGE_SIZE = 16
@@ -102,24 +101,8 @@ def pages_for(model: Transformer, memory: int | None) -> int:
         if device.type == "cuda":
             memory = torch.cuda.mem_get_info(device)[0] // 2
         else:
-            memory = min(2 << 30, _free_memory() // 4)
-    count = memory // page_bytes(model)
-    if count < 1:
-        raise SettingsError(
-            f"memory is {memory:,} bytes, and a single page of keys and values takes "
-            f"{page_bytes(model):,}; allow more"
-        )
-    return int(count)
-
-
-def _free_memory() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30  # not told: a modest guess
+            memory = min(2 << 30, free_memory() // 4)
+    return pages_in(memory, page_bytes(model))
 
 
 class _Plan:

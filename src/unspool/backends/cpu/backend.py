@@ -1,0 +1,198 @@
+"""The native backend: a batch in, logits out, in one call of the compiled library.
+
+Keys and values lie in pages of sixteen tokens, in 16 or 8 bits a number. The memory is asked for
+at once but taken by the system only as pages are written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unspool.backends.base import Batch, Floats, Inside, Ran, Taps
+from unspool.backends.cpu.structures import (
+    BatchStructure,
+    KeyValues,
+    RotaryTable,
+    TapList,
+    address,
+    contiguous,
+    functions,
+)
+from unspool.backends.memory import free_memory, pages_in
+from unspool.errors import UnspoolError
+
+if TYPE_CHECKING:
+    from unspool.backends.cpu.loaded import CpuModel
+    from unspool.model.config import ModelConfig
+
+PAGE_SIZE = 16
+LANES = 16
+_FIRST_ANGLES = 512  # positions whose angles are worked out at first; then twice as many, and so on
+FORKED = "this model was loaded before the process was forked; load it in the child process"
+_FAULTS = {
+    1: "there is not enough memory for a batch of {count} tokens; allow less at once",
+    2: "the system gave no more threads; ask for fewer with threads=1",
+    3: "the batch names a token, a position or a page that does not exist",
+}
+
+
+def page_bytes(config: ModelConfig, kv_bits: int) -> int:
+    """Keys and values of sixteen tokens in all layers."""
+    filled = -(-config.head_width // LANES) * LANES
+    scales = 4 * PAGE_SIZE if kv_bits == 8 else 0
+    head = PAGE_SIZE * filled * kv_bits // 8 + scales
+    return 2 * config.layers * config.kv_heads * head
+
+
+class CpuBackend:
+    """A `CpuModel` behind the engine's contract."""
+
+    def __init__(self, model: CpuModel, *, memory: int | None, context: int) -> None:
+        config = model.config
+        self.model = model
+        self.page_size = PAGE_SIZE
+        self.page_bytes = page_bytes(config, model.kv_bits)
+        if memory is None:
+            memory = min(2 << 30, free_memory() // 4)
+        self.page_count = pages_in(memory, self.page_bytes)
+        self.vocab_size = config.vocab_size
+        self.context = context
+        try:
+            self._memory = np.zeros(self.page_count * self.page_bytes + 64, np.uint8)
+        except MemoryError as error:
+            raise UnspoolError(
+                f"keys and values were to take {memory:,} bytes, which the system does not give; "
+                "set a lower memory"
+            ) from error
+        self._kv = KeyValues(
+            data=address(self._memory) + -address(self._memory) % 64,
+            pages=self.page_count,
+            bits=model.kv_bits,
+            heads=config.kv_heads,
+            head_width=config.head_width,
+            layers=config.layers,
+        )
+        self._runner = model.new_runner()
+        self._angles = _Angles(model, context)
+        self._process = os.getpid()
+        self._turn = threading.Lock()
+
+    def copy_page(self, source: int, target: int) -> None:
+        if not (0 <= source < self.page_count and 0 <= target < self.page_count):
+            raise UnspoolError(
+                f"pages go from 0 to {self.page_count - 1}, not {source} or {target}"
+            )
+        functions().unspool_copy_page(ctypes.byref(self._kv), source, target)
+
+    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
+        if os.getpid() != self._process:
+            raise UnspoolError(FORKED)
+        arrays = [
+            contiguous(array)
+            for array in (batch.tokens, batch.positions, batch.starts, batch.pages, batch.wanted)
+        ]
+        count, rows, wanted = len(batch.tokens), len(batch.starts) - 1, len(batch.wanted)
+        if len(batch.positions) != count or len(batch.pages) != rows:
+            raise UnspoolError(_FAULTS[3])
+        structure = BatchStructure(*map(address, arrays), count, rows, batch.pages.shape[1], wanted)
+        logits = np.empty((wanted, self.vocab_size), np.float32)
+        watch = _Watch(self.model, batch, taps) if taps else None
+        with self._turn:
+            angles = self._angles.up_to(int(arrays[1].max()) + 1 if count else 0)
+            status = functions().unspool_run(
+                self._runner.handle,
+                ctypes.addressof(self._kv),
+                angles,
+                ctypes.addressof(structure),
+                ctypes.addressof(watch.list) if watch else None,
+                address(logits),
+            )
+        if status:
+            raise UnspoolError(_FAULTS[status].format(count=count))
+        return Ran(logits, watch.inside() if watch else None)
+
+    def profile(self) -> Floats:
+        """Seconds in each operation since the last call; the first call begins to measure."""
+        seconds = np.zeros(len(self.model.plan.operations), np.float64)
+        functions().unspool_profile(self._runner.handle, address(seconds))
+        return seconds.astype(np.float32)
+
+
+class _Angles:
+    """Cosines and sines of every position so far, one table for each way that layers turn."""
+
+    def __init__(self, model: CpuModel, context: int) -> None:
+        self._ways = model.plan.rotary
+        self._context = context
+        self._known = 0
+        self._tables: list[Floats] = []
+        self._structures = (RotaryTable * max(1, len(self._ways)))()
+
+    def up_to(self, count: int) -> int:
+        """The address of the tables, which hold so many positions, if the context has them."""
+        count = min(count, self._context)
+        if count > self._known:
+            self._known = max(count, min(self._context, max(_FIRST_ANGLES, 2 * self._known)))
+            positions = np.arange(self._known)
+            self._tables = []
+            for number, way in enumerate(self._ways):
+                cosine, sine = (
+                    np.ascontiguousarray(table, np.float32)
+                    for table in way.tables(positions, self._context)
+                )
+                self._tables += [cosine, sine]
+                self._structures[number] = RotaryTable(
+                    address(cosine), address(sine), self._known, way.width // 2
+                )
+        return ctypes.addressof(self._structures)
+
+
+class _Watch:
+    """Room for what the taps ask for, and what was seen made into arrays."""
+
+    def __init__(self, model: CpuModel, batch: Batch, taps: Taps) -> None:
+        config = model.config
+        self._taps = taps
+        self._rows = np.union1d(taps.residuals, taps.parts).astype(np.int64)
+        every = np.concatenate([self._rows, taps.attention])
+        if len(every) and not 0 <= every.min() <= every.max() < len(batch.tokens):
+            raise UnspoolError("the taps name a token that is not in the batch")
+        self._snapshots = np.empty(
+            (2 * config.layers + 1, len(self._rows), config.width), np.float32
+        )
+        self._past = batch.positions[taps.attention] + 1
+        self._shape = (config.layers, config.heads)
+        sizes = self._past * config.layers * config.heads
+        self._starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+        self._weights = np.zeros(int(self._starts[-1]), np.float32)
+        self._where = np.full(len(batch.tokens), -1, np.int64)
+        self._where[taps.attention] = self._starts[:-1]
+        self.list = TapList(
+            address(self._rows),
+            len(self._rows),
+            address(self._snapshots),
+            address(self._where) if len(taps.attention) else None,
+            address(self._weights),
+        )
+
+    def inside(self) -> Inside:
+        residuals = parts = None
+        if len(self._taps.residuals):
+            found = np.searchsorted(self._rows, self._taps.residuals)
+            residuals = self._snapshots[::2, found]
+        if len(self._taps.parts):
+            found = np.searchsorted(self._rows, self._taps.parts)
+            steps = np.diff(self._snapshots[:, found], axis=0)  # attention, feed, attention, ...
+            parts = steps.reshape(-1, 2, *steps.shape[1:])
+        attention = [
+            self._weights[start:end].reshape(*self._shape, past)
+            for start, end, past in zip(
+                self._starts[:-1], self._starts[1:], self._past.tolist(), strict=True
+            )
+        ]
+        return Inside(residuals, attention, parts)

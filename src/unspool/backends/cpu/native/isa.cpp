@@ -1,0 +1,132 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace unspool {
+
+namespace plain {
+extern const Kernels table;
+}
+#if HAS_avx2
+namespace avx2 {
+extern const Kernels table;
+}
+#endif
+#if HAS_avx512
+namespace avx512 {
+extern const Kernels table;
+}
+#endif
+#if HAS_amx
+namespace amx {
+extern const Kernels table;
+void begin_thread();
+void end_thread();
+}  // namespace amx
+#endif
+#if HAS_neon
+namespace neon {
+extern const Kernels table;
+}
+#endif
+
+namespace {
+
+#if HAS_amx
+// Linux gives a process the tile registers only when it asks.
+bool amx_allowed() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const bool tile = d & (1u << 24), int8 = d & (1u << 25), bf16 = d & (1u << 22);
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return tile && int8 && bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+bool usable(const Kernels* set) {
+#if defined(__x86_64__)
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+    const bool has_avx512 =
+        has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni");
+#if HAS_avx2
+    if (set == &avx2::table) return has_avx2;
+#endif
+#if HAS_avx512
+    if (set == &avx512::table) return has_avx512;
+#endif
+#if HAS_amx
+    if (set == &amx::table)
+        return has_avx512 && __builtin_cpu_supports("avx512bf16") && amx_allowed();
+#endif
+#elif HAS_neon
+    if (set == &neon::table) {
+#if defined(__linux__)
+        return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+        return true;  // every Apple chip has the dot product
+#endif
+    }
+#endif
+    return set == &plain::table;
+}
+
+const Kernels* choose() {
+    const Kernels* sets[] = {
+#if HAS_amx
+        &amx::table,
+#endif
+#if HAS_avx512
+        &avx512::table,
+#endif
+#if HAS_avx2
+        &avx2::table,
+#endif
+#if HAS_neon
+        &neon::table,
+#endif
+        &plain::table,
+    };
+    const char* forced = std::getenv("UNSPOOL_ISA");
+    for (const Kernels* set : sets) {
+        if (forced != nullptr && *forced != 0 && std::strcmp(forced, set->name) != 0) continue;
+        if (usable(set)) return set;
+    }
+    return nullptr;
+}
+
+const Kernels* chosen() {
+    static const Kernels* const found = choose();
+    return found;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *chosen(); }
+const char* chosen_name() { return chosen() != nullptr ? chosen()->name : nullptr; }
+
+void begin_thread() {
+#if HAS_amx
+    if (chosen() == &amx::table) amx::begin_thread();
+#endif
+}
+
+void end_thread() {
+#if HAS_amx
+    if (chosen() == &amx::table) amx::end_thread();
+#endif
+}
+
+}  // namespace unspool

@@ -1,0 +1,274 @@
+// Each query gathers values from the tokens before it, over pages of sixteen.
+//
+// Softmax is taken over segments of 512 positions, counted from the text's beginning, and segments
+// are merged in order. So a text's numbers are the same whether its segments are spread over
+// threads (a long past, one new token) or walked through by one (a prompt), and whatever else is
+// in the batch.
+#include <cmath>
+#include <limits>
+
+#include "pages.h"
+#include "table.h"
+
+namespace unspool {
+namespace ISA {
+
+namespace {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// The state of a row's softmax: the largest score, the sum of the exponentials, the sum of values.
+struct Gathered {
+    float most, total;
+    float* values;
+};
+
+// Adds a segment's share to what was gathered before it.
+inline void merge(Gathered& into, const Gathered& more, int64_t width) {
+    if (more.total == 0.0f) return;
+    if (into.total == 0.0f) {
+        into.most = more.most;
+        into.total = more.total;
+        for (int64_t i = 0; i < width; ++i) into.values[i] = more.values[i];
+        return;
+    }
+    const float most = into.most > more.most ? into.most : more.most;
+    const float ours = std::exp(into.most - most), theirs = std::exp(more.most - most);
+    into.most = most;
+    into.total = into.total * ours + more.total * theirs;
+    for (int64_t i = 0; i < width; ++i)
+        into.values[i] = into.values[i] * ours + more.values[i] * theirs;
+}
+
+// Hide what a row may not see of the page at `start`.
+inline void mask(const Tile& tile, int64_t start, int64_t at) {
+    for (int64_t row = 0; row < tile.rows; ++row) {
+        const int64_t newest = tile.position(row), oldest = tile.oldest(row);
+        if (start >= oldest && start + kPage - 1 <= newest) continue;
+        float* scores = tile.scores + row * kSegment + at;
+        for (int64_t slot = 0; slot < kPage; ++slot)
+            if (start + slot < oldest || start + slot > newest) scores[slot] = kNothing;
+    }
+}
+
+// For those who look: a row's raw scores; they become weights when the whole sum is known.
+inline float* tapped(const Tile& tile, int64_t row) {
+    const Run& run = *tile.run;
+    if (run.taps == nullptr || run.taps->attention == nullptr) return nullptr;
+    const int64_t at = run.taps->attention[tile.first_token + row / tile.group];
+    if (at < 0) return nullptr;
+    const int64_t head = tile.kv_head * tile.group + row % tile.group;
+    return run.taps->weights + at + (tile.op->layer * run.heads + head) * (tile.position(row) + 1);
+}
+
+inline void keep_scores(const Tile& tile, int64_t first, int64_t last) {
+    for (int64_t row = 0; row < tile.rows; ++row) {
+        float* to = tapped(tile, row);
+        if (to == nullptr) continue;
+        const int64_t end = last < tile.position(row) + 1 ? last : tile.position(row) + 1;
+        for (int64_t at = first; at < end; ++at)
+            to[at] = tile.scores[row * kSegment + at % kSegment];
+    }
+}
+
+inline void scores_to_weights(const Tile& tile, int64_t row, const Gathered& whole) {
+    float* to = tapped(tile, row);
+    if (to == nullptr) return;
+    for (int64_t at = 0; at <= tile.position(row); ++at)
+        to[at] = at < tile.oldest(row) ? 0.0f : std::exp(to[at] - whole.most) / whole.total;
+}
+
+// One segment for all rows of a tile: found[row] gets its share; tile.sums holds the values.
+template <class Kind>
+inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
+    const KeyValues& kv = tile.run->kv;
+    const int64_t filled = tile.filled;
+    int64_t first = segment * kSegment;
+    if (tile.oldest(0) > first) first = tile.oldest(0) / kPage * kPage;
+    int64_t last = (segment + 1) * kSegment;
+    if (tile.newest() + 1 < last) last = tile.newest() + 1;
+    const int64_t begin = first % kSegment;
+    const auto keys_at = [&](int64_t position) {
+        return kv_page(kv, tile.op->layer, 0, tile.kv_head, tile.pages[position / kPage]);
+    };
+    for (int64_t start = first; start < last;) {
+        const bool whole = start + kPages * kPage <= last;
+        const uint8_t* pages[kPages];
+        for (int p = 0; p < (whole ? kPages : 1); ++p) pages[p] = keys_at(start + p * kPage);
+        const int64_t next = start + (whole ? kPages : 1) * kPage;
+        for (int64_t at = next; at < last && at < next + kPages * kPage; at += kPage)
+            fetch(keys_at(at), kv);
+        by_rows(tile.rows, [&](int64_t row, auto count) {
+            constexpr int R = decltype(count)::value;
+            if (whole && pages_for(R) == kPages) {
+                page_scores<Kind, R, kPages>(tile, pages, row, start % kSegment);
+                return;
+            }
+            for (int p = 0; p < (whole ? kPages : 1); ++p)
+                page_scores<Kind, R, 1>(tile, pages + p, row, start % kSegment + p * kPage);
+        });
+        for (; start < next; start += kPage) mask(tile, start, start % kSegment);
+    }
+    const int64_t end = begin + (last - first + kPage - 1) / kPage * kPage;
+    keep_scores(tile, first, last);
+    for (int64_t row = 0; row < tile.rows; ++row) {
+        float* scores = tile.scores + row * kSegment;
+        F32x16 most = set1(kNothing);
+        for (int64_t at = begin; at < end; at += kLanes) most = vmax(most, load(scores + at));
+        found[row].most = largest(most);
+        found[row].values = tile.sums + row * filled;
+        for (int64_t i = 0; i < filled; ++i) found[row].values[i] = 0.0f;
+        if (found[row].most == kNothing) {  // it sees nothing here
+            found[row].total = 0.0f;
+            for (int64_t at = begin; at < end; ++at) scores[at] = 0.0f;
+            continue;
+        }
+        const F32x16 peak = set1(found[row].most);
+        F32x16 total = zero();
+        for (int64_t at = begin; at < end; at += kLanes) {
+            const F32x16 e = exp16(sub(load(scores + at), peak));
+            store(scores + at, e);
+            total = add(total, e);
+        }
+        found[row].total = sum(total);
+    }
+    for (int64_t start = first; start < last; start += kPage) {
+        const uint8_t* page =
+            kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage]);
+        const int64_t slots = last - start < kPage ? last - start : kPage;
+        if (start + kPage < last)
+            fetch(kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage + 1]), kv);
+        by_rows(tile.rows, [&](int64_t row, auto count) {
+            all_values<Kind, decltype(count)::value>(tile, page, row, start % kSegment, slots);
+        });
+    }
+}
+
+inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
+    if (tile.run->kv.bits == 16) return attend_segment<Half>(tile, segment, found);
+    if (tile.run->kv.bits == 8) return attend_segment<Byte>(tile, segment, found);
+    return attend_segment<Float>(tile, segment, found);
+}
+
+inline void finish(const Tile& tile, int64_t row, const Gathered& whole) {
+    const int64_t head = tile.kv_head * tile.group + row % tile.group;
+    float* to = tile.run->buffers[tile.op->target].row(tile.first_token + row / tile.group) +
+                head * tile.width;
+    const float inverse = 1.0f / whole.total;
+    for (int64_t i = 0; i < tile.width; ++i) to[i] = whole.values[i] * inverse;
+    scores_to_weights(tile, row, whole);
+}
+
+// The tile of `tokens` tokens from `token` on, its queries scaled.
+Tile open_tile(const Run& run, const Op& op, int64_t token, int64_t tokens, int64_t kv_head,
+               uint8_t* scratch) {
+    Tile tile;
+    tile.run = &run;
+    tile.op = &op;
+    tile.first_token = token;
+    tile.tokens = tokens;
+    tile.kv_head = kv_head;
+    tile.group = run.heads / run.kv.heads;
+    tile.width = run.kv.head_width;
+    tile.filled = filled_width(run.kv);
+    tile.rows = tokens * tile.group;
+    tile.first_position = run.batch.positions[token];
+    tile.pages = run.batch.pages + run.row_of[token] * run.batch.pages_of_row;
+    tile.queries = reinterpret_cast<float*>(scratch);
+    tile.scores = tile.queries + tile.rows * tile.filled;
+    tile.sums = tile.scores + tile.rows * kSegment;
+    for (int64_t row = 0; row < tile.rows; ++row) {
+        const float* from = run.buffers[op.source].row(token + row / tile.group) +
+                            (kv_head * tile.group + row % tile.group) * tile.width;
+        for (int64_t i = 0; i < tile.width; ++i)
+            tile.queries[row * tile.filled + i] = from[i] * op.scale;
+    }
+    return tile;
+}
+
+// All segments, one after the other.
+void attend_alone(const Tile& tile) {
+    float* values = tile.sums + tile.rows * tile.filled;
+    Gathered whole[kTileRows * 4], more[kTileRows * 4];
+    for (int64_t row = 0; row < tile.rows; ++row)
+        whole[row] = {kNothing, 0.0f, values + row * tile.filled};
+    for (int64_t s = tile.oldest(0) / kSegment; s <= tile.newest() / kSegment; ++s) {
+        attend_segment(tile, s, more);
+        for (int64_t row = 0; row < tile.rows; ++row) merge(whole[row], more[row], tile.width);
+    }
+    for (int64_t row = 0; row < tile.rows; ++row) finish(tile, row, whole[row]);
+}
+
+}  // namespace
+
+void attend(const Run& run, const Op& op, Worker& worker) {
+    const Batch& batch = run.batch;
+    const int64_t group = run.heads / run.kv.heads, width = run.kv.head_width;
+    const int64_t per_tile = group >= kTileRows ? 1 : kTileRows / group;
+    int64_t tiles = 0, segments = 0;
+    for (int64_t row = 0; row < batch.rows; ++row) {
+        const int64_t count = batch.starts[row + 1] - batch.starts[row];
+        tiles += (count + per_tile - 1) / per_tile;
+        if (count == 1) segments += batch.positions[batch.starts[row]] / kSegment + 1;
+    }
+    // Few queries with long pasts: one task for each segment, merged afterwards.
+    const bool spread = worker.count > 1 && tiles == batch.count && segments > tiles &&
+                        tiles * run.kv.heads < 4 * worker.count &&
+                        segments * run.kv.heads * group * (width + 2) <= run.partial_room;
+    if (!spread) {
+        worker.each(0, tiles * run.kv.heads, [&](int64_t task) {
+            const int64_t kv_head = task % run.kv.heads;
+            int64_t number = task / run.kv.heads, row = 0;
+            for (;; ++row) {  // which text the tile belongs to
+                const int64_t count = batch.starts[row + 1] - batch.starts[row];
+                const int64_t its = (count + per_tile - 1) / per_tile;
+                if (number < its) break;
+                number -= its;
+            }
+            const int64_t token = batch.starts[row] + number * per_tile;
+            const int64_t left = batch.starts[row + 1] - token;
+            attend_alone(open_tile(run, op, token, left < per_tile ? left : per_tile, kv_head,
+                                   worker.scratch));
+        });
+        return;
+    }
+    const int64_t partial = group * (width + 2);  // floats of one segment's share
+    worker.each(0, segments * run.kv.heads, [&](int64_t task) {
+        int64_t segment = task / run.kv.heads, token = 0;
+        while (segment > batch.positions[token] / kSegment)
+            segment -= batch.positions[token++] / kSegment + 1;
+        const Tile tile = open_tile(run, op, token, 1, task % run.kv.heads, worker.scratch);
+        Gathered found[kTileRows * 4];
+        if (segment < tile.oldest(0) / kSegment) {
+            for (int64_t row = 0; row < group; ++row)
+                found[row] = {kNothing, 0.0f, tile.sums + row * tile.filled};
+        } else {
+            attend_segment(tile, segment, found);
+        }
+        float* to = run.partial + task * partial;
+        for (int64_t row = 0; row < group; ++row, to += width + 2) {
+            to[0] = found[row].most;
+            to[1] = found[row].total;
+            for (int64_t i = 0; i < width; ++i) to[2 + i] = found[row].values[i];
+        }
+    });
+    worker.each(1, batch.count * run.kv.heads, [&](int64_t task) {
+        const int64_t token = task / run.kv.heads, kv_head = task % run.kv.heads;
+        int64_t before = 0;
+        for (int64_t other = 0; other < token; ++other)
+            before += batch.positions[other] / kSegment + 1;
+        const Tile tile = open_tile(run, op, token, 1, kv_head, worker.scratch);
+        for (int64_t row = 0; row < group; ++row) {
+            Gathered whole{kNothing, 0.0f, tile.sums};
+            for (int64_t s = 0; s <= batch.positions[token] / kSegment; ++s) {
+                float* from = run.partial + ((before + s) * run.kv.heads + kv_head) * partial +
+                              row * (width + 2);
+                merge(whole, {from[0], from[1], from + 2}, width);
+            }
+            finish(tile, row, whole);
+        }
+    });
+}
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,172 @@
+// Queries against the pages of keys and values: the inner loops of attend.cpp.
+//
+// Keys lie in a page as [head_width][16 tokens], so that sixteen scores grow side by side in the
+// lanes of a register and never have to be added up across it; values as [16 tokens][head_width].
+#pragma once
+#include <type_traits>
+
+#include "../plan.h"
+#include "vec16.h"
+
+namespace unspool {
+namespace ISA {
+
+constexpr int kTileRows = 16;  // queries of one task: several tokens' heads that share keys
+// As many sums grow side by side as there are registers for, and enough to keep them busy:
+#if defined(ISA_avx512) || defined(ISA_amx)
+constexpr int kMostRows = 8;                                       // queries,
+constexpr int pages_for(int rows) { return rows <= 4 ? 2 : 1; }    // pages of keys,
+constexpr int columns_for(int rows) { return rows <= 4 ? 4 : 2; }  // 16 numbers of values
+#else
+constexpr int kMostRows = 4;
+constexpr int pages_for(int) { return 1; }
+constexpr int columns_for(int) { return 1; }
+#endif
+constexpr int kPages = pages_for(1);
+
+// How keys and values are read in each precision.
+struct Float {
+    static constexpr int64_t bytes = 4;
+    static F32x16 at(const uint8_t* page, int64_t i) {
+        return load(reinterpret_cast<const float*>(page) + i);
+    }
+};
+struct Half {
+    static constexpr int64_t bytes = 2;
+    static F32x16 at(const uint8_t* page, int64_t i) {
+        return load_half(reinterpret_cast<const uint16_t*>(page) + i);
+    }
+};
+struct Byte {
+    static constexpr int64_t bytes = 1;
+    static F32x16 at(const uint8_t* page, int64_t i) {
+        return load_i8(reinterpret_cast<const int8_t*>(page) + i);
+    }
+};
+
+// Queries that look at the same keys: `tokens` neighbours of one text, all heads of one key head.
+struct Tile {
+    const Run* run;
+    const Op* op;
+    const int64_t* pages;
+    int64_t first_token, tokens, kv_head, group, rows;
+    int64_t width, filled;  // of a head, and filled up to whole registers
+    int64_t first_position;
+    float* queries;  // [rows][filled], scaled
+    float* scores;   // [rows][kSegment]
+    float* sums;     // [rows][filled], of the segment at hand
+
+    int64_t position(int64_t row) const { return first_position + row / group; }
+    int64_t oldest(int64_t row) const {
+        const int64_t first = position(row) + 1 - op->window;
+        return op->window > 0 && first > 0 ? first : 0;
+    }
+    int64_t newest() const { return position(rows - 1); }
+};
+
+// Scores of R queries against the keys of P pages.
+template <class Kind, int R, int P>
+inline void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row, int64_t at) {
+    const int64_t width = tile.width, filled = tile.filled;
+    const float* q = tile.queries + row * filled;
+    F32x16 total[R][P];
+    for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p) total[r][p] = zero();
+    for (int64_t d = 0; d < width; ++d) {
+        F32x16 keys[P];
+        for (int p = 0; p < P; ++p) keys[p] = Kind::at(pages[p], d * kPage);
+        for (int r = 0; r < R; ++r) {
+            const F32x16 one = set1(q[r * filled + d]);
+            for (int p = 0; p < P; ++p) total[r][p] = fma(keys[p], one, total[r][p]);
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int p = 0; p < P; ++p) {
+            F32x16 score = total[r][p];
+            if constexpr (Kind::bytes == 1)
+                score = mul(score, load(reinterpret_cast<const float*>(pages[p] + kPage * filled)));
+            if (tile.op->cap > 0.0f) {
+                const F32x16 cap = set1(tile.op->cap);
+                score = mul(cap, tanh16(div(score, cap)));
+            }
+            store(tile.scores + (row + r) * kSegment + at + p * kPage, score);
+        }
+    }
+}
+
+// R weights times the values of one page, C * 16 numbers of each value at a time.
+template <class Kind, int R, int C>
+inline void page_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
+                        int64_t slots, int64_t column) {
+    const int64_t filled = tile.filled;
+    float* sums = tile.sums + row * filled + column;
+    F32x16 total[R][C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * filled + c * kLanes);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+        float share[R];
+        for (int r = 0; r < R; ++r) share[r] = tile.scores[(row + r) * kSegment + at + slot];
+        if constexpr (Kind::bytes == 1) {
+            const float scale = reinterpret_cast<const float*>(page + kPage * filled)[slot];
+            for (int r = 0; r < R; ++r) share[r] *= scale;
+        }
+        for (int c = 0; c < C; ++c) {
+            const F32x16 values = Kind::at(page, slot * filled + column + c * kLanes);
+            for (int r = 0; r < R; ++r) total[r][c] = fma(values, set1(share[r]), total[r][c]);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) store(sums + r * filled + c * kLanes, total[r][c]);
+}
+
+template <class Kind, int R>
+inline void all_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
+                       int64_t slots) {
+    constexpr int C = columns_for(R);
+    int64_t column = 0;
+    for (; column + C * kLanes <= tile.filled; column += C * kLanes)
+        page_values<Kind, R, C>(tile, page, row, at, slots, column);
+    for (; column < tile.filled; column += kLanes)
+        page_values<Kind, R, 1>(tile, page, row, at, slots, column);
+}
+
+// Asks for a page's head before it is needed: pages lie anywhere, so no processor can guess.
+inline void fetch(const uint8_t* page, const KeyValues& kv) {
+    const int64_t bytes = kv_head_bytes(kv);
+    for (int64_t line = 0; line < bytes; line += 64) prefetch(page + line);
+}
+
+// Calls f with the number of rows known to the compiler.
+template <class F>
+inline void by_rows(int64_t rows, F f) {
+    int64_t row = 0;
+    for (; row + kMostRows <= rows; row += kMostRows)
+        f(row, std::integral_constant<int, kMostRows>());
+    if constexpr (kMostRows > 4) {
+        switch (rows - row) {
+            case 5:
+                return f(row, std::integral_constant<int, 5>());
+            case 6:
+                return f(row, std::integral_constant<int, 6>());
+            case 7:
+                return f(row, std::integral_constant<int, 7>());
+            default:
+                break;
+        }
+    }
+    switch (rows - row) {
+        case 1:
+            return f(row, std::integral_constant<int, 1>());
+        case 2:
+            return f(row, std::integral_constant<int, 2>());
+        case 3:
+            return f(row, std::integral_constant<int, 3>());
+        case 4:
+            return f(row, std::integral_constant<int, 4>());
+        default:
+            return;
+    }
+}
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,88 @@
+// Queries and keys are normed by head where the model does that, turned by their position, and
+// keys and values written into their page.
+#include "prepare.h"
+#include "table.h"
+
+namespace unspool {
+namespace ISA {
+
+namespace {
+
+// Pairs of numbers (one of each half) turned by their angle; what is left over passes.
+void turn(float* x, const float* cosine, const float* sine, int64_t pairs) {
+    for (int64_t i = 0; i < pairs; ++i) {
+        const float a = x[i], b = x[i + pairs];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[i + pairs] = b * cosine[i] + a * sine[i];
+    }
+}
+
+constexpr float kLargestHalf = 65504.0f;
+
+// One head's numbers into its page: number i of the token in `slot` goes to first + i * step.
+void write_head(const KeyValues& kv, uint8_t* page, const float* x, int64_t first, int64_t step,
+                int64_t slot) {
+    const int64_t width = kv.head_width;
+    if (kv.bits == 32) {
+        float* to = reinterpret_cast<float*>(page);
+        for (int64_t i = 0; i < width; ++i) to[first + i * step] = x[i];
+    } else if (kv.bits == 16) {
+        uint16_t* to = reinterpret_cast<uint16_t*>(page);
+        const F32x16 most = set1(kLargestHalf), least = set1(-kLargestHalf);
+        for (int64_t i = 0; i < width; i += kLanes) {
+            uint16_t halves[kLanes];
+            store_half(halves, vmin(vmax(load_first(x + i, width - i, 0.0f), least), most));
+            for (int64_t lane = 0; lane < kLanes && i + lane < width; ++lane)
+                to[first + (i + lane) * step] = halves[lane];
+        }
+    } else {
+        float most = 0.0f;
+        for (int64_t i = 0; i < width; ++i) most = x[i] > most ? x[i] : -x[i] > most ? -x[i] : most;
+        const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        int8_t* to = reinterpret_cast<int8_t*>(page);
+        for (int64_t i = 0; i < width; i += kLanes) {
+            int8_t bytes[kLanes];
+            store_i8(bytes, mul(load_first(x + i, width - i, 0.0f), set1(inverse)));
+            for (int64_t lane = 0; lane < kLanes && i + lane < width; ++lane)
+                to[first + (i + lane) * step] = bytes[lane];
+        }
+        reinterpret_cast<float*>(page + kPage * filled_width(kv))[slot] = most / 127.0f;
+    }
+}
+
+}  // namespace
+
+void place(const Run& run, const Op& op, Worker& worker) {
+    const KeyValues& kv = run.kv;
+    const Buffer& qkv = run.buffers[op.source];
+    const int64_t width = kv.head_width, group = run.heads / kv.heads;
+    worker.each(0, run.batch.count * kv.heads, [&](int64_t task) {
+        const int64_t token = task / kv.heads, head = task % kv.heads;
+        const int64_t position = run.batch.positions[token];
+        float* query = qkv.row(token) + head * group * width;
+        float* key = qkv.row(token) + (run.heads + head) * width;
+        const float* value = qkv.row(token) + (run.heads + kv.heads + head) * width;
+        if (op.vector >= 0) {
+            for (int64_t i = 0; i < group; ++i)
+                norm_row(query + i * width, width, run.vectors[op.vector].data, nullptr, false,
+                         op.epsilon, query + i * width);
+            norm_row(key, width, run.vectors[op.second_vector].data, nullptr, false, op.epsilon,
+                     key);
+        }
+        if (op.rotary >= 0) {
+            const RotaryTable& table = run.rotary[op.rotary];
+            const float* cosine = table.cosine + position * table.pairs;
+            const float* sine = table.sine + position * table.pairs;
+            for (int64_t i = 0; i < group; ++i) turn(query + i * width, cosine, sine, table.pairs);
+            turn(key, cosine, sine, table.pairs);
+        }
+        const int64_t* pages = run.batch.pages + run.row_of[token] * run.batch.pages_of_row;
+        const int64_t page = pages[position / kPage], slot = position % kPage;
+        write_head(kv, kv_page(kv, op.layer, 0, head, page), key, slot, kPage, slot);
+        write_head(kv, kv_page(kv, op.layer, 1, head, page), value, slot * filled_width(kv), 1,
+                   slot);
+    });
+}
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,127 @@
+// The input of a product, row by row: normed or activated, then rounded to signed bytes.
+//
+// 32 neighbours share a scale (their largest size / 127). Their sums are kept, because an offset
+// or a minimum of the weights is multiplied with the sum of the activations.
+#pragma once
+#include <cmath>
+
+#include "../plan.h"
+#include "vec16.h"
+
+namespace unspool {
+namespace ISA {
+
+// RMSNorm or LayerNorm of one row; the sums run over sixteen lanes, then over the lanes.
+inline void norm_row(const float* x, int64_t width, const float* weight, const float* bias,
+                     bool centred, float epsilon, float* out) {
+    F32x16 mean = zero();
+    if (centred) {
+        F32x16 total = zero();
+        for (int64_t i = 0; i < width; i += kLanes)
+            total = add(total, load_first(x + i, width - i, 0.0f));
+        mean = set1(sum(total) / static_cast<float>(width));
+    }
+    F32x16 squares = zero();
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const F32x16 part = sub(load_first(x + i, width - i, 0.0f), mean);
+        if (centred && width - i < kLanes) {  // lanes behind the end are no part of it
+            float room[kLanes];
+            store(room, part);
+            squares =
+                fma(load_first(room, width - i, 0.0f), load_first(room, width - i, 0.0f), squares);
+        } else {
+            squares = fma(part, part, squares);
+        }
+    }
+    const F32x16 factor =
+        set1(1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon));
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const int64_t left = width - i;
+        F32x16 part = mul(sub(load_first(x + i, left, 0.0f), mean), factor);
+        part = mul(part, load_first(weight + i, left, 0.0f));
+        if (bias != nullptr) part = add(part, load_first(bias + i, left, 0.0f));
+        store_first(out + i, left, part);
+    }
+}
+
+inline F32x16 activate(int32_t kind, F32x16 x) {
+    switch (kind) {
+        case kSilu:
+            return div(x, add(set1(1.0f), exp16(sub(zero(), x))));
+        case kRelu:
+            return vmax(x, zero());
+        case kGeluTanh: {
+            const F32x16 cube = mul(mul(x, x), x);
+            const F32x16 inner = mul(set1(0.7978845608f), fma(set1(0.044715f), cube, x));
+            return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh16(inner)));
+        }
+        default: {
+            const F32x16 inner = erf16(mul(x, set1(0.7071067812f)));
+            return mul(mul(set1(0.5f), x), add(set1(1.0f), inner));
+        }
+    }
+}
+
+inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated, float* out) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const int64_t left = width - i;
+        F32x16 part = activate(kind, load_first(x + i, left, 0.0f));
+        if (gated) part = mul(part, load_first(x + width + i, left, 0.0f));
+        store_first(out + i, left, part);
+    }
+}
+
+inline F32x16 size_of(F32x16 x) { return vmax(x, sub(zero(), x)); }
+
+// 32 floats as bytes. Something that is no number makes the scale no number, so that it shows.
+inline float quantize_tile(const float* x, int8_t* numbers, int32_t* sums) {
+    const F32x16 a = load(x), b = load(x + kLanes);
+    const float most = largest(vmax(size_of(a), size_of(b)));
+    const float broken = sum(add(sub(a, a), sub(b, b)));
+    const F32x16 inverse = set1(most > 0.0f && broken == 0.0f ? 127.0f / most : 0.0f);
+    sums[0] = store_i8(numbers, mul(a, inverse));
+    sums[1] = store_i8(numbers + kLanes, mul(b, inverse));
+    return most / 127.0f + broken;
+}
+
+// Fills row `number` of `out` from the operation's source row.
+inline void prepare_row(const Run& run, const Op& op, const float* source, const QuantizedRows& out,
+                        int64_t number, bool as_bytes) {
+    const int64_t width = op.width, filled = (width + kTile - 1) / kTile * kTile;
+    float* values = out.values + number * out.columns;
+    if (op.prepare == kNormed) {
+        const float* bias = op.second_vector >= 0 ? run.vectors[op.second_vector].data : nullptr;
+        norm_row(source, width, run.vectors[op.vector].data, bias, op.flags & kCentred, op.epsilon,
+                 values);
+    } else if (op.prepare == kActivated) {
+        activate_row(source, width, op.activation, op.flags & kGated, values);
+    } else {
+        for (int64_t i = 0; i < width; i += kLanes)
+            store_first(values + i, width - i, load_first(source + i, width - i, 0.0f));
+    }
+    for (int64_t i = width; i < filled; ++i) values[i] = 0.0f;
+    if (!as_bytes) return;
+    int8_t* numbers = out.numbers + number * out.columns;
+    float* scales = out.scales + number * (out.columns / kTile);
+    int32_t* sums = out.sums + number * (out.columns / kLanes);
+    float* lows = out.lows + number * (out.columns / kTile);
+    for (int64_t tile = 0; tile < filled / kTile; ++tile) {
+        int32_t* sum = sums + 2 * tile;
+        scales[tile] = quantize_tile(values + tile * kTile, numbers + tile * kTile, sum);
+        lows[tile] = scales[tile] * static_cast<float>(sum[0] + sum[1]);
+    }
+#if defined(ISA_amx)
+    if (out.tiled == nullptr) return;
+    const int64_t tiles = out.columns / kTile;
+    float* turned = out.turned + number / kLanes * tiles * 2 * kLanes + number % kLanes;
+    int8_t* tiled = out.tiled + (number / kLanes * tiles * kLanes + number % kLanes) * kTile;
+    for (int64_t tile = 0; tile < filled / kTile; ++tile) {
+        __builtin_memcpy(tiled + tile * kTile * kLanes, numbers + tile * kTile, kTile);
+        turned[tile * 2 * kLanes] = scales[tile];
+        turned[tile * 2 * kLanes + kLanes] = lows[tile];
+    }
+#endif
+}
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,251 @@
+// Sixteen rows of quantized weights times many rows of activations: a prompt, or many texts.
+//
+// The block is unpacked to bytes and floats once and then stays in the cache. Where there are
+// tile registers (AMX), sixteen rows of activations are multiplied at once. The numbers are those
+// of product.h, bit for bit.
+#pragma once
+#include "product.h"
+
+#if defined(ISA_amx)
+#include <immintrin.h>
+#endif
+
+namespace unspool {
+namespace ISA {
+
+// A block's weights, unpacked into a worker's scratch memory.
+struct Unpacked {
+    uint8_t* bytes;  // [tiles][8][64]; signed where the offset could be taken at once
+    float* scales;   // [groups][16]
+    float* minima;   // [groups][16]
+    int32_t taken;   // what must still be taken from a dot product
+    float* turned;   // room for the scales and lows of sixteen activation rows
+};
+
+#if defined(ISA_amx)
+constexpr bool kSignedBytes = true;
+#else
+constexpr bool kSignedBytes = kSignedDot;
+#endif
+
+inline uint8_t* lined_up(uint8_t* p) {
+    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63));
+}
+
+inline Unpacked room_for_block(uint8_t* scratch, int64_t tiles) {
+    Unpacked to;
+    to.bytes = lined_up(scratch);
+    to.scales = reinterpret_cast<float*>(to.bytes + tiles * kTile * kLanes);
+    to.minima = to.scales + tiles * 2 * kLanes;
+    to.turned = to.minima + tiles * 2 * kLanes;
+    to.taken = 0;
+    return to;
+}
+
+template <class S>
+inline void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to) {
+    const int64_t tiles = tiles_of(m);
+    const int offset = kSignedBytes ? m.offset : 0;
+    to.taken = m.offset - offset;
+    F32x16 factor = zero(), low_factor = zero();
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        if constexpr (S::super) {
+            if (tile % kSuperTiles == 0) {
+                factor = load_half(reinterpret_cast<const uint16_t*>(p));
+                if constexpr (S::minima)
+                    low_factor = load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2));
+                p += S::factors;
+            }
+        }
+        for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
+        uint8_t* bytes = to.bytes + tile * kTile * kLanes;
+        for (int j = 0; j < 4; ++j) {
+            if constexpr (S::bits == 4) {
+                const U8x64 both = load_bytes(p + 64 * j);
+                store_bytes(bytes + 64 * j, take_from(low_halves(both), offset));
+                store_bytes(bytes + 64 * (j + 4), take_from(high_halves(both), offset));
+            } else {
+                store_bytes(bytes + 64 * j, take_from(load_bytes(p + 64 * j), offset));
+                store_bytes(bytes + 64 * (j + 4), take_from(load_bytes(p + 64 * (j + 4)), offset));
+            }
+        }
+        TileScales<S> s;
+        s.read(p + S::stored, factor, low_factor);
+        for (int g = 0; g < kTile / S::group; ++g) {
+            const int64_t group = tile * (kTile / S::group) + g;
+            store(to.scales + group * kLanes, s.scale[g]);
+            if constexpr (S::minima) store(to.minima + group * kLanes, s.minimum[g]);
+        }
+        p += S::tile;
+    }
+}
+
+// What the minima add to rows [first, first + T): a sum of its own, as in product.h.
+template <int Group, int T>
+inline void add_minima(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
+                       int64_t first, F32x16* total) {
+    constexpr int groups = kTile / Group;
+    F32x16 low[T];
+    for (int t = 0; t < T; ++t) low[t] = zero();
+    for (int64_t group = 0; group < tiles * groups; ++group) {
+        const F32x16 minimum = load(block.minima + group * kLanes);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) {
+            const int64_t row = first + t;
+            if constexpr (groups == 1) {
+                low[t] =
+                    fma(minimum, set1(acts.lows[row * (acts.columns / kTile) + group]), low[t]);
+            } else {
+                const int32_t sum = acts.sums[row * (acts.columns / kLanes) + group];
+                const float a = acts.scales[row * (acts.columns / kTile) + group / 2];
+                low[t] = fma(minimum, set1(a * static_cast<float>(sum)), low[t]);
+            }
+        }
+    }
+    for (int t = 0; t < T; ++t) total[t] = add(total[t], low[t]);
+}
+
+#if !defined(ISA_neon)  // which has its own words for this: product_neon.h
+
+// An unpacked block times rows [first, first + T).
+template <int Group, bool Minima, int T>
+inline void multiply_unpacked(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
+                              int64_t first, F32x16* out) {
+    constexpr int groups = kTile / Group, pieces = 8 / groups;
+    const int8_t* numbers = acts.numbers + first * acts.columns;
+    const float* scales = acts.scales + first * (acts.columns / kTile);
+    [[maybe_unused]] const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
+    F32x16 total[T];
+    for (int t = 0; t < T; ++t) total[t] = zero();
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        for (int g = 0; g < groups; ++g) {
+            const uint8_t* w = block.bytes + tile * kTile * kLanes + g * pieces * 64;
+            const int8_t* a = numbers + tile * kTile + g * pieces * 4;
+            I32x16 dots[T];
+            for (int t = 0; t < T; ++t) dots[t] = iset1(0);
+#pragma GCC unroll 8
+            for (int j = 0; j < pieces; ++j) {
+                const U8x64 bytes = load_bytes(w + 64 * j);
+                for (int t = 0; t < T; ++t)
+                    dots[t] = dot_signed(dots[t], bytes, a + t * acts.columns + 4 * j);
+            }
+            const F32x16 scale = load(block.scales + (tile * groups + g) * kLanes);
+            for (int t = 0; t < T; ++t) {
+                if constexpr (!kSignedBytes) {
+                    const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
+                    const int32_t a_sum = groups == 1 ? sum[0] + sum[1] : sum[g];
+                    if (block.taken != 0) dots[t] = isub(dots[t], iset1(block.taken * a_sum));
+                }
+                const F32x16 both = mul(scale, set1(scales[t * (acts.columns / kTile) + tile]));
+                total[t] = fma(to_float(dots[t]), both, total[t]);
+            }
+        }
+    }
+    if constexpr (Minima) add_minima<Group, T>(block, tiles, acts, first, total);
+    for (int t = 0; t < T; ++t) out[t] = total[t];
+}
+
+#endif
+
+#if defined(ISA_amx)
+
+// The compiler does not know that tile instructions read and write memory.
+inline void memory_settled() { asm volatile("" ::: "memory"); }
+
+// One group of sixteen activation rows (tile 4 or 6) times a block's weights (tile 5 or 7).
+#define UNSPOOL_TILE_PRODUCT(sum, left, right, a, w, to) \
+    _tile_zero(sum);                                     \
+    _tile_loadd(left, a, stride);                        \
+    _tile_loadd(right, w, 64);                           \
+    _tile_dpbssd(sum, left, right);                      \
+    _tile_stored(sum, to, 64)
+
+// Sixteen activation rows: where they are, and how far apart.
+struct TileRows {
+    const int8_t* numbers;
+    int64_t stride;       // from a row to the next
+    int64_t tile_stride;  // from 32 columns to the next
+    const float* turned;  // scales and lows, [tiles][2][16]
+};
+
+inline TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int64_t first, float* room) {
+    const int64_t stride = acts.columns / kTile;
+    if (first % kLanes == 0)
+        return {acts.tiled + first * acts.columns, kTile, kTile * kLanes,
+                acts.turned + first * stride * 2};
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // an expert's rows begin anywhere
+        for (int t = 0; t < kLanes; ++t) {
+            room[tile * 2 * kLanes + t] = acts.scales[(first + t) * stride + tile];
+            room[tile * 2 * kLanes + kLanes + t] = acts.lows[(first + t) * stride + tile];
+        }
+    }
+    return {acts.numbers + first * acts.columns, acts.columns, kTile, room};
+}
+
+// An unpacked block times rows [first, first + 16). A group of columns is multiplied two turns
+// before its products are scaled and added: what a tile register stores takes a while to arrive.
+template <int Group, bool Minima>
+inline void multiply_tiles(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
+                           int64_t first, F32x16* out) {
+    constexpr int groups_of_tile = kTile / Group;
+    alignas(64) int32_t dots[4][kLanes][kLanes];
+    const TileRows rows = tile_rows(acts, tiles, first, block.turned);
+    const float* turned = rows.turned;
+    const int64_t stride = rows.stride, groups = tiles * groups_of_tile;
+    const auto begin = [&](int64_t group) {
+        const uint8_t* w = block.bytes + group * Group * kLanes;
+        const int8_t* a = rows.numbers + group / groups_of_tile * rows.tile_stride +
+                          group % groups_of_tile * Group;
+        auto& to = dots[group % 4];
+        if constexpr (Group == kTile) {
+            if (group % 2 == 0) {
+                UNSPOOL_TILE_PRODUCT(0, 4, 5, a, w, to);
+            } else {
+                UNSPOOL_TILE_PRODUCT(1, 4, 5, a, w, to);
+            }
+        } else {
+            if (group % 2 == 0) {
+                UNSPOOL_TILE_PRODUCT(0, 6, 7, a, w, to);
+            } else {
+                UNSPOOL_TILE_PRODUCT(1, 6, 7, a, w, to);
+            }
+        }
+    };
+    F32x16 total[kLanes];
+    for (auto& each : total) each = zero();
+    memory_settled();
+    begin(0);
+    if (groups > 1) begin(1);
+    for (int64_t group = 0; group < groups; ++group) {
+        if (group + 2 < groups) begin(group + 2);
+        memory_settled();
+        const F32x16 scale = load(block.scales + group * kLanes);
+        const float* shared = turned + group / groups_of_tile * 2 * kLanes;
+        const auto& from = dots[group % 4];
+#pragma GCC unroll 16
+        for (int t = 0; t < kLanes; ++t) {
+            const F32x16 product = {_mm512_cvtepi32_ps(_mm512_load_si512(from[t]))};
+            total[t] = fma(product, mul(scale, set1(shared[t])), total[t]);
+        }
+    }
+    if constexpr (Minima && groups_of_tile == 1) {
+        F32x16 low[kLanes];
+        for (auto& each : low) each = zero();
+        for (int64_t group = 0; group < groups; ++group) {
+            const F32x16 minimum = load(block.minima + group * kLanes);
+            const float* shared = turned + group * 2 * kLanes + kLanes;
+#pragma GCC unroll 16
+            for (int t = 0; t < kLanes; ++t) low[t] = fma(minimum, set1(shared[t]), low[t]);
+        }
+        for (int t = 0; t < kLanes; ++t) total[t] = add(total[t], low[t]);
+    } else if constexpr (Minima) {
+        add_minima<Group, kLanes>(block, tiles, acts, first, total);
+    }
+    for (int t = 0; t < kLanes; ++t) out[t] = total[t];
+}
+#undef UNSPOOL_TILE_PRODUCT
+
+#endif  // ISA_amx
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,63 @@
+// Operations that go row by row: tokens to vectors, norms, the rows whose logits are wanted.
+#include <cstring>
+
+#include "../repack.h"
+#include "prepare.h"
+#include "table.h"
+
+namespace unspool {
+namespace ISA {
+
+void embed(const Run& run, const Op& op, Worker& worker) {
+    const Buffer& x = run.buffers[op.target];
+    const Matrix& table = run.matrices[op.matrix];
+    worker.each(0, run.batch.count, [&](int64_t token) {
+        float* row = x.row(token);
+        unspool_unpack(&table, run.batch.tokens[token], run.batch.tokens[token] + 1, row);
+        if (op.scale != 1.0f)
+            for (int64_t i = 0; i < x.width; ++i) row[i] *= op.scale;
+        if (op.vector >= 0) {
+            const float* place = run.vectors[op.vector].data + run.batch.positions[token] * x.width;
+            for (int64_t i = 0; i < x.width; ++i) row[i] += place[i];
+        }
+    });
+}
+
+void norm(const Run& run, const Op& op, Worker& worker) {
+    const Buffer& source = run.buffers[op.source];
+    const Buffer& target = run.buffers[op.target];
+    const float* weight = run.vectors[op.vector].data;
+    const float* bias = op.second_vector >= 0 ? run.vectors[op.second_vector].data : nullptr;
+    worker.each(0, rows_of(run, op), [&](int64_t row) {
+        float* to = target.row(row) + op.offset;
+        float* normed = source.row(row) + op.offset;  // in place, also where it is then added
+        norm_row(normed, op.width, weight, bias, op.flags & kCentred, op.epsilon, normed);
+        if (to == normed) return;
+        for (int32_t i = 0; i < op.width; ++i)
+            to[i] = op.flags & kAddToTarget ? to[i] + normed[i] : normed[i];
+    });
+}
+
+void gather(const Run& run, const Op& op, Worker& worker) {
+    const Buffer& source = run.buffers[op.source];
+    const Buffer& target = run.buffers[op.target];
+    worker.each(0, run.batch.wanted_count, [&](int64_t row) {
+        std::memcpy(target.row(row), source.row(run.batch.wanted[row]),
+                    source.width * sizeof(float));
+    });
+}
+
+void softcap(const Run& run, const Op& op, Worker& worker) {
+    const Buffer& x = run.buffers[op.target];
+    const F32x16 cap = set1(op.cap);
+    worker.each(0, rows_of(run, op), [&](int64_t row) {
+        for (int64_t at = 0; at < x.width; at += kLanes) {
+            const int64_t left = x.width - at;
+            float* p = x.row(row) + at;
+            store_first(p, left, mul(cap, tanh16(div(load_first(p, left, 0.0f), cap))));
+        }
+    });
+}
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,128 @@
+// What sampling asks of one row of logits, in single passes from front to back. A row's numbers
+// depend on that row alone: sums are made in one fixed order, in floats for a short stretch and in
+// doubles from there on.
+#include <cmath>
+#include <limits>
+
+#include "table.h"
+#include "vec16.h"
+
+namespace unspool {
+namespace ISA {
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLowest = -1.0e4f;  // stands in for -inf: e to this is 0, and 0 times it too
+constexpr int64_t kStretch = 8 * kLanes;
+
+// Calls visit(part) for each stretch of logits; the last one is filled up with -inf.
+template <typename Visit>
+[[gnu::always_inline]] inline void each_stretch(const float* logits, int64_t count, Visit visit) {
+    int64_t start = 0;
+    for (; start + kStretch <= count; start += kStretch) visit(logits + start);
+    if (start == count) return;
+    float rest[kStretch];
+    for (int64_t i = 0; i < kStretch; ++i)
+        rest[i] = start + i < count ? logits[start + i] : -kInfinity;
+    visit(rest);
+}
+
+double sum_in_order(const double* lanes) {
+    double total = 0;
+    for (int lane = 0; lane < kLanes; ++lane) total += lanes[lane];
+    return total;
+}
+
+inline void add_to(double* totals, F32x16 part) {
+    float room[kLanes];
+    store(room, part);
+    for (int lane = 0; lane < kLanes; ++lane) totals[lane] += static_cast<double>(room[lane]);
+}
+
+}  // namespace
+
+[[gnu::flatten]] float peak(const float* logits, int64_t count) {
+    const F32x16 one = set1(1.0f), infinity = set1(kInfinity);
+    F32x16 best = set1(-kInfinity), odd = zero();
+    each_stretch(logits, count, [&](const float* part) {
+        for (int64_t i = 0; i < kStretch; i += 2 * kLanes) {
+            const F32x16 x = load(part + i), y = load(part + i + kLanes);
+            best = vmax(best, vmax(x, y));
+            // What is not below infinity: that, or NaN.
+            odd = vmax(odd, where_less(x, infinity, where_less(y, infinity, zero(), one), one));
+        }
+    });
+    if (largest(odd) == 0.0f) return largest(best);
+    for (int64_t i = 0; i < count; ++i)
+        if (std::isnan(logits[i])) return logits[i];
+    return kInfinity;
+}
+
+// Flattened: a call of exp16 for every sixteen logits would cost a quarter of the time.
+[[gnu::flatten]] void mass(const float* logits, int64_t count, float peak, double* total,
+                           double* weighted) {
+    const F32x16 top = set1(peak), lowest = set1(kLowest);
+    double totals[kLanes] = {}, moments[kLanes] = {};
+    each_stretch(logits, count, [&](const float* part) {
+        F32x16 sum = zero(), moment = zero();
+        for (int64_t i = 0; i < kStretch; i += kLanes) {
+            const F32x16 below = vmax(sub(load(part + i), top), lowest);
+            const F32x16 weight = exp16(below);
+            sum = add(sum, weight);
+            moment = fma(weight, below, moment);
+        }
+        add_to(totals, sum);
+        add_to(moments, moment);
+    });
+    *total = sum_in_order(totals);
+    *weighted = sum_in_order(moments);
+}
+
+[[gnu::flatten]] int64_t count_above(const float* logits, int64_t count, float level) {
+    const F32x16 bound = set1(level), one = set1(1.0f);
+    F32x16 counts = zero();  // whole numbers: exact up to 2^24 a lane
+    each_stretch(logits, count, [&](const float* part) {
+        F32x16 these = zero();
+        for (int64_t i = 0; i < kStretch; i += kLanes)
+            these = add(these, where_less(bound, load(part + i), one, zero()));
+        counts = add(counts, these);
+    });
+    double totals[kLanes] = {};
+    add_to(totals, counts);
+    return static_cast<int64_t>(sum_in_order(totals));
+}
+
+int64_t above(const float* logits, int64_t count, float level, int64_t room, int32_t* found) {
+    constexpr int64_t kBlock = 4 * kLanes;
+    int64_t number = 0;
+    for (int64_t start = 0; start < count; start += kBlock) {
+        const int64_t end = start + kBlock < count ? start + kBlock : count;
+        if (end == start + kBlock) {  // most blocks hold none: one look tells
+            const float* x = logits + start;
+            const F32x16 low = vmax(load(x), load(x + kLanes));
+            const F32x16 high = vmax(load(x + 2 * kLanes), load(x + 3 * kLanes));
+            if (largest(vmax(low, high)) < level) continue;
+        }
+        for (int64_t i = start; i < end; ++i) {
+            if (!(logits[i] >= level)) continue;  // so that NaN is never above
+            if (number < room) found[number] = static_cast<int32_t>(i);
+            ++number;
+        }
+    }
+    return number;
+}
+
+int64_t maxima(const float* logits, int64_t count, int64_t depth, float* tops) {
+    int64_t number = 0;
+    const int64_t block = depth * kLanes;
+    for (int64_t start = 0; start + block <= count; start += block, number += kLanes) {
+        F32x16 best = load(logits + start);
+        for (int64_t i = 1; i < depth; ++i) best = vmax(best, load(logits + start + i * kLanes));
+        store(tops + number, best);
+    }
+    return number;
+}
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,81 @@
+// Sixteen numbers at a time, on whatever the processor has: one 512-bit register, two of 256 bits,
+// four of 128 bits, or a plain loop. Kernels are written once in these words.
+//
+// Sixteen is the number of rows in a block of weights and of tokens in a page of keys, so most
+// kernels never need to add up a register's lanes. Where they do, the order is fixed.
+#pragma once
+#include <cstdint>
+
+#include "../layout.h"
+
+#if defined(ISA_amx) || defined(ISA_avx512)
+#include "vec16_avx512.h"
+#elif defined(ISA_avx2)
+#include "vec16_avx2.h"
+#elif defined(ISA_neon)
+#include "vec16_neon.h"
+#else
+#include "vec16_plain.h"
+#endif
+
+namespace unspool {
+namespace ISA {
+
+inline F32x16 zero() { return set1(0.0f); }
+
+// e to the x, within about 1e-7 of its size; 0 below -87.3, where a float ends.
+inline F32x16 exp16(F32x16 x) {
+    const F32x16 lowest = set1(-87.3f);
+    const F32x16 bounded = vmin(vmax(x, lowest), set1(88.7f));
+    const F32x16 n = round16(mul(bounded, set1(1.44269504f)));
+    F32x16 r = fma(n, set1(-0.693359375f), bounded);  // ln 2 in two parts
+    r = fma(n, set1(2.12194440e-4f), r);
+    F32x16 p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, mul(r, r), add(r, set1(1.0f)));
+    return where_less(x, lowest, zero(), scale_by_power(p, n));
+}
+
+inline F32x16 tanh16(F32x16 x) {
+    const F32x16 e = exp16(add(x, x));
+    return sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
+}
+
+// The error function, within 1.5e-7 (Abramowitz and Stegun 7.1.26).
+inline F32x16 erf16(F32x16 x) {
+    const F32x16 size = vmax(x, sub(zero(), x));
+    const F32x16 t = div(set1(1.0f), fma(size, set1(0.3275911f), set1(1.0f)));
+    F32x16 p = set1(1.061405429f);
+    p = fma(p, t, set1(-1.453152027f));
+    p = fma(p, t, set1(1.421413741f));
+    p = fma(p, t, set1(-0.284496736f));
+    p = fma(p, t, set1(0.254829592f));
+    const F32x16 tail = mul(mul(p, t), exp16(sub(zero(), mul(x, x))));
+    const F32x16 positive = sub(set1(1.0f), tail);
+    return where_less(x, zero(), sub(zero(), positive), positive);
+}
+
+// The first `count` of sixteen numbers; the other lanes hold `rest`. Reads nothing behind them.
+inline F32x16 load_first(const float* from, int64_t count, float rest) {
+    if (count >= kLanes) return load(from);
+    float room[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) room[lane] = lane < count ? from[lane] : rest;
+    return load(room);
+}
+
+inline void store_first(float* to, int64_t count, F32x16 x) {
+    if (count >= kLanes) {
+        store(to, x);
+        return;
+    }
+    float room[kLanes];
+    store(room, x);
+    for (int lane = 0; lane < count; ++lane) to[lane] = room[lane];
+}
+
+}  // namespace ISA
+}  // namespace unspool

@@ -1,0 +1,81 @@
+// How a matrix lies in memory once it is repacked: the one layout that every kernel reads.
+//
+// A kernel multiplies sixteen rows at a time, one row a lane, so rows come in blocks of sixteen
+// (the last block is filled up with rows of zeros), and what the sixteen lanes need next lies
+// next in memory. A block is read from front to back exactly once per token: that is all the
+// memory traffic there is.
+//
+//   F32, F16, BF16    for each column: the sixteen rows' numbers.
+//
+//   Q4, Q8            whole numbers with a scale for each group of 16 or 32 columns of a row:
+//                         value = scale * (stored - offset)            where there are no minima
+//                         value = scale * stored + minimum             where there are
+//                     Columns go in tiles of 32 (the last is filled up with zeros):
+//                       Q8: 8 x 64 bytes. Byte 4 * row + t of piece j is column 4 * j + t.
+//                       Q4: 4 x 64 bytes. The low half of byte 4 * row + t of piece j is column
+//                           4 * j + t, the high half is column 16 + 4 * j + t.
+//                     and each tile is followed by its scales, then its minima:
+//                       plain:  16 halves (one a row) of scales; 16 halves of minima if any.
+//                               The group is always 32.
+//                       super:  for each group of the tile (two of 16, or one of 32) 16 signed
+//                               bytes of scales; then as many unsigned bytes of minima if any.
+//                               Eight tiles (256 columns) are preceded by 16 halves, the rows'
+//                               common factor of scales, and if there are minima by 16 more, the
+//                               factor of minima: scale = factor * byte, and
+//                               minimum = -(factor * byte).
+//
+// GGUF's types become these without changing a number:
+//   Q4_0: Q4 offset 8            Q4_1: Q4 minima          Q4_K: Q4 super 32 minima
+//   Q5_0: Q8 offset 16           Q5_1: Q8 minima          Q5_K: Q8 super 32 minima
+//   Q8_0: Q8 offset 128 (the stored byte is the signed number + 128)
+//   Q2_K: Q4 super 16 minima     Q3_K: Q4 super 16 offset 4     Q6_K: Q8 super 16 offset 32
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace unspool {
+
+constexpr int kLanes = 16;      // rows of a block
+constexpr int kTile = 32;       // columns of a tile
+constexpr int kSuperTiles = 8;  // tiles that share the factors of a super group
+
+enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kQ4 = 3, kQ8 = 4 };
+
+// A packed matrix; Python fills the same structure (see `packing.py`).
+struct Matrix {
+    const uint8_t* data;
+    int64_t rows;
+    int64_t columns;
+    int32_t format;
+    int32_t group;   // columns that share a scale: 16 or 32 (quantized formats)
+    int32_t offset;  // what is taken from a stored number (0 where there are minima)
+    int32_t has_minima;
+    int32_t is_super;
+    int32_t bias;  // number of the vector that is added to the product, or -1
+};
+
+inline int64_t blocks_of(const Matrix& m) { return (m.rows + kLanes - 1) / kLanes; }
+inline int64_t tiles_of(const Matrix& m) { return (m.columns + kTile - 1) / kTile; }
+inline bool is_quantized(const Matrix& m) { return m.format >= kQ4; }
+
+// Bytes of one tile with its scales and minima, without the factors of a super group.
+inline int64_t tile_bytes(const Matrix& m) {
+    const int64_t stored = kLanes * kTile / (m.format == kQ4 ? 2 : 1);
+    const int64_t scales = m.is_super ? kLanes * (kTile / m.group) : kLanes * 2;
+    return stored + scales * (m.has_minima ? 2 : 1);
+}
+
+// Bytes of the factors that stand before eight tiles of a super format.
+inline int64_t factor_bytes(const Matrix& m) {
+    return m.is_super ? kLanes * 2 * (m.has_minima ? 2 : 1) : 0;
+}
+
+inline int64_t block_bytes(const Matrix& m) {
+    if (m.format == kF32) return m.columns * kLanes * 4;
+    if (m.format == kF16 || m.format == kBF16) return m.columns * kLanes * 2;
+    const int64_t tiles = tiles_of(m);
+    const int64_t supers = (tiles + kSuperTiles - 1) / kSuperTiles;
+    return tiles * tile_bytes(m) + (m.is_super ? supers * factor_bytes(m) : 0);
+}
+
+}  // namespace unspool

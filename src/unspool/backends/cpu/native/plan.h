@@ -1,0 +1,180 @@
+// What runs: a flat list of operations over numbered buffers, built in Python (`plan.py`).
+//
+// Every worker thread goes through the same list and takes tasks of each operation until all are
+// done. Structures that Python fills are plain and spelled the same in
+// `structures.py`.
+#pragma once
+#include <cstdint>
+
+#include "layout.h"
+#include "pool.h"
+
+namespace unspool {
+
+constexpr int kPage = 16;      // tokens in a page of keys and values
+constexpr int kSegment = 512;  // keys whose softmax is taken together; see attend.cpp
+
+enum Kind : int32_t {
+    kEmbed = 0,      // target = row of the table for each token (+ a row for its position)
+    kNorm = 1,       // target = norm(source), or is increased by it
+    kLinear = 2,     // target = matrices * prepared source (+ bias), or is increased by it
+    kPlace = 3,      // turn queries and keys by their position; write keys and values to pages
+    kAttend = 4,     // target = what each head gathers from the pages
+    kRoute = 5,      // choose the experts of each token
+    kExperts = 6,    // kLinear with the matrices of each row's own expert
+    kCombine = 7,    // target += the weighted answers of a token's experts
+    kGather = 8,     // target = the rows whose logits are wanted
+    kSoftcap = 9,    // target = cap * tanh(target / cap)
+    kSnapshot = 10,  // copy the rows somebody looks at; nothing when nobody does
+};
+
+enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
+enum Prepare : int32_t { kAsIs = 0, kNormed = 1, kActivated = 2 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum Flags : int32_t {
+    kAddToTarget = 1,
+    kGated = 2,    // the source's rows are [gate | up]
+    kCentred = 4,  // the norm takes the mean away first (LayerNorm)
+    kNormalizeExperts = 8,
+};
+
+struct Op {
+    int32_t kind;
+    int32_t rows;    // how many rows it works on: see Rows
+    int32_t source;  // buffers
+    int32_t target;
+    int32_t offset;  // kNorm: where in a row the normed part begins ...
+    int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
+    int32_t matrix;  // the first of `matrix_count` matrices with the same input
+    int32_t matrix_count;
+    int32_t vector;         // norm weight, or the table of positions; -1: none
+    int32_t second_vector;  // norm bias; the norm of keys (kPlace)
+    int32_t layer;
+    int32_t window;  // kAttend: how many last tokens are seen; 0: all
+    int32_t rotary;  // kPlace: number of the table of angles, -1: none
+    int32_t prepare;
+    int32_t activation;
+    int32_t flags;
+    int32_t experts;  // kRoute: how many there are
+    int32_t chosen;   // kRoute: how many each token gets
+    float scale;
+    float cap;
+    float epsilon;
+    int32_t unused;
+};
+
+struct Vector {
+    const float* data;
+    int64_t count;
+};
+
+// Cosines and sines, [positions, pairs] each.
+struct RotaryTable {
+    const float* cosine;
+    const float* sine;
+    int64_t positions;
+    int64_t pairs;
+};
+
+// Keys and values: [page][layer][keys, values][kv head][bytes of a page's head].
+// Keys of a page lie as [head_width][16 tokens], values as [16 tokens][head_width], where the head
+// is filled up to a multiple of 16. With 8 bits, sixteen floats follow: what each token's numbers
+// are multiplied with.
+struct KeyValues {
+    uint8_t* data;
+    int64_t pages;
+    int32_t bits;  // 8, 16 or 32
+    int32_t heads;
+    int32_t head_width;
+    int32_t layers;
+};
+
+// A ragged batch, as in `backends/base.py`.
+struct Batch {
+    const int64_t* tokens;
+    const int64_t* positions;
+    const int64_t* starts;  // [rows + 1]
+    const int64_t* pages;   // [rows, pages_of_row]
+    const int64_t* wanted;
+    int64_t count;  // of tokens
+    int64_t rows;
+    int64_t pages_of_row;
+    int64_t wanted_count;
+};
+
+// What somebody looks at. Both outputs are laid out by Python.
+struct TapList {
+    const int64_t* rows;  // tokens whose vectors are copied at each snapshot
+    int64_t row_count;
+    float* snapshots;          // [snapshots, row_count, width]
+    const int64_t* attention;  // [count]: for each token where its weights go, or -1
+    float* weights;            // a token's weights: [layers, heads, past], at attention[token]
+};
+
+struct Buffer {
+    float* data;
+    int64_t width;
+    float* row(int64_t number) const { return data + number * width; }
+};
+
+// The rows of experts: picks sorted by expert, so that each expert's rows are neighbours.
+struct Picks {
+    int32_t* token;   // [picks] whose pick it is
+    int32_t* place;   // [tokens * chosen] where a token's picks are, in the order of their weight
+    float* weight;    // [tokens * chosen]
+    int32_t* starts;  // [experts + 1]
+    int64_t chosen;
+};
+
+// One activation row as whole numbers: 32 of them share a scale.
+struct QuantizedRows {
+    int8_t* numbers;  // [rows, columns]
+    float* scales;    // [rows, columns / 32]
+    int32_t* sums;    // [rows, columns / 16]: of the numbers, for offsets and minima
+    float* lows;      // [rows, columns / 32]: scale * sum, what a minimum is multiplied with
+    // The same once more as tile registers like it, sixteen rows together (null: not wanted).
+    int8_t* tiled;    // [rows / 16, columns / 32, 16, 32]: numbers
+    float* turned;    // [rows / 16, columns / 32, 2, 16]: scales and lows
+    float* values;    // [rows, columns]: the same rows as floats, for matrices of floats
+    int64_t columns;  // filled up to a multiple of 32
+};
+
+// Everything an operation can see.
+struct Run {
+    const Matrix* matrices;
+    const Vector* vectors;
+    const RotaryTable* rotary;
+    const Buffer* buffers;
+    KeyValues kv;
+    int32_t heads;  // of queries
+    Batch batch;
+    const TapList* taps;    // null: nobody looks
+    const int32_t* row_of;  // [count]: the batch's row of each token
+    Picks picks;
+    QuantizedRows prepared;  // room for all rows, shared by the workers
+    float* partial;          // room for the segments of attention
+    int64_t partial_room;    // in floats
+};
+
+inline int64_t rows_of(const Run& run, const Op& op) {
+    if (op.rows == kWanted) return run.batch.wanted_count;
+    if (op.rows == kPicks) return run.batch.count * run.picks.chosen;
+    return run.batch.count;
+}
+
+// A head's numbers, filled up (with zeros) to whole registers.
+inline int64_t filled_width(const KeyValues& kv) {
+    return (kv.head_width + kLanes - 1) / kLanes * static_cast<int64_t>(kLanes);
+}
+
+inline int64_t kv_head_bytes(const KeyValues& kv) {
+    return kPage * filled_width(kv) * kv.bits / 8 + (kv.bits == 8 ? kPage * 4 : 0);
+}
+
+// The memory of one head in one page; `which` is 0 for keys and 1 for values.
+inline uint8_t* kv_page(const KeyValues& kv, int64_t layer, int which, int64_t head, int64_t page) {
+    return kv.data +
+           (((page * kv.layers + layer) * 2 + which) * kv.heads + head) * kv_head_bytes(kv);
+}
+
+}  // namespace unspool

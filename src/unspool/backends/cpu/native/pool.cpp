@@ -1,0 +1,182 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace unspool {
+namespace {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");  // `yield` does nothing on most cores; this waits a little
+#endif
+}
+
+constexpr int kSpinsInside = 3000;        // within a run: the others are about to be done
+constexpr int kSpinsBeforeSleep = 20000;  // between runs: the next token is about to come
+
+// Sleep as long as the number is `seen`; woken by wake_all (and now and then for nothing).
+void sleep_while(std::atomic<int32_t>* number, int32_t seen) {
+#if defined(__linux__)
+    syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+    if (number->load() == seen) sched_yield();
+#endif
+}
+
+void wake_all(std::atomic<int32_t>* number) {
+#if defined(__linux__)
+    syscall(SYS_futex, number, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#else
+    (void)number;
+#endif
+}
+
+constexpr int kCountBits = 16;
+constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
+
+struct Pool {
+    std::mutex turn;  // held by whoever runs a job
+    std::mutex sleeping;
+    std::condition_variable wake;
+    // The job's number and, in the low bits, for how many threads it is (the caller included): in
+    // one word, so that a thread that slept through a job never mistakes the next one for it.
+    std::atomic<uint64_t> call{0};
+    std::atomic<int> left{0};
+    std::atomic<int> asleep{0};
+    Job job = nullptr;
+    void* what = nullptr;
+    int threads = 0;  // started so far, not counting the caller
+    pid_t process = getpid();
+
+    void work(int index, uint64_t seen) {
+        for (;;) {
+            seen = next_call(seen);
+            const int count = static_cast<int>(seen & kCountMask);
+            if (index >= count) continue;
+            job(what, index, count);
+            left.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    uint64_t next_call(uint64_t seen) {
+        for (int spin = 0; spin < kSpinsBeforeSleep; ++spin) {
+            const uint64_t now = call.load(std::memory_order_acquire);
+            if (now != seen) return now;
+            pause_briefly();
+        }
+        std::unique_lock<std::mutex> lock(sleeping);
+        asleep.fetch_add(1);
+        wake.wait(lock, [&] { return call.load(std::memory_order_acquire) != seen; });
+        asleep.fetch_sub(1);
+        return call.load(std::memory_order_acquire);
+    }
+
+    bool start_threads(int count) {
+        // Signals are for the program's own threads: a worker never runs a handler.
+        sigset_t every, before;
+        sigfillset(&every);
+        pthread_sigmask(SIG_SETMASK, &every, &before);
+        bool started = true;
+        try {
+            while (threads < count - 1) {
+                const int index = threads + 1;
+                const uint64_t seen = call.load();
+                std::thread([this, index, seen] { work(index, seen); }).detach();
+                ++threads;
+            }
+        } catch (const std::system_error&) {
+            started = false;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        return started;
+    }
+
+    bool run(int count, Job what_to_do, void* with) {
+        std::lock_guard<std::mutex> mine(turn);
+        if (!start_threads(count)) return false;
+        job = what_to_do;
+        what = with;
+        left.store(count - 1, std::memory_order_relaxed);
+        {
+            // Under the lock, so that a thread that is about to sleep cannot miss it.
+            std::lock_guard<std::mutex> lock(sleeping);
+            const uint64_t number = call.load(std::memory_order_relaxed) >> kCountBits;
+            call.store((number + 1) << kCountBits | static_cast<uint64_t>(count),
+                       std::memory_order_release);
+        }
+        if (asleep.load() > 0) wake.notify_all();
+        job(what, 0, count);
+        for (int spin = 0; left.load(std::memory_order_acquire) > 0; ++spin) {
+            if (spin < kSpinsInside)
+                pause_briefly();
+            else
+                sched_yield();
+        }
+        return true;
+    }
+};
+
+// A forked child has none of its parent's threads: it gets a pool of its own, and the parent's is
+// left where it is. Never destroyed, because its threads never end.
+Pool& pool() {
+    static std::atomic<Pool*> current{nullptr};
+    static std::mutex making;
+    Pool* found = current.load(std::memory_order_acquire);
+    if (found == nullptr || found->process != getpid()) {
+        std::lock_guard<std::mutex> lock(making);
+        found = current.load(std::memory_order_acquire);
+        if (found == nullptr || found->process != getpid()) {
+            found = new Pool;
+            current.store(found, std::memory_order_release);
+        }
+    }
+    return *found;
+}
+
+}  // namespace
+
+void Progress::finish(int32_t tasks, int32_t mine) {
+    if (mine == 0) return;
+    const int32_t all = done.fetch_add(mine, std::memory_order_acq_rel) + mine;
+    if (all == tasks && asleep.load() > 0) wake_all(&done);
+}
+
+void Progress::wait(int32_t tasks) {
+    for (int spin = 0; spin < kSpinsInside; ++spin) {
+        if (done.load(std::memory_order_acquire) >= tasks) return;
+        pause_briefly();
+    }
+    // The others are not running: to go on spinning would only take time from them.
+    asleep.fetch_add(1);
+    for (int32_t seen = done.load(); seen < tasks; seen = done.load()) sleep_while(&done, seen);
+    asleep.fetch_sub(1);
+}
+
+bool run_on_pool(int count, Job job, void* what) {
+    if (count <= 1) {
+        job(what, 0, 1);
+        return true;
+    }
+    return pool().run(count, job, what);
+}
+
+}  // namespace unspool

@@ -1,0 +1,112 @@
+// The C interface of repacking: checks what it is given, then goes block by block.
+#include "repack.h"
+
+namespace unspool {
+namespace {
+
+// Beyond these a size can only be a mistake, and products of sizes could run over.
+constexpr int64_t kMostRows = int64_t{1} << 40;
+constexpr int64_t kMostColumns = int64_t{1} << 31;
+
+struct BlockSize {
+    int elements;  // 0: no such type
+    int bytes;
+};
+
+BlockSize block_size(int32_t type) {
+    switch (type) {
+        case kTypeF32:
+            return {1, 4};
+        case kTypeF16:
+            return {1, 2};
+        case kTypeBF16:
+            return {1, 2};
+        case kTypeQ4_0:
+            return {32, 18};
+        case kTypeQ4_1:
+            return {32, 20};
+        case kTypeQ5_0:
+            return {32, 22};
+        case kTypeQ5_1:
+            return {32, 24};
+        case kTypeQ8_0:
+            return {32, 34};
+        case kTypeQ2_K:
+            return {256, 84};
+        case kTypeQ3_K:
+            return {256, 110};
+        case kTypeQ4_K:
+            return {256, 144};
+        case kTypeQ5_K:
+            return {256, 176};
+        case kTypeQ6_K:
+            return {256, 210};
+        default:
+            return {0, 0};
+    }
+}
+
+int64_t row_bytes_of(const Matrix& m, int32_t type) {
+    const BlockSize size = block_size(type);
+    return m.columns / size.elements * size.bytes;
+}
+
+int rows_of_block(const Matrix& m, int64_t block) {
+    const int64_t left = m.rows - block * kLanes;
+    return static_cast<int>(left < kLanes ? left : kLanes);
+}
+
+bool possible(const Matrix& m) {
+    return m.rows > 0 && m.rows <= kMostRows && m.columns > 0 && m.columns <= kMostColumns &&
+           m.format >= kF32 && m.format <= kQ8 &&
+           (!is_quantized(m) || m.group == 16 || m.group == 32);
+}
+
+}  // namespace
+
+bool fits(const Matrix& m, int32_t type, int64_t source_bytes, int64_t first, int64_t last) {
+    const BlockSize size = block_size(type);
+    if (!possible(m) || size.elements == 0 || m.columns % size.elements != 0) return false;
+    const int64_t row_bytes = row_bytes_of(m, type);
+    if (source_bytes % row_bytes != 0 || source_bytes / row_bytes != m.rows) return false;
+    return 0 <= first && first <= last && last <= blocks_of(m);
+}
+
+}  // namespace unspool
+
+using namespace unspool;
+
+int64_t unspool_packed_bytes(const Matrix* m) {
+    return possible(*m) ? blocks_of(*m) * block_bytes(*m) : -1;
+}
+
+int32_t unspool_repack(const Matrix* m, int32_t type, const uint8_t* source, int64_t source_bytes,
+                       int64_t first, int64_t last, uint8_t* target) {
+    if (!fits(*m, type, source_bytes, first, last)) return -1;
+    const RepackBlock repack =
+        is_float_type(type) ? float_repacker(*m, type) : quantized_repacker(*m, type);
+    if (repack == nullptr) return -1;
+    const int64_t row_bytes = row_bytes_of(*m, type);
+    bool finite = true;
+    for (int64_t block = first; block < last; ++block) {
+        finite &= repack(*m, source + block * kLanes * row_bytes, row_bytes,
+                         rows_of_block(*m, block), target + block * block_bytes(*m));
+    }
+    return finite ? 0 : 1;
+}
+
+int32_t unspool_quantize(const Matrix* m, int32_t type, const uint8_t* source, int64_t source_bytes,
+                         int64_t first, int64_t last, uint8_t* target, double* error) {
+    if (!fits(*m, type, source_bytes, first, last) || !is_float_type(type)) return -1;
+    const bool plain = m->group == kTile && !m->is_super;
+    const bool q4 = m->format == kQ4 && plain && m->has_minima && m->offset == 0;
+    const bool q8 = m->format == kQ8 && plain && !m->has_minima && m->offset == 128;
+    if (is_quantized(*m) && !q4 && !q8) return -1;
+    const int64_t row_bytes = row_bytes_of(*m, type);
+    bool finite = true;
+    for (int64_t block = first; block < last; ++block) {
+        finite &= quantize_block(*m, type, source + block * kLanes * row_bytes, row_bytes,
+                                 rows_of_block(*m, block), target + block * block_bytes(*m), error);
+    }
+    return finite ? 0 : 1;
+}

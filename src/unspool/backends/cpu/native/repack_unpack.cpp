@@ -1,0 +1,99 @@
+// Rows out of the packed layout, bit for bit what the reference dequantization gives.
+//
+// Embeddings are looked up with this, a row or a few at a time, so it goes row by row.
+#include <cstring>
+
+#include "half.h"
+#include "repack.h"
+
+namespace unspool {
+namespace {
+
+uint16_t half_at(const uint8_t* bytes, int number) {
+    uint16_t value;
+    std::memcpy(&value, bytes + 2 * number, sizeof value);
+    return value;
+}
+
+void unpack_floats(const Matrix& m, const uint8_t* block, int lane, float* out) {
+    for (int64_t column = 0; column < m.columns; ++column) {
+        const int64_t at = column * kLanes + lane;
+        if (m.format == kF32) {
+            std::memcpy(out + column, block + 4 * at, 4);
+        } else {
+            const uint16_t bits = half_at(block + 2 * at, 0);
+            out[column] = m.format == kF16 ? half_to_float(bits) : bf16_to_float(bits);
+        }
+    }
+}
+
+// The 32 stored numbers of one row of a tile.
+void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out) {
+    const int pieces = m.format == kQ4 ? 4 : 8;
+    for (int j = 0; j < pieces; ++j) {
+        for (int t = 0; t < 4; ++t) {
+            const uint8_t byte = tile[4 * (kLanes * j + lane) + t];
+            if (m.format == kQ4) {
+                out[4 * j + t] = byte & 15;
+                out[16 + 4 * j + t] = byte >> 4;
+            } else {
+                out[4 * j + t] = byte;
+            }
+        }
+    }
+}
+
+void unpack_quantized(const Matrix& m, const uint8_t* block, int lane, float* out) {
+    const int stored_bytes = kLanes * kTile / (m.format == kQ4 ? 2 : 1);
+    const int groups = m.is_super ? kTile / m.group : 1;
+    const int width = kTile / groups;
+    float factor = 0, minimum_factor = 0;
+    for (int64_t tile = 0; tile < tiles_of(m); ++tile) {
+        if (m.is_super && tile % kSuperTiles == 0) {
+            factor = half_to_float(half_at(block, lane));
+            if (m.has_minima) minimum_factor = half_to_float(half_at(block, kLanes + lane));
+            block += factor_bytes(m);
+        }
+        uint8_t stored[kTile];
+        stored_numbers(m, block, lane, stored);
+        const uint8_t* scales = block + stored_bytes;
+        const uint8_t* minima = scales + (m.is_super ? kLanes * groups : 2 * kLanes);
+        for (int group = 0; group < groups; ++group) {
+            float scale, minimum = 0;
+            if (m.is_super) {
+                const int at = kLanes * group + lane;
+                scale = factor * static_cast<float>(static_cast<int8_t>(scales[at]));
+                if (m.has_minima) minimum = -(minimum_factor * static_cast<float>(minima[at]));
+            } else {
+                scale = half_to_float(half_at(scales, lane));
+                if (m.has_minima) minimum = half_to_float(half_at(minima, lane));
+            }
+            const int64_t column = kTile * tile + width * group;
+            const int64_t left = m.columns - column;
+            for (int i = 0; i < width && i < left; ++i) {
+                const int number = stored[width * group + i];
+                // Nothing is added where there are no minima: -0 + 0 would lose its sign.
+                out[column + i] = m.has_minima ? scale * static_cast<float>(number) + minimum
+                                               : scale * static_cast<float>(number - m.offset);
+            }
+        }
+        block += tile_bytes(m);
+    }
+}
+
+}  // namespace
+}  // namespace unspool
+
+using namespace unspool;
+
+void unspool_unpack(const Matrix* m, int64_t first, int64_t last, float* out) {
+    for (int64_t row = first; row < last; ++row, out += m->columns) {
+        const uint8_t* block = m->data + row / kLanes * block_bytes(*m);
+        const int lane = static_cast<int>(row % kLanes);
+        if (is_quantized(*m)) {
+            unpack_quantized(*m, block, lane, out);
+        } else {
+            unpack_floats(*m, block, lane, out);
+        }
+    }
+}

@@ -1,0 +1,213 @@
+// One run: every worker goes through the plan's operations, side by side.
+#include <chrono>
+#include <cstring>
+
+#include "isa.h"
+#include "model.h"
+
+namespace unspool {
+
+namespace {
+
+int64_t rows_for(int32_t kind, const Batch& batch, int64_t chosen) {
+    if (kind == kWanted) return batch.wanted_count;
+    if (kind == kPicks) return batch.count * chosen;
+    return batch.count;
+}
+
+bool all_within(const int64_t* numbers, int64_t count, int64_t limit) {
+    for (int64_t i = 0; i < count; ++i)
+        if (numbers[i] < 0 || numbers[i] >= limit) return false;
+    return true;
+}
+
+// Whether a batch stays within the vocabulary, the pages, the tables: what comes from outside is
+// not believed.
+bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
+                 const RotaryTable* rotary) {
+    if (batch.rows < 0 || batch.starts[0] != 0 || batch.starts[batch.rows] != batch.count)
+        return false;
+    const Op& embed = spec.ops[0];
+    if (!all_within(batch.tokens, batch.count, spec.matrices[embed.matrix].rows)) return false;
+    if (!all_within(batch.wanted, batch.wanted_count, batch.count)) return false;
+    int64_t positions = batch.pages_of_row * kPage;
+    if (embed.vector >= 0) {
+        const int64_t known = spec.vectors[embed.vector].count / spec.buffer_widths[embed.target];
+        positions = known < positions ? known : positions;
+    }
+    for (int64_t i = 0; i < spec.op_count; ++i) {
+        if (spec.ops[i].kind != kPlace || spec.ops[i].rotary < 0) continue;
+        const int64_t known = rotary[spec.ops[i].rotary].positions;
+        positions = known < positions ? known : positions;
+    }
+    if (!all_within(batch.positions, batch.count, positions)) return false;
+    for (int64_t row = 0; row < batch.rows; ++row) {
+        const int64_t first = batch.starts[row], last = batch.starts[row + 1];
+        if (last < first || last > batch.count) return false;
+        for (int64_t at = first + 1; at < last; ++at)  // a row's tokens stand one behind the other
+            if (batch.positions[at] != batch.positions[at - 1] + 1) return false;
+        if (first == last) continue;
+        const int64_t pages = batch.positions[last - 1] / kPage + 1;
+        if (!all_within(batch.pages + row * batch.pages_of_row, pages, kv.pages)) return false;
+    }
+    return true;
+}
+
+constexpr int64_t kRowSlack = 16;  // kernels may compute a full tile of rows and use some of it
+
+}  // namespace
+
+Model::Model(const ModelSpec& given) : spec(given), widest(kTile) {
+    for (int64_t i = 0; i < spec.matrix_count; ++i) {
+        const int64_t columns = tiles_of(spec.matrices[i]) * kTile;
+        if (columns > widest) widest = columns;
+    }
+    widest +=
+        2 * kTile;  // an odd number of cache lines apart, so that rows do not push each other out
+    buffers.resize(spec.buffer_count);
+    buffer_rooms.resize(spec.buffer_count);
+    scratch.resize(spec.threads);
+}
+
+// A worker's own memory: a block of weights as bytes with its scales and minima (linear.cpp), a
+// few prepared rows, or the scores of a tile of queries (attend.cpp).
+int64_t scratch_needed(const Model& model) {
+    const int64_t block = model.widest * kLanes + model.widest / 16 * kLanes * 4 * 3 + 1024;
+    const int64_t rows =
+        4 * (model.widest * 5 + model.widest / 32 * 8 + model.widest / 16 * 4 + 64);
+    const int64_t scores = 64 * (kSegment + 64) * 4 + 64 * 2048 * 4;
+    return block + rows + scores;
+}
+
+void Model::make_room(Run& run, int64_t rows, float* logits) {
+    const int64_t chosen = spec.chosen > 0 ? spec.chosen : 1;
+    for (int64_t i = 0; i < spec.buffer_count; ++i) {
+        const int64_t width = spec.buffer_widths[i];
+        const int64_t count = rows_for(spec.buffer_rows[i], run.batch, chosen);
+        const bool theirs = i == spec.logits_buffer;
+        buffers[i].data = theirs ? logits : buffer_rooms[i].need((count + kRowSlack) * width);
+        buffers[i].width = width;
+    }
+    const int64_t prepared = rows * chosen + kRowSlack;
+    run.prepared.columns = widest;
+    run.prepared.numbers = numbers.need(prepared * widest);
+    run.prepared.scales = scales.need(prepared * (widest / kTile));
+    run.prepared.lows = lows.need(prepared * (widest / kTile));
+    run.prepared.sums = sums.need(prepared * (widest / kLanes));
+    run.prepared.values = values.need(prepared * widest);
+    run.prepared.tiled = tiled.need((prepared + kLanes) * widest);
+    run.prepared.turned = turned.need((prepared + kLanes) * (widest / kTile) * 2);
+    run.partial_room = static_cast<int64_t>(1) << 20;
+    run.partial = partial.need(run.partial_room);
+    for (auto& room : scratch) room.need(scratch_needed(*this));
+    progress.need(spec.op_count * kParts);
+    run.picks.chosen = chosen;
+    if (spec.experts > 0) {
+        run.picks.token = pick_tokens.need(rows * chosen);
+        run.picks.place = pick_places.need(rows * chosen);
+        run.picks.weight = pick_weights.need(rows * chosen);
+        run.picks.starts = pick_starts.need(spec.experts + 1);
+    }
+}
+
+struct Running {
+    Model* model;
+    Run run;
+    int64_t first_op;
+
+    static void snapshot(const Run& run, const Op& op, Worker& worker) {
+        if (run.taps == nullptr) return;
+        const Buffer& x = run.buffers[op.source];
+        float* to = run.taps->snapshots + op.layer * run.taps->row_count * x.width;
+        worker.each(0, run.taps->row_count, [&](int64_t i) {
+            std::memcpy(to + i * x.width, x.row(run.taps->rows[i]), x.width * sizeof(float));
+        });
+    }
+
+    void step(const Op& op, Worker& worker) const {
+        const Kernels& does = kernels();
+        switch (op.kind) {
+            case kEmbed:
+                return does.embed(run, op, worker);
+            case kNorm:
+                return does.norm(run, op, worker);
+            case kLinear:
+                return does.linear(run, op, worker);
+            case kPlace:
+                return does.place(run, op, worker);
+            case kAttend:
+                return does.attend(run, op, worker);
+            case kRoute:
+                return does.route(run, op, worker);
+            case kExperts:
+                return does.linear(run, op, worker);
+            case kCombine:
+                return does.combine(run, op, worker);
+            case kGather:
+                return does.gather(run, op, worker);
+            case kSoftcap:
+                return does.softcap(run, op, worker);
+            case kSnapshot:
+                return snapshot(run, op, worker);
+            default:
+                return;
+        }
+    }
+
+    static void work(void* what, int index, int count) {
+        Running& self = *static_cast<Running*>(what);
+        Model& model = *self.model;
+        begin_thread();
+        Worker worker{index, count, nullptr, model.scratch[index].need(0), scratch_needed(model)};
+        const bool timed = !model.seconds.empty() && index == 0;
+        for (int64_t i = self.first_op; i < model.spec.op_count; ++i) {
+            const Op& op = model.spec.ops[i];
+            if (op.kind == kSnapshot && self.run.taps == nullptr) continue;
+            const auto before =
+                timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
+            worker.progress = model.progress.need(0) + i * kParts;
+            self.step(op, worker);
+            if (timed) {
+                const auto after = std::chrono::steady_clock::now();
+                model.seconds[i] += std::chrono::duration<double>(after - before).count();
+            }
+        }
+        end_thread();
+    }
+};
+
+int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& batch,
+                   const TapList* taps, float* logits, int64_t first_op, const float* given) {
+    if (given == nullptr && !makes_sense(batch, spec, kv, rotary)) return kBadBatch;
+    Running running{};
+    running.model = this;
+    running.first_op = first_op;
+    Run& run = running.run;
+    run.matrices = spec.matrices;
+    run.vectors = spec.vectors;
+    run.rotary = rotary;
+    run.kv = kv;
+    run.heads = spec.heads;
+    run.batch = batch;
+    run.taps = taps;
+    try {
+        make_room(run, batch.count > batch.wanted_count ? batch.count : batch.wanted_count, logits);
+        int32_t* rows = row_of.need(batch.count + 1);
+        for (int64_t row = 0; row < batch.rows; ++row)
+            for (int64_t at = batch.starts[row]; at < batch.starts[row + 1]; ++at)
+                rows[at] = static_cast<int32_t>(row);
+        run.row_of = rows;
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    }
+    run.buffers = buffers.data();
+    if (given != nullptr) {
+        const Buffer& into = buffers[spec.ops[first_op].source];
+        std::memcpy(into.data, given, batch.wanted_count * into.width * sizeof(float));
+    }
+    Progress* every = progress.need(0);
+    for (int64_t i = 0; i < spec.op_count * kParts; ++i) new (every + i) Progress;
+    return run_on_pool(spec.threads, &Running::work, &running) ? kOk : kNoThreads;
+}
+
+}  // namespace unspool

@@ -1,0 +1,171 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "isa.h"
+#include "kernels/table.h"
+
+namespace unspool {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Whole numbers in the order of the floats, largest first; 0 and -0 are equal. Sorting these can
+// do no harm whatever is in a row, NaN too.
+uint32_t descending(float x) {
+    x += 0.0f;  // -0 becomes 0
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits & 0x80000000u ? bits : ~bits & 0x7fffffffu;
+}
+
+float of_descending(uint32_t key) {
+    const uint32_t bits = key & 0x80000000u ? key : ~key & 0x7fffffffu;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// A level that at least `count` logits of the row reach, and few others: the maxima of blocks are
+// logits of the row, so as many reach the count-th largest of the maxima. The lowest float where
+// blocks would be too short to be worth it.
+float level_for(const float* logits, int64_t width, int64_t count) {
+    const int64_t wanted = std::max<int64_t>(512, 4 * count);  // so many maxima
+    const int64_t depth = width / wanted;
+    if (depth < 2) return std::numeric_limits<float>::lowest();
+    std::vector<float> tops(width / depth);
+    const int64_t number = kernels().maxima(logits, width, depth, tops.data());
+    std::vector<uint32_t> keys(number);
+    std::transform(tops.begin(), tops.begin() + number, keys.begin(), descending);
+    std::nth_element(keys.begin(), keys.begin() + (count - 1), keys.end());
+    return std::max(of_descending(keys[count - 1]), std::numeric_limits<float>::lowest());
+}
+
+std::vector<int32_t> numbers_above(const float* logits, int64_t width, float level,
+                                   int64_t expected) {
+    std::vector<int32_t> found(expected);
+    const int64_t number = kernels().above(logits, width, level, expected, found.data());
+    found.resize(number);
+    if (number > expected) kernels().above(logits, width, level, number, found.data());
+    return found;
+}
+
+// A value, and its column so many places behind.
+void put(double* place, int64_t behind, float value, int64_t column) {
+    *place = static_cast<double>(value);
+    std::memcpy(place + behind, &column, sizeof column);
+}
+
+void leading(const float* logits, int64_t width, int64_t count, double* values, int64_t behind) {
+    const float level = level_for(logits, width, count);
+    const std::vector<int32_t> near =
+        numbers_above(logits, width, level, std::min(width, 2 * count + 64));
+    // The level's place and the column in one number: sorted by both at once.
+    std::vector<uint64_t> keys(near.size());
+    std::transform(near.begin(), near.end(), keys.begin(), [logits](int32_t column) {
+        return static_cast<uint64_t>(descending(logits[column])) << 32 |
+               static_cast<uint32_t>(column);
+    });
+    const int64_t sorted = std::min<int64_t>(count, keys.size());
+    if (sorted < static_cast<int64_t>(keys.size()))
+        std::nth_element(keys.begin(), keys.begin() + sorted, keys.end());
+    std::sort(keys.begin(), keys.begin() + sorted);
+    for (int64_t i = 0; i < sorted; ++i) {
+        const int64_t column = static_cast<int64_t>(keys[i] & 0xffffffffu);
+        put(values + i, behind, logits[column], column);
+    }
+    // Fewer are above -inf: the first of the others fill the row.
+    int64_t place = sorted;
+    for (int64_t i = 0; i < width && place < count; ++i) {
+        if (logits[i] >= level) continue;
+        put(values + place++, behind, logits[i], i);
+    }
+}
+
+}  // namespace
+}  // namespace unspool
+
+using namespace unspool;
+
+void unspool_peaks(const float* logits, int64_t rows, int64_t width, double* peaks) {
+    for (int64_t row = 0; row < rows; ++row)
+        peaks[row] = static_cast<double>(kernels().peak(logits + row * width, width));
+}
+
+void unspool_measure(const float* logits, int64_t rows, int64_t width, int32_t known,
+                     double* peaks) {
+    if (!known) unspool_peaks(logits, rows, width, peaks);
+    double *totals = peaks + rows, *entropies = totals + rows;
+    for (int64_t row = 0; row < rows; ++row) {
+        totals[row] = entropies[row] = std::numeric_limits<double>::quiet_NaN();
+        if (!std::isfinite(peaks[row])) continue;
+        double weighted;
+        kernels().mass(logits + row * width, width, static_cast<float>(peaks[row]), totals + row,
+                       &weighted);
+        entropies[row] = std::log(totals[row]) - weighted / totals[row];
+    }
+}
+
+void unspool_counts(const float* logits, int64_t rows, int64_t width, double* levels) {
+    for (int64_t row = 0; row < rows; ++row) {
+        const float below = std::nextafter(static_cast<float>(levels[row]), -kInfinity);
+        const int64_t number = kernels().count_above(logits + row * width, width, below);
+        std::memcpy(levels + rows + row, &number, sizeof number);
+    }
+}
+
+void unspool_standing(const float* logits, int64_t rows, int64_t width, int64_t* columns) {
+    for (int64_t row = 0; row < rows; ++row) {
+        const float level = logits[row * width + columns[row]];
+        const double wide = static_cast<double>(level);
+        std::memcpy(columns + row, &wide, sizeof wide);
+        columns[rows + row] = kernels().count_above(logits + row * width, width, level);
+    }
+}
+
+void unspool_leading(const float* logits, int64_t rows, int64_t width, int64_t count,
+                     double* values) {
+    const int64_t behind = rows * count;
+    for (int64_t row = 0; row < rows && count > 0; ++row)
+        leading(logits + row * width, width, count, values + row * count, behind);
+}
+
+void unspool_above(const float* logits, int64_t rows, int64_t width, const double* levels,
+                   int64_t room, double* values) {
+    std::vector<int32_t> found(room);
+    for (int64_t row = 0; row < rows; ++row) {
+        const float* line = logits + row * width;
+        const float level = static_cast<float>(levels[row]);
+        const int64_t number =
+            std::min(room, kernels().above(line, width, level, room, found.data()));
+        for (int64_t i = 0; i < room; ++i) {
+            const bool is_one = i < number;
+            put(values + row * room + i, rows * room, is_one ? line[found[i]] : -kInfinity,
+                is_one ? found[i] : 0);
+        }
+    }
+}
+
+int64_t unspool_tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found) {
+    // Where each token stands in `found`, plus one; all 0 between calls, so that a call costs what
+    // the text is long, not what the vocabulary is large.
+    thread_local std::vector<int32_t> places;
+    if (static_cast<int64_t>(places.size()) < vocabulary) places.resize(vocabulary);
+    int64_t number = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t token = tokens[i];
+        if (token < 0 || token >= vocabulary) continue;
+        if (places[token] == 0) {
+            found[number] = token;
+            found[count + number] = 0;
+            places[token] = static_cast<int32_t>(++number);
+        }
+        ++found[count + places[token] - 1];
+    }
+    for (int64_t i = 0; i < number; ++i) places[found[i]] = 0;
+    return number;
+}

@@ -1,0 +1,342 @@
+"""Weights in the layout that the native kernels read (`native/layout.h`).
+
+    packed = pack_all({"output": stored, ...}, store=None, threads=4)
+    packed["output"].matrix         # what a kernel is given
+    packed["output"].float32(3, 5)  # rows 3 and 4 as float32
+
+Quantized weights of a file keep every number: only their bits move. Floats can be kept as they
+are, rounded to another float format, or quantized here, to 4 or 8 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import mmap
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from unspool import native
+from unspool.errors import ModelFileError, SettingsError
+from unspool.model.gguf import BLOCK_TYPES
+from unspool.model.stored import Stored
+
+LANES = 16  # rows of a block
+ALIGNMENT = 64  # bytes: where a matrix may begin, a cache line and the widest vector
+CHUNK = 1 << 20  # bytes of packed memory that one thread fills before it asks for more work
+
+FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q4": 3, "Q8": 4}
+_TYPE_NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
+
+
+class StoredTensor(Protocol):
+    """What is needed of a tensor of a file (see `model.stored.Stored`)."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def data(self) -> npt.NDArray[Any]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def float32(self) -> npt.NDArray[np.float32]: ...
+
+
+class Matrix(ctypes.Structure):
+    """The structure of the same name in `native/layout.h`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("offset", ctypes.c_int32),
+        ("has_minima", ctypes.c_int32),
+        ("is_super", ctypes.c_int32),
+        ("bias", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the numbers of a packed matrix are kept; `native/layout.h` says what each part means."""
+
+    format: str
+    group: int = 32
+    offset: int = 0
+    has_minima: bool = False
+    is_super: bool = False
+
+    def matrix(self, rows: int, columns: int, address: int | None = None) -> Matrix:
+        return Matrix(
+            data=address, rows=rows, columns=columns, format=FORMATS[self.format],
+            group=self.group, offset=self.offset, has_minima=self.has_minima,
+            is_super=self.is_super, bias=-1,
+        )  # fmt: skip
+
+
+PACKINGS = {
+    "F32": Packing("F32"),
+    "F16": Packing("F16"),
+    "BF16": Packing("BF16"),
+    "Q4_0": Packing("Q4", offset=8),
+    "Q4_1": Packing("Q4", has_minima=True),
+    "Q5_0": Packing("Q8", offset=16),
+    "Q5_1": Packing("Q8", has_minima=True),
+    "Q8_0": Packing("Q8", offset=128),
+    "Q2_K": Packing("Q4", group=16, has_minima=True, is_super=True),
+    "Q3_K": Packing("Q4", group=16, offset=4, is_super=True),
+    "Q4_K": Packing("Q4", has_minima=True, is_super=True),
+    "Q5_K": Packing("Q8", has_minima=True, is_super=True),
+    "Q6_K": Packing("Q8", group=16, offset=32, is_super=True),
+}
+
+# What a caller can ask for, by the type whose packing is used.
+STORES = {"4": "Q4_1", "8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def packing_for(type: str, store: str | None) -> Packing:
+    """How a tensor of a file's type is kept. `store` None: as in the file.
+
+    What a file has quantized stays so if "4" or "8" is asked for: quantizing it again would only
+    lose more.
+    """
+    if type not in PACKINGS:
+        raise ModelFileError(
+            f"weights of type {type} cannot be packed; use a file with {', '.join(PACKINGS)}"
+        )
+    if store is None:
+        return PACKINGS[type]
+    if store not in STORES:
+        raise SettingsError(f"store={store!r} is unknown; use one of {', '.join(STORES)}")
+    return PACKINGS[type if store in ("4", "8") and type not in _FLOATS else STORES[store]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A packed matrix and the memory it lies in."""
+
+    matrix: Matrix
+    memory: npt.NDArray[np.uint8]
+    packing: Packing
+    shape: tuple[int, int]
+    squares: tuple[float, float] = (0.0, 0.0)  # of the errors that quantizing made; of the weights
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def error(self) -> float:
+        """The root of the mean squared error, as a part of that of the weights."""
+        return relative_error([self])
+
+    def float32(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
+        """Rows as float32."""
+        rows, columns = self.shape
+        last = rows if last is None else last
+        if not 0 <= first <= last <= rows:
+            raise IndexError(f"rows {first} to {last} of a matrix with {rows}")
+        out = np.empty((last - first, columns), np.float32)
+        _library().unspool_unpack(ctypes.byref(self.matrix), first, last, out.ctypes.data)
+        return out
+
+
+def relative_error(matrices: Iterable[Packed]) -> float:
+    """The error that quantizing made in all of these together, as `Packed.error`."""
+    errors, weights = 0.0, 0.0
+    for packed in matrices:
+        errors += packed.squares[0]
+        weights += packed.squares[1]
+    return math.sqrt(errors / weights) if weights else 0.0
+
+
+def slices(stored: StoredTensor) -> list[Stored]:
+    """The matrices of a tensor [experts, rows, columns]; views."""
+    return [Stored(stored.type, part, stored.shape[1:]) for part in stored.data]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The native library, its repacking functions declared."""
+    library = native.library()
+    matrix, pointer = ctypes.POINTER(Matrix), ctypes.c_void_p
+    int32, int64 = ctypes.c_int32, ctypes.c_int64
+    library.unspool_packed_bytes.argtypes = [matrix]
+    library.unspool_packed_bytes.restype = int64
+    work: list[Any] = [matrix, int32, pointer, int64, int64, int64, pointer]
+    library.unspool_repack.argtypes = work
+    library.unspool_repack.restype = int32
+    library.unspool_quantize.argtypes = [*work, pointer]
+    library.unspool_quantize.restype = int32
+    library.unspool_unpack.argtypes = [matrix, int64, int64, pointer]
+    library.unspool_unpack.restype = None
+    return library
+
+
+class _Task:
+    """One tensor on its way: threads fill parts of it, the last to finish lets go of the source."""
+
+    def __init__(self, name: str, stored: StoredTensor, store: str | None, release: bool) -> None:
+        self.name, self.stored, self.release = name, stored, release
+        self.packing = packing_for(stored.type, store)
+        if len(stored.shape) != 2 or 0 in stored.shape:
+            raise ModelFileError(
+                f"tensor {name} has the shape {tuple(stored.shape)}, and a matrix is needed; "
+                "the file is damaged"
+            )
+        self.matrix = self.packing.matrix(*stored.shape)
+        self.size = int(_library().unspool_packed_bytes(ctypes.byref(self.matrix)))
+        if self.size < 0 or not self._fits():
+            raise self._misfit()
+        blocks = -(-stored.shape[0] // LANES)
+        step = max(1, CHUNK * blocks // self.size)
+        self.parts = [(at, min(at + step, blocks)) for at in range(0, blocks, step)]
+        self.squares = np.zeros((len(self.parts), 2))
+        self.finite = True
+        self._lock = threading.Lock()
+        self._left = len(self.parts)
+        self._source: npt.NDArray[Any] | None = None
+        self._source_type = stored.type
+
+    def _fits(self) -> bool:
+        """Whether the file's bytes are a matrix of this shape: before memory is taken for it."""
+        matrix = PACKINGS[self.stored.type].matrix(*self.stored.shape)
+        number, size = _TYPE_NUMBERS[self.stored.type], self.stored.data.nbytes
+        no_blocks = (0, 0)
+        tried = _library().unspool_repack(
+            ctypes.byref(matrix), number, None, size, *no_blocks, None
+        )
+        return bool(tried == 0)
+
+    def place(self, memory: npt.NDArray[np.uint8]) -> None:
+        self.memory = memory
+        self.matrix.data = memory.ctypes.data
+
+    def fill(self, part: int) -> None:
+        with self._lock:  # the first to come makes the source ready
+            if self._source is None:
+                self._prepare()
+            source = self._source
+        assert source is not None
+        first, last = self.parts[part]
+        arguments = (
+            ctypes.byref(self.matrix), _TYPE_NUMBERS[self._source_type], source.ctypes.data,
+            source.nbytes, first, last, self.memory.ctypes.data,
+        )  # fmt: skip
+        if self._source_type in _FLOATS and self.packing.format in ("Q4", "Q8"):
+            result = _library().unspool_quantize(*arguments, self.squares[part].ctypes.data)
+        else:
+            result = _library().unspool_repack(*arguments)
+        if result < 0:
+            raise self._misfit()
+        if result > 0:
+            self.finite = False
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._source = None
+                if self.release:
+                    release_pages(self.stored.data)
+
+    def _prepare(self) -> None:
+        """The rows one after the other in memory, as floats if the packed form has floats."""
+        data = self.stored.data
+        if self.packing.format in _FLOATS and self.stored.type not in _FLOATS:
+            data, self._source_type = self.stored.float32(), "F32"
+        self._source = np.ascontiguousarray(data)
+
+    def finish(self) -> Packed:
+        if not self.finite:
+            raise ModelFileError(f"tensor {self.name} {self._why_not_finite()}")
+        errors, weights = self.squares.sum(axis=0).tolist()
+        rows, columns = self.stored.shape
+        return Packed(self.matrix, self.memory, self.packing, (rows, columns), (errors, weights))
+
+    def _misfit(self) -> ModelFileError:
+        return ModelFileError(
+            f"tensor {self.name}: its {self.stored.data.nbytes:,} bytes are not a matrix of "
+            f"{' x '.join(str(size) for size in self.stored.shape)} numbers of type "
+            f"{self.stored.type}; the file is damaged"
+        )
+
+    def _why_not_finite(self) -> str:
+        if np.isfinite(self.stored.float32()).all():
+            return f"holds numbers too large for {self.packing.format}; store it as float32"
+        return "holds NaN or infinite numbers; the file is damaged"
+
+
+def pack(
+    stored: StoredTensor, *, store: str | None = None, name: str = "weight", threads: int = 1
+) -> Packed:
+    """One tensor with two axes."""
+    return pack_all({name: stored}, store=store, threads=threads)[name]
+
+
+def pack_all(
+    items: Mapping[str, StoredTensor],
+    *,
+    store: str | None = None,
+    threads: int = 1,
+    release: bool = True,
+) -> dict[str, Packed]:
+    """Many tensors, each with two axes, into one piece of memory.
+
+    `release`: hand back the pages of a mapped file that are no longer needed. They can still be
+    read; they just do not take up memory twice.
+    """
+    tasks = [_Task(name, stored, store, release) for name, stored in items.items()]
+    starts = np.cumsum([0] + [-(-task.size // ALIGNMENT) * ALIGNMENT for task in tasks]).tolist()
+    memory = _aligned(starts[-1])
+    for task, start in zip(tasks, starts, strict=False):
+        task.place(memory[start : start + task.size])
+    with ThreadPoolExecutor(threads, "unspool-pack") as pool:
+        futures = [
+            pool.submit(task.fill, part) for task in tasks for part in range(len(task.parts))
+        ]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {task.name: task.finish() for task in tasks}
+
+
+def _aligned(size: int) -> npt.NDArray[np.uint8]:
+    """Memory that begins on a cache line. numpy asks for huge pages itself."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
+
+
+def release_pages(data: npt.NDArray[Any]) -> None:
+    """Give back the memory of the part of a mapped file that an array views, if it does.
+
+    Only where the map cannot be written to: there the file still has all that is given back.
+    """
+    base: Any = data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    if not isinstance(base, mmap.mmap) or not hasattr(base, "madvise"):
+        return
+    whole = np.frombuffer(base, np.uint8)
+    if whole.flags.writeable or not data.flags.c_contiguous:
+        return
+    start = data.ctypes.data - whole.ctypes.data
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages that are wholly its own
+    last = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        with contextlib.suppress(OSError):
+            base.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -1,0 +1,53 @@
+"""One text on a backend of its own, without an engine: append tokens, get logits, take them back.
+
+For who runs where an engine's thread must not be waited for, such as a drafter, which runs on the
+engine's own thread. The text has all pages of its backend, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unspool.backends.base import Batch, Loaded
+
+_LARGEST_PAGE = 256  # tokens: room for one that is not filled
+
+
+class OneText:
+    """A text the model is reading, at most `capacity` tokens long."""
+
+    def __init__(self, model: Loaded, capacity: int) -> None:
+        config = model.config
+        # 32 bits a number are the widest that a backend keeps; untouched pages cost nothing.
+        widest = 2 * config.layers * config.kv_width * 4
+        memory = (capacity + _LARGEST_PAGE) * widest
+        self._backend = model.backend(memory=memory, context=capacity)
+        pages = -(-capacity // self._backend.page_size)
+        self._pages = np.arange(pages, dtype=np.int64)[None]
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, tokens: Sequence[int]) -> Any:
+        """What the model says comes after these tokens: one logit for each of its vocabulary."""
+        count = len(tokens)
+        batch = Batch(
+            tokens=np.array(tokens, np.int64),
+            positions=np.arange(self._length, self._length + count),
+            starts=np.array([0, count]),
+            pages=self._pages,
+            wanted=np.array([count - 1]),
+        )
+        logits = self._backend.run(batch).logits
+        self._length += count
+        return logits[0]
+
+    def rewind(self, length: int) -> None:
+        """Forget every token from position `length` on; what lies behind is overwritten."""
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot rewind {self._length} tokens to {length}")
+        self._length = length

@@ -1,0 +1,79 @@
+"""A torch transformer as the rest of Unspool sees a model: a backend, and numpy arrays."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unspool.backends.base import Floats
+from unspool.backends.torch.paged import TorchBackend, pages_for
+from unspool.model.config import ModelConfig
+from unspool.model.transformer import Transformer
+
+_SAMPLED = 64  # numbers of each tensor that go into the fingerprint
+
+
+class TorchModel:
+    """The plain transformer, on any device that torch knows."""
+
+    def __init__(self, transformer: Transformer) -> None:
+        self.transformer = transformer
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.transformer.config
+
+    @property
+    def precision(self) -> str:
+        return str(self.transformer.embed.weight.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        return str(self.transformer.embed.weight.device)
+
+    def backend(self, *, memory: int | None, context: int) -> TorchBackend:
+        pages = pages_for(self.transformer, memory)
+        return TorchBackend(self.transformer, page_count=pages, context=context)
+
+    def logits(self, vectors: Floats) -> Floats:
+        with torch.inference_mode():
+            return _host(self.transformer.logits(self._device_array(vectors)))
+
+    def normed(self, vectors: Floats) -> Floats:
+        with torch.inference_mode():
+            return _host(self.transformer.norm(self._device_array(vectors)))
+
+    def vector(self, name: str) -> Floats | None:
+        norm, head = self.transformer.norm, self.transformer.head
+        if name == "norm.weight":
+            weight = _host(norm.weight)
+            return 1 + weight if norm.plus_one else weight
+        found = {"norm.bias": norm.bias, "head.bias": head.bias if head is not None else None}[name]
+        return None if found is None else _host(found)
+
+    def rows(self, name: str, start: int, stop: int) -> Floats:
+        model = self.transformer
+        own_head = name == "head.weight" and model.head is not None
+        table = model.head if own_head and model.head is not None else model.embed
+        return _host(table.weight[start:stop])
+
+    def fingerprint(self) -> str:
+        """Names and shapes of all tensors, and a few numbers from all over each."""
+        seen = hashlib.sha256()
+        for name, tensor in sorted(self.transformer.named_parameters()):
+            seen.update(f"{name} {tuple(tensor.shape)}".encode())
+            spots = np.linspace(0, tensor.numel() - 1, _SAMPLED).astype(np.int64)
+            places = torch.unravel_index(torch.from_numpy(spots).to(tensor.device), tensor.shape)
+            seen.update(_host(tensor.detach()[places]).astype("<f4").tobytes())
+        return seen.hexdigest()
+
+    def _device_array(self, vectors: Floats) -> Tensor:
+        weight = self.transformer.embed.weight
+        return torch.from_numpy(np.array(vectors)).to(weight.device, weight.dtype)
+
+
+def _host(tensor: Tensor) -> Floats:
+    return np.asarray(tensor.detach().float().cpu().numpy())

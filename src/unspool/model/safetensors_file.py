@@ -1,0 +1,169 @@
+"""Reading a safetensors file: its header, and where each tensor lies, nothing copied.
+
+The file is eight bytes (the length of the header), the header (JSON: for every tensor its type,
+shape and place), and the numbers. The `safetensors` package reads the same files, but without
+torch it knows no bfloat16. This reader believes no number before it is checked, so a damaged or
+hostile file ends in a sentence.
+
+    file = SafetensorsFile(Path("model.safetensors"))
+    file.tensors["model.norm.weight"].shape    # (576,)
+    file.stored("model.norm.weight")           # Stored: a view into the file
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unspool.errors import ModelFileError
+from unspool.model.stored import FLOAT_TYPES, Stored
+
+_LARGEST_HEADER = 100_000_000  # bytes, as in the format's own reader
+_MOST_AXES = 8
+
+# What the format calls a type -> (bits of a number, what everybody else calls it).
+_TYPES = {
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "U16": (16, "uint16"),
+    "I16": (16, "int16"),
+    "U32": (32, "uint32"),
+    "I32": (32, "int32"),
+    "U64": (64, "uint64"),
+    "I64": (64, "int64"),
+    "F4": (4, "float4"),
+    "F6_E2M3": (6, "float6_e2m3"),
+    "F6_E3M2": (6, "float6_e3m2"),
+    "F8_E4M3": (8, "float8_e4m3"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "F32": (32, "float32"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where one tensor lies in the file, and what its numbers are."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+class SafetensorsFile:
+    """A memory-mapped safetensors file, its header parsed and checked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as handle:
+                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:  # an empty file cannot be mapped
+            raise self._broken("it is empty") from error
+        except OSError as error:
+            raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from error
+        self.tensors = self._parse()
+
+    def _broken(self, why: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self.path}: not a usable safetensors file ({why}); download it again"
+        )
+
+    def _parse(self) -> dict[str, Placed]:
+        size = len(self._map)
+        if size < 8:
+            raise self._broken("it is too short for a header")
+        (length,) = struct.unpack_from("<Q", self._map)
+        if length > min(size - 8, _LARGEST_HEADER):
+            raise self._broken(f"it claims a header of {length:,} bytes")
+        header = self._json(self._map[8 : 8 + length])
+        return {
+            name: self._placed(name, entry, data_start=8 + length)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def _json(self, content: bytes) -> dict[str, Any]:
+        try:
+            header = json.loads(content.decode("utf-8"), object_pairs_hook=_without_doubles)
+        except _DoubleError as error:
+            raise self._broken(f"the name {str(error)!r} stands twice in its header") from error
+        except (ValueError, RecursionError) as error:
+            raise self._broken("its header is not JSON") from error
+        if not isinstance(header, dict):
+            raise self._broken("its header is no table of tensors")
+        return header
+
+    def _placed(self, name: str, entry: Any, data_start: int) -> Placed:
+        label = f"tensor {name[:200]!r}"
+        if not isinstance(entry, dict):
+            raise self._broken(f"{label} has no description")
+        kind: Any = entry.get("dtype")
+        shape: Any = entry.get("shape")
+        place: Any = entry.get("data_offsets")
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise self._broken(f"{label} has the unknown type {str(kind)[:40]!r}")
+        if not _counts(shape) or len(shape) > _MOST_AXES:
+            raise self._broken(f"{label} has the impossible shape {str(shape)[:80]}")
+        if not _counts(place) or len(place) != 2 or place[0] > place[1]:
+            raise self._broken(f"{label} has the impossible place {str(place)[:80]}")
+        start, end = place
+        if end > len(self._map) - data_start:
+            raise self._broken(f"{label} reaches past its end: it was cut short")
+        if math.prod(shape) * _TYPES[kind][0] != (end - start) * 8:
+            raise self._broken(
+                f"{label} has {end - start:,} bytes, which is not what its shape {shape} needs"
+            )
+        return Placed(kind, tuple(shape), data_start + start)
+
+    def stored(self, name: str) -> Stored:
+        """A tensor of floating-point numbers; a view into the file, except for F64."""
+        placed = self.tensors[name]
+        if placed.type in FLOAT_TYPES:
+            layout = FLOAT_TYPES[placed.type]
+            flat = np.frombuffer(self._map, layout, placed.count, placed.start)
+            return Stored(placed.type, flat.reshape(placed.shape), placed.shape)
+        if placed.type == "F64":
+            wide = np.frombuffer(self._map, "<f8", placed.count, placed.start)
+            with np.errstate(over="ignore"):  # too large becomes infinite, which loading refuses
+                return Stored.of(wide.astype(np.float32).reshape(placed.shape))
+        raise ModelFileError(
+            f"tensor {name} holds {_TYPES[placed.type][1]} numbers; only float32, float16 and "
+            "bfloat16 checkpoints and GGUF files are supported"
+        )
+
+
+class _DoubleError(ValueError):
+    """A name that stands twice in one table; which one counts would be a guess."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise _DoubleError(name[:200])
+        table[name] = value
+    return table
+
+
+def _counts(values: Any) -> bool:
+    """Whether this is a list of whole numbers from 0 up that an axis or a place can have."""
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 1 << 62 for value in values
+    )

@@ -1,0 +1,96 @@
+"""A tensor as its file has it: the packed bytes, and what they mean.
+
+Backends take weights in this form, so that one that computes with packed numbers gets the very
+blocks that the file holds. What loading has to do to a tensor is mostly moving whole rows (split
+them, reorder them, stack them), and rows can be moved without unpacking them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unspool.errors import ModelFileError
+
+FLOAT_TYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """Nothing is converted before it is asked for, and nothing copied if it can be avoided.
+
+    `type` is F32, F16, BF16 or the name of a packed type (Q4_0, Q6_K, ...). `data` has float32,
+    float16 or (for BF16) uint16 numbers in the tensor's shape; of a packed type it has uint8
+    [..., bytes of a row]. A packed tensor has at least two axes.
+    """
+
+    type: str
+    data: npt.NDArray[Any]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: npt.NDArray[np.float32]) -> Stored:
+        return cls("F32", values, values.shape)
+
+    @property
+    def packed(self) -> bool:
+        return self.type not in FLOAT_TYPES
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The numbers themselves: a view where they are stored so, else unpacked."""
+        if self.type == "F32":
+            return self.data
+        if self.type == "F16":
+            return self.data.astype(np.float32)
+        if self.type == "BF16":  # the upper half of a float32
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        values: npt.NDArray[np.float32] = dequantize(self.data, GGMLQuantizationType[self.type])
+        return values.reshape(self.shape)
+
+    # -- moving rows: the same for packed and plain numbers ------------------------------------
+
+    def rows(self, start: int, stop: int) -> Stored:
+        """Some of the rows; a view."""
+        data = self.data[start:stop]
+        return Stored(self.type, data, (len(data), *self.shape[1:]))
+
+    def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
+        """All rows, in another order."""
+        return Stored(self.type, self.data[order], self.shape)
+
+    @staticmethod
+    def stacked(parts: Sequence[Stored]) -> Stored:
+        """Tensors of one shape, one above the other along a new first axis."""
+        shapes = {part.shape for part in parts}
+        if len(shapes) != 1:
+            sizes = " and ".join(str(shape) for shape in sorted(shapes))
+            raise ModelFileError(
+                f"the matrices of the experts have different shapes, {sizes}; "
+                "the checkpoint is damaged"
+            )
+        (shape,) = shapes
+        if len({part.type for part in parts}) == 1:
+            data = np.stack([part.data for part in parts])
+            return Stored(parts[0].type, data, (len(parts), *shape))
+        return Stored.of(np.stack([part.float32() for part in parts]))
+
+    # -- changes to single numbers: packed ones are unpacked -----------------------------------
+
+    def transposed(self) -> Stored:
+        if self.packed:
+            return Stored.of(self.float32().T)
+        return Stored(self.type, self.data.T, self.shape[::-1])
+
+    def minus_one(self) -> Stored:
+        return Stored.of(self.float32() - np.float32(1))

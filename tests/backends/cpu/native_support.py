@@ -1,0 +1,162 @@
+"""Shared by the tests of the native backend: random models of any shape, and texts in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.quants import dequantize
+from packing_support import FLOATS, floats
+
+from unspool.backends.base import Backend, Batch, Floats, Inside, Taps
+from unspool.model.config import ModelConfig
+from unspool.model.gguf import BLOCK_TYPES
+from unspool.model.positions import Rotary
+from unspool.model.stored import Stored
+from unspool.model.weights import shapes
+
+PAGE = 16
+_SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()}
+_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_HALVES |= {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
+
+
+def config(**changes: Any) -> ModelConfig:
+    """A small Llama, with changes."""
+    head_width = changes.get("head_width", 16)
+    shape: dict[str, Any] = {
+        "family": "of-our-own",
+        "vocab_size": 67,
+        "width": 32,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_width": head_width,
+        "ff_width": 48,
+        "context": 2048,
+        "rotary": Rotary(width=head_width),
+    }
+    return ModelConfig(**{**shape, **changes})
+
+
+def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) -> Stored:
+    """Random weights of any type, about as large as those of a model."""
+    if kind in FLOATS:
+        return floats(kind, rng.standard_normal((rows, columns)) / columns**0.5)
+    elements, size = _SIZES[kind]
+    data = rng.integers(0, 256, (rows, columns // elements, size)).astype(np.uint8)
+    halves = rng.uniform(0.5, 1.5, (len(_HALVES[kind]), *data.shape[:2])).astype(np.float32)
+    halves[1:] *= -1 if kind.endswith("_1") else 1  # a minimum, to bring the mean near zero
+    halves[1:] *= 8 if kind.endswith("_1") or kind == "Q4_K" else 1
+
+    def put(scale: float) -> Stored:
+        for at, values in zip(_HALVES[kind], halves, strict=True):
+            data[..., at : at + 2] = (values * scale).astype("<f2")[..., None].view(np.uint8)
+        return Stored(kind, data.reshape(rows, -1), (rows, columns))
+
+    spread = float(dequantize(put(2**-6).data, gguf.GGMLQuantizationType[kind]).std()) * 2**6
+    return put(1 / (spread * columns**0.5))
+
+
+@dataclass
+class RandomCheckpoint:
+    """A model that is in no file. `kind`: the type of its matrices."""
+
+    config: ModelConfig
+    kind: str = "F32"
+    seed: int = 0
+    change: Callable[[str, Any], None] = lambda name, values: None  # spoils weights
+    path: Path = Path("random")
+
+    def weights(self) -> Iterator[tuple[str, Stored]]:
+        rng = np.random.default_rng(self.seed)
+        for name, shape in shapes(self.config).items():
+            stored = self._weight(name, shape, rng)
+            self.change(name, stored.data)
+            yield name, stored
+
+    def _weight(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Stored:
+        if len(shape) == 1 or name == "position_embed.weight":
+            middle = 1.0 if "norm.weight" in name and not self.config.norm_plus_one else 0.0
+            return Stored.of((middle + 0.2 * rng.standard_normal(shape)).astype(np.float32))
+        if name == "embed.weight" and self.kind in FLOATS:
+            return floats(self.kind, rng.standard_normal(shape) * 0.5)
+        if len(shape) == 3:
+            parts = [random_blocks(self.kind, *shape[1:], rng) for _ in range(shape[0])]
+            return Stored.stacked(parts)
+        return random_blocks(self.kind, *shape, rng)
+
+    def bits_per_weight(self) -> float:
+        return 32.0
+
+
+@dataclass
+class Text:
+    """Tokens in pages of their own, of which some were read already."""
+
+    tokens: list[int]
+    pages: list[int]
+    read: int = 0
+
+
+@dataclass
+class Library:
+    """Hands out texts in pages that lie in no order."""
+
+    pages: int
+    vocab_size: int
+    seed: int = 0
+    rng: np.random.Generator = field(init=False)
+    free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.free = self.rng.permutation(self.pages).tolist()
+
+    def text(self, length: int) -> Text:
+        tokens = self.rng.integers(0, self.vocab_size, length).tolist()
+        return self.again(tokens)
+
+    def again(self, tokens: Sequence[int]) -> Text:
+        """The same tokens once more, in other pages."""
+        return Text(list(tokens), [self.free.pop() for _ in range(-(-len(tokens) // PAGE))])
+
+
+def batch_of(parts: Sequence[tuple[Text, int]]) -> Batch:
+    """The next so many tokens of each text; logits of all are wanted."""
+    counts = [count for _, count in parts]
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    spans = [(text, text.read, text.read + count) for text, count in parts]
+    tokens = np.array([token for text, a, b in spans for token in text.tokens[a:b]], np.int64)
+    positions = np.concatenate([np.arange(a, b) for _, a, b in spans]).astype(np.int64)
+    pages = np.full((len(parts), max(len(text.pages) for text, _ in parts)), -1, np.int64)
+    for row, (text, _) in enumerate(parts):
+        pages[row, : len(text.pages)] = text.pages
+    return Batch(tokens, positions, starts, pages, np.arange(starts[-1]))
+
+
+def read(backend: Backend, parts: Sequence[tuple[Text, int]]) -> list[Floats]:
+    """Read the next tokens of several texts in one run; gives each text's logits."""
+    return look(backend, parts, None)[0]
+
+
+def look(
+    backend: Backend, parts: Sequence[tuple[Text, int]], taps: Taps | None
+) -> tuple[list[Floats], Inside | None]:
+    batch = batch_of(parts)
+    ran = backend.run(batch, taps)
+    for text, count in parts:
+        text.read += count
+    return np.split(np.asarray(ran.logits), batch.starts[1:-1]), ran.inside
+
+
+def read_whole(backend: Backend, text: Text, chunk: int) -> Floats:
+    """All logits of a text that is read in chunks, alone."""
+    found = []
+    while text.read < len(text.tokens):
+        found += read(backend, [(text, min(chunk, len(text.tokens) - text.read))])
+    return np.concatenate(found)

@@ -1,0 +1,73 @@
+// The pool of threads under the thread sanitizer: jobs of different sizes from two callers at a
+// time, with memory handed from worker to worker across barriers. `stress_pool SEED SECONDS`.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+
+#include "pool.h"
+
+using namespace unspool;
+
+namespace {
+
+constexpr int kMost = 4;
+constexpr int kRounds = 5;
+
+struct Work {
+    Barrier barrier;
+    int64_t numbers[kRounds][kMost] = {};  // plain memory: only the barrier keeps order
+    std::atomic<int64_t> ticket{0};
+    std::atomic<int64_t> taken{0};
+};
+
+void job(void* what, int index, int count) {
+    Work& work = *static_cast<Work*>(what);
+    Worker worker{index, count, &work.barrier, &work.ticket, nullptr, 0};
+    for (int round = 0; round < kRounds; ++round) {
+        int64_t sum = 1;
+        for (int other = 0; round > 0 && other < count; ++other) {
+            sum += work.numbers[round - 1][other];
+        }
+        work.numbers[round][index] = sum;
+        worker.wait();
+    }
+    while (worker.take() < 10) work.taken.fetch_add(1);
+}
+
+bool correct(int count) {
+    Work work;
+    work.barrier.reset(count);
+    if (!run_on_pool(count, job, &work)) return false;
+    int64_t expected = 1;
+    for (int round = 1; round < kRounds; ++round) expected = 1 + count * expected;
+    for (int index = 0; index < count; ++index) {
+        if (work.numbers[kRounds - 1][index] != expected) return false;
+    }
+    return work.taken.load() == 10;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    const auto end = std::chrono::steady_clock::now() +
+                     std::chrono::milliseconds(static_cast<int>(1000 * std::atof(arguments[2])));
+    std::atomic<int> jobs{0}, wrong{0};
+    const auto call = [&](uint64_t seed) {
+        std::mt19937_64 random_bits(seed);
+        while (std::chrono::steady_clock::now() < end && wrong.load() == 0) {
+            if (!correct(1 + static_cast<int>(random_bits() % kMost))) wrong.fetch_add(1);
+            jobs.fetch_add(1);
+            // Now and then a pause, so that the workers fall asleep.
+            if (random_bits() % 64 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+    };
+    const uint64_t seed = static_cast<uint64_t>(std::atoll(arguments[1]));
+    std::thread second(call, seed + 1);
+    call(seed);
+    second.join();
+    std::printf("%d jobs, %d wrong\n", jobs.load(), wrong.load());
+    std::fflush(stdout);
+    std::_Exit(wrong.load() != 0 || jobs.load() < 10);  // the pool's threads never end
+}

@@ -1,0 +1,326 @@
+"""What is wrong with a file, a batch or the numbers is said in words, and nothing else happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from native_support import Library, RandomCheckpoint, batch_of, config, read, read_whole
+
+import unspool
+from unspool import native
+from unspool.backends.base import Batch, Taps
+from unspool.backends.cpu.backend import CpuBackend
+from unspool.backends.cpu.loaded import load_cpu
+from unspool.errors import ModelFileError, SettingsError, UnspoolError
+from unspool.sampling import BadLogitsError
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+# -- files -----------------------------------------------------------------------------------
+
+MATRICES = {
+    "token_embd": (50, 32), "output": (50, 32), "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32),
+    "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32),
+    "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64),
+}  # fmt: skip
+NORMS = ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")
+Tensors = dict[str, Any]
+
+
+def write(path: Path, change: Callable[[Tensors], None] = lambda _: None, **more: int) -> Path:
+    """A Llama of one layer in a GGUF file; its matrices in F32, and in Q8_0 where "ffn" is said."""
+    rng = np.random.default_rng(0)
+    tensors: Tensors = {}
+    for name, shape in MATRICES.items():
+        values = (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
+        if "ffn" in name:
+            values = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        tensors[f"{name}.weight"] = values
+    tensors |= {f"{name}.weight": np.ones(32, np.float32) for name in NORMS}
+    change(tensors)
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "vocab_size": 50,
+             "feed_forward_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2,
+             **{name.replace("__", "."): value for name, value in more.items()}}  # fmt: skip
+    for name, value in sizes.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    for name, data in tensors.items():
+        packed = gguf.GGMLQuantizationType.Q8_0 if data.dtype == np.uint8 else None
+        writer.add_tensor(name, data, raw_dtype=packed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def use(path: Path, **options: Any) -> Any:
+    """Load a model and let it write: a fault may be seen only when the weights are needed."""
+    lm = unspool.load(path, backend="native", memory=1 << 20, **options)
+    try:
+        return lm.generate([1, 2, 3], max_tokens=4, temperature=0).tokens
+    finally:
+        lm.close()
+
+
+def test_a_file_that_is_right(tmp_path: Path):
+    assert len(use(write(tmp_path / "a.gguf"))) == 4
+
+
+def cut(name: str, rows: int) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({f"{name}.weight": tensors[f"{name}.weight"][:rows]})
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "words"),
+    [
+        (cut("blk.0.attn_k", 8), {}, r"blk\.0\.attn_k\.weight has shape \(8, 32\).*\(16, 32\)"),
+        (cut("blk.0.ffn_up", 32), {}, r"ffn_up\.weight has shape \(32, 32\)"),
+        (cut("output_norm", 31), {}, r"output_norm\.weight has shape \(31,\)"),
+        (cut("token_embd", 49), {}, r"output\.weight has shape \(50, 32\).*\(49, 32\)"),
+        (lambda t: t.pop("blk.0.ffn_down.weight"), {}, r"lacks blk\.0\.ffn_down\.weight"),
+        (lambda _: None, {"feed_forward_length": 96}, r"has shape \(64, 32\).*\(96, 32\)"),
+        (lambda _: None, {"attention__head_count_kv": 1}, r"attn_k\.weight has shape"),
+        (lambda _: None, {"attention__head_count_kv": 3}, "kv_heads is 3.*divisor of 4"),
+        (lambda _: None, {"block_count": 2}, r"lacks blk\.1\."),
+        (lambda _: None, {"embedding_length": 16}, "has shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_settings(
+    change: Callable[[Tensors], None], more: dict[str, int], words: str, tmp_path: Path
+):
+    with pytest.raises(ModelFileError, match=words):
+        use(write(tmp_path / "a.gguf", change, **more))
+
+
+def spoiled(name: str, at: int | tuple[int, int], value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        data = tensors[f"{name}.weight"]
+        if data.dtype == np.uint8:  # the scale of the first block in a row
+            data[at, 0:2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+        else:
+            data[at] = value
+
+    return change
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("name", "at", "said"),
+    [
+        ("token_embd", (49, 31), "embed.weight"),
+        ("blk.0.attn_v", (0, 0), "attention.v.weight"),
+        ("blk.0.ffn_down", 31, "feed.down.weight"),
+        ("blk.0.attn_norm", 3, "attention_norm.weight"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"quantize": 4}, {"dtype": "bfloat16"}], ids=str)
+def test_weights_that_are_no_numbers(
+    name: str, at: Any, said: str, value: float, options: dict[str, Any], tmp_path: Path
+):
+    with pytest.raises(ModelFileError, match=f"{said} holds NaN or infinite numbers.*damaged"):
+        use(write(tmp_path / "a.gguf", spoiled(name, at, value)), **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("size", 0, "has an axis of size 0"),
+        ("size", 1 << 40, "reaches past its end|has shape"),
+        ("size", 1 << 63, "reaches past its end|has shape"),
+        ("offset", 8, "off its alignment"),
+        ("offset", 1 << 62, "reaches past its end"),
+    ],
+)
+def test_places_that_make_no_sense(field: str, value: int, words: str, tmp_path: Path):
+    path = write(tmp_path / "a.gguf")
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    at = data.index(name) + len(name) + 4  # behind the number of axes: sizes, type, offset
+    struct.pack_into("<Q", data, at + (8 if field == "size" else 20), value)
+    path.write_bytes(data)
+    with pytest.raises(ModelFileError, match=words):
+        use(path)
+
+
+# -- numbers that go wrong while it runs ------------------------------------------------------
+
+
+def test_numbers_that_grow_out_of_bounds_are_an_error_and_no_text(tmp_path: Path):
+    def huge(tensors: Tensors) -> None:
+        tensors["blk.0.ffn_norm.weight"][:] = 1e38
+
+    for options in ({}, {"kv_bits": 8}, {"dtype": "float32"}):
+        with pytest.raises(BadLogitsError, match="the model gave NaN logits"):
+            use(write(tmp_path / "a.gguf", huge), **options)
+
+
+ODD = 9  # the token whose numbers overflow
+
+
+def overflowing(weight: str) -> RandomCheckpoint:
+    """A model in which one matrix of the first layer gives infinity for one token alone."""
+
+    def change(name: str, data: Any) -> None:
+        if name == "embed.weight":
+            data[:, 0] = 0
+            data[ODD, 0] = 5
+        if name == "layers.0.attention.out.weight":  # so that nobody else gets that number
+            data[0] = 0
+        if name == f"layers.0.{weight}.weight":
+            data[:, 0] = 3e38
+
+    return RandomCheckpoint(config(context=128), change=change)
+
+
+@pytest.mark.parametrize("kv_bits", [8, 16, 32])
+@pytest.mark.parametrize("weight", ["attention.v", "attention.k", "attention.q", "feed.up"])
+def test_what_is_no_number_in_the_past_shows_in_all_that_follows(weight: str, kv_bits: int):
+    """As in torch: otherwise a broken prompt would be followed by text as if nothing were."""
+    backend = load_cpu(overflowing(weight), kv_bits=kv_bits).backend(memory=1 << 20, context=128)
+    tokens = [1, 2, ODD, *range(20, 40)]
+    for chunk in (1, 7, 30):
+        logits = read_whole(backend, Library(8, 67).again(tokens), chunk)
+        assert np.isnan(logits[2:]).any(axis=1).all(), f"in chunks of {chunk}"
+    # The same pages, used by another text: what was in them before does not matter.
+    clean = [token for token in tokens if token != ODD]
+    again = read_whole(backend, Library(8, 67).again(clean), 5)
+    fresh = load_cpu(overflowing(weight), kv_bits=kv_bits).backend(memory=1 << 20, context=128)
+    assert np.array_equal(again, read_whole(fresh, Library(8, 67).again(clean), 5))
+    assert np.isfinite(again).all()
+
+
+# -- batches ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backend() -> CpuBackend:
+    return load_cpu(RandomCheckpoint(config(context=128))).backend(memory=1 << 18, context=128)
+
+
+def changed(name: str, at: Any, value: int) -> Callable[[Batch], Batch]:
+    def change(batch: Batch) -> Batch:
+        array = getattr(batch, name).copy()
+        array[at] = value
+        return dataclasses.replace(batch, **{name: array})
+
+    return change
+
+
+BAD_BATCHES = {
+    "token too large": changed("tokens", 3, 67),
+    "token below zero": changed("tokens", 0, -1),
+    "token of another world": changed("tokens", 0, 1 << 62),
+    "position behind the pages": changed("positions", -1, 48),
+    "position behind everything": changed("positions", slice(None), 1 << 60),
+    "position below zero": changed("positions", 0, -1),
+    "a gap between positions": changed("positions", 4, 6),
+    "page that is none": changed("pages", (0, 1), 1 << 40),
+    "page that was not given": changed("pages", (0, 0), -1),
+    "row that ends before it begins": changed("starts", 1, 21),
+    "rows that end elsewhere": changed("starts", -1, 19),
+    "rows that begin elsewhere": changed("starts", 0, 1),
+    "logits of nobody": changed("wanted", 0, 20),
+    "logits of minus one": changed("wanted", 0, -1),
+    "a row without pages": lambda batch: dataclasses.replace(batch, pages=batch.pages[:1]),
+    "a token without a place": lambda b: dataclasses.replace(b, positions=b.positions[:-1]),
+    "a place for no token": lambda batch: dataclasses.replace(batch, tokens=batch.tokens[:-1]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_batch_that_makes_no_sense(name: str, backend: CpuBackend):
+    library = Library(8, 67)
+    good = batch_of([(library.text(18), 17), (library.text(3), 3)])
+    expected = backend.run(good).logits
+    with pytest.raises(UnspoolError, match="a token, a position or a page that does not exist"):
+        backend.run(BAD_BATCHES[name](good))
+    assert np.array_equal(backend.run(good).logits, expected), "it works as before"
+
+
+@pytest.mark.parametrize("kind", ["residuals", "attention", "parts"])
+@pytest.mark.parametrize("token", [-1, 5, 1 << 40])
+def test_taps_on_nothing(kind: str, token: int, backend: CpuBackend):
+    batch = batch_of([(Library(8, 67).text(5), 5)])
+    with pytest.raises(UnspoolError, match="taps name a token that is not in the batch"):
+        backend.run(batch, Taps(**{kind: np.array([token])}))
+
+
+def test_pages_that_do_not_exist_are_not_copied(backend: CpuBackend):
+    for source, target in [(-1, 0), (0, backend.page_count), (1 << 40, 0)]:
+        with pytest.raises(UnspoolError, match="pages go from 0 to"):
+            backend.copy_page(source, target)
+
+
+def test_an_empty_batch_is_nothing(backend: CpuBackend):
+    none = np.empty(0, np.int64)
+    ran = backend.run(Batch(none, none, np.zeros(1, np.int64), np.empty((0, 1), np.int64), none))
+    assert ran.logits.shape == (0, 67)
+    text = Library(8, 67).text(3)
+    batch = dataclasses.replace(batch_of([(text, 3)]), wanted=none)
+    assert backend.run(batch).logits.shape == (0, 67)
+    assert np.isfinite(read(backend, [(text, 3)])[0]).all()
+
+
+# -- wishes that cannot be granted ------------------------------------------------------------
+
+
+def test_more_than_there_is(tmp_path: Path):
+    path = write(tmp_path / "a.gguf")
+    with pytest.raises(SettingsError, match=r"threads is 9999, and this process may use \d+"):
+        use(path, threads=9999)
+    lm = unspool.load(path, backend="native", memory=3 * 1024 * 2, context=64)
+    pages = lm.engine.backend.page_count
+    assert pages * 16 < 60
+    with pytest.raises(UnspoolError, match=rf"does not fit the memory.*holds {pages * 16}; allow"):
+        lm.generate([1] * 50, max_tokens=10)
+    assert len(lm.generate([1, 2], max_tokens=3, temperature=0).tokens) == 3
+    with pytest.raises(SettingsError, match="memory is 10 bytes, and a single page"):
+        _ = unspool.load(path, backend="native", memory=10).engine
+    with pytest.raises(UnspoolError, match="which the system does not give; set a lower memory"):
+        _ = unspool.load(path, backend="native", memory=1 << 60).engine
+
+
+@pytest.mark.real
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep to RLIMIT_AS")
+@pytest.mark.parametrize(
+    ("room", "words"), [(60, "Cannot allocate memory"), (195, "not enough memory for the weights")]
+)
+def test_no_memory_for_the_weights(room: int, words: str, default_model: Path):
+    """The file is 98 MB and is mapped; its weights take 100 more."""
+    code = f"""
+import resource, sys
+import unspool.lm, unspool.cli, unspool.backends.cpu.loaded, numpy
+from pathlib import Path
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + {room << 20}, size + {room << 20}))
+unspool.cli.main(["run", "Hi", "--raw", "-n", "3", "--model", {str(default_model)!r}])
+"""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert words in done.stderr
+
+
+def test_no_threads_to_load_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def none_left(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("unspool.backends.cpu.loaded.pack_all", none_left)
+    with pytest.raises(UnspoolError, match="the system gave no more threads"):
+        use(write(tmp_path / "a.gguf"))

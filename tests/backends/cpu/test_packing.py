@@ -1,0 +1,334 @@
+"""Packing: not a bit of a file's numbers changes, and quantizing here is as good as it can be."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_support import FLOATS, floats
+
+from unspool import native
+from unspool.backends.cpu import packing
+from unspool.backends.cpu.packing import PACKINGS, Matrix, Packing, pack, pack_all, packing_for
+from unspool.errors import ModelFileError, SettingsError
+from unspool.model.stored import Stored
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+# Numbers and bytes of a block, and where its halves (scale, minimum or factors) lie.
+BLOCKS = {
+    "Q4_0": (32, 18, [0]),
+    "Q4_1": (32, 20, [0, 2]),
+    "Q5_0": (32, 22, [0]),
+    "Q5_1": (32, 24, [0, 2]),
+    "Q8_0": (32, 34, [0]),
+    "Q2_K": (256, 84, [80, 82]),
+    "Q3_K": (256, 110, [108]),
+    "Q4_K": (256, 144, [0, 2]),
+    "Q5_K": (256, 176, [0, 2]),
+    "Q6_K": (256, 210, [208]),
+}
+
+
+def random_halves(rng: np.random.Generator, count: int) -> Any:
+    """Any finite half, subnormal ones and zeros among them."""
+    bits = rng.integers(0, 0x7C00, count) | rng.integers(0, 2, count) << 15
+    return bits.astype("<u2")
+
+
+def random_stored(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> Stored:
+    """Random bytes, but for the scales, which are finite."""
+    elements, size, halves = BLOCKS[kind]
+    data = rng.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
+    for at in halves:
+        values = random_halves(rng, rows * blocks).view(np.uint8)
+        data[..., at : at + 2] = values.reshape(rows, blocks, 2)
+    return Stored(kind, data.reshape(rows, -1), (rows, blocks * elements))
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return bool(np.array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32)))
+
+
+# -- the layout, by hand ---------------------------------------------------------------------
+
+
+def test_the_structure_is_that_of_the_header():
+    header = Path(packing.__file__).parent / "native" / "layout.h"
+    text = header.read_text(encoding="utf-8")
+    body = text[text.index("struct Matrix {") : text.index("};", text.index("struct Matrix {"))]
+    lines = [line.split(";")[0].split() for line in body.splitlines()[1:] if ";" in line]
+    assert [line[-1] for line in lines] == [name for name, *_ in Matrix._fields_]
+    sizes = {"uint8_t*": 8, "int64_t": 8, "int32_t": 4}
+    assert [sizes[line[-2]] for line in lines] == [ctypes.sizeof(kind) for _, kind in
+                                                   Matrix._fields_]  # fmt: skip
+
+
+def test_floats_lie_column_by_column():
+    values = np.arange(3 * 5, dtype=np.float32).reshape(3, 5)
+    packed = pack(Stored.of(values))
+    lanes = packed.memory.view(np.float32).reshape(5, 16)
+    assert np.array_equal(lanes[:, :3], values.T)
+    assert not lanes[:, 3:].any()
+    assert packed.memory.ctypes.data % 64 == 0
+
+
+def test_a_tile_of_q4_1_by_hand():
+    data = np.zeros((17, 20), np.uint8)
+    data[:, 0:2] = np.float16(0.5).tobytes()[0], np.float16(0.5).tobytes()[1]
+    data[:, 2:4] = np.float16(-2).tobytes()[0], np.float16(-2).tobytes()[1]
+    data[3, 4 + 6] = 0xA7  # row 3: column 6 is 7, column 22 is 10
+    data[16, 4 + 15] = 0x10  # row 16, the second block's first: column 31 is 1
+    packed = pack(Stored("Q4_1", data, (17, 32)))
+    first, second = packed.memory.reshape(2, 256 + 32 + 32)
+    assert first[64 * 1 + 4 * 3 + 2] == 0xA7  # piece 1, byte 4 * row + 2
+    assert np.count_nonzero(first[:256]) == 1
+    assert second[64 * 3 + 4 * 0 + 3] == 0x10
+    assert (first[256:288].view("<f2") == 0.5).all()
+    assert (first[288:].view("<f2") == -2).all()
+    assert second[256:288].view("<f2").tolist() == [0.5] + [0.0] * 15  # the rest is filled up
+    assert second[288:].view("<f2").tolist() == [-2.0] + [0.0] * 15
+    assert packed.float32(3, 4)[0, [5, 6, 22]].tolist() == [-2.0, 1.5, 3.0]
+
+
+def test_a_tile_of_q8_0_by_hand():
+    data = np.zeros((16, 34), np.uint8)
+    data[:, 0:2] = np.frombuffer(np.float16(2).tobytes(), np.uint8)
+    data[5, 2 + 9] = np.uint8(256 - 3)  # row 5, column 9: -3
+    packed = pack(Stored("Q8_0", data, (16, 32)))
+    tile = packed.memory
+    assert tile.size == 512 + 32
+    assert tile[64 * 2 + 4 * 5 + 1] == 128 - 3  # piece 2, byte 4 * row + 1
+    assert np.count_nonzero(tile[:512] != 128) == 1
+    assert packed.float32()[5, 9] == -6
+
+
+def test_a_super_group_of_q6_k_by_hand():
+    data = np.zeros((1, 210), np.uint8)
+    data[0, 0] = 0x21  # column 0 ends in 1, column 64 in 2
+    data[0, 128] = 0x03  # the upper bits of column 0
+    data[0, 192:208] = np.arange(-8, 8).astype(np.int8).view(np.uint8)
+    data[0, 208:210] = np.frombuffer(np.float16(0.25).tobytes(), np.uint8)
+    packed = pack(Stored("Q6_K", data, (1, 256)))
+    memory = packed.memory
+    assert memory.size == 32 + 8 * (512 + 32)
+    assert memory[:32].view("<f2").tolist() == [0.25] + [0.0] * 15
+    tiles = memory[32:].reshape(8, 544)
+    assert tiles[0, 0] == 0x31 and tiles[2, 0] == 2
+    assert tiles[:, 512].view(np.int8).tolist() == list(range(-8, 8, 2))  # groups' scales, row 0
+    assert tiles[:, 528].view(np.int8).tolist() == list(range(-7, 8, 2))
+    assert packed.float32()[0, 0] == 0.25 * -8 * (0x31 - 32)
+
+
+# -- exactness -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (16, 2), (37, 3), (64, 9), (33, 17)])
+def test_every_type_is_kept_to_the_bit(kind: str, rows: int, blocks: int):
+    stored = random_stored(kind, rows, blocks, np.random.default_rng(rows + blocks))
+    packed = pack(stored)
+    assert packed.packing == PACKINGS[kind]
+    expected = dequantize(stored.data, gguf.GGMLQuantizationType[kind])
+    assert same_bits(packed.float32(), expected)
+
+
+@given(
+    kind=st.sampled_from(sorted(BLOCKS)),
+    rows=st.integers(1, 50),
+    blocks=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_rows_of_any_matrix(kind: str, rows: int, blocks: int, seed: int, data: Any):
+    stored = random_stored(kind, rows, blocks, np.random.default_rng(seed))
+    first = data.draw(st.integers(0, rows))
+    last = data.draw(st.integers(first, rows))
+    expected = dequantize(stored.data, gguf.GGMLQuantizationType[kind])[first:last]
+    assert same_bits(pack(stored).float32(first, last), expected)
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (17, 33), (40, 100)])
+def test_floats_are_kept_to_the_bit(kind: str, shape: tuple[int, int]):
+    stored = floats(kind, np.random.default_rng(0).standard_normal(shape))
+    assert same_bits(pack(stored).float32(), stored.float32())
+
+
+def test_every_half():
+    bits = np.arange(65536, dtype="<u2")
+    finite = bits[(bits & 0x7C00) != 0x7C00].reshape(-1, 64)
+    stored = Stored("F16", finite.view("<f2"), finite.shape)
+    assert same_bits(pack(stored).float32(), stored.float32())
+    again = Stored.of(stored.float32())
+    assert np.array_equal(pack(again, store="float16").memory, pack(stored).memory)
+
+
+def numbers_around_halves() -> Any:
+    """Halves, the points in the middle of two, and what lies just beside these."""
+    halves = np.arange(0, 0x7BFF, dtype="<u2").view("<f2").astype(np.float32)
+    middles = (halves[:-1] + halves[1:]) / 2
+    beside = [np.nextafter(middles, np.float32(side)) for side in (-np.inf, np.inf)]
+    values = np.concatenate([halves, middles, *beside, [1e-30, 1e-45, 65519.99]])
+    return np.concatenate([values, -values]).astype(np.float32)[None]
+
+
+@pytest.mark.parametrize("store", ["float16", "bfloat16"])
+def test_rounding_to_the_nearest_even(store: str):
+    patterns = np.random.default_rng(1).integers(0, 2**32, (8, 4096), np.uint32).view(np.float32)
+    patterns = np.where(np.isfinite(patterns), patterns, 0)
+    for values in (numbers_around_halves(), patterns):
+        if store == "float16":
+            small = np.where(np.abs(values) < 65519, values, values * np.float32(1e-36))
+            expected = small.astype(np.float16).astype(np.float32)
+        else:
+            small = values * np.float32(0.5)
+            raw = quantize(small, gguf.GGMLQuantizationType.BF16)
+            expected = dequantize(raw, gguf.GGMLQuantizationType.BF16)
+        assert same_bits(pack(Stored.of(small), store=store).float32(), expected)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_quantized_types_as_floats(kind: str):
+    stored = random_stored(kind, 20, 2, np.random.default_rng(3))
+    packed = pack(stored, store="float32")
+    assert packed.packing == PACKINGS["F32"]
+    assert same_bits(packed.float32(), stored.float32())
+
+
+# -- many at once ----------------------------------------------------------------------------
+
+
+def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(4)
+    items = {kind: random_stored(kind, 100, 2, rng) for kind in BLOCKS}
+    items["floats"] = floats("F32", rng.standard_normal((100, 48)))
+    alone = pack_all(items, store="4", threads=1)
+    monkeypatch.setattr(packing, "CHUNK", 1)  # every block of rows on its own
+    together = pack_all(items, store="4", threads=3)
+    assert list(together) == list(items)
+    for name in items:
+        assert np.array_equal(alone[name].memory, together[name].memory)
+        assert together[name].matrix.data % 64 == 0
+    assert alone["floats"].error == pytest.approx(together["floats"].error)
+
+
+def test_rows_in_any_order_and_columns_from_a_transposed_tensor():
+    stored = random_stored("Q4_K", 40, 1, np.random.default_rng(5))
+    order = np.random.default_rng(6).permutation(40)
+    assert same_bits(pack(stored.reordered(order)).float32(), stored.float32()[order])
+    every_second = Stored("Q4_K", stored.data[::2], (20, 256))
+    assert same_bits(pack(every_second).float32(), stored.float32()[::2])
+    values = np.random.default_rng(7).standard_normal((30, 20)).astype(np.float32)
+    assert same_bits(pack(Stored.of(values).transposed()).float32(), values.T.copy())
+
+
+def test_experts_are_matrices():
+    parts = [random_stored("Q5_0", 24, 2, np.random.default_rng(seed)) for seed in range(3)]
+    experts = packing.slices(Stored.stacked(parts))
+    packed = pack_all({str(i): expert for i, expert in enumerate(experts)}, threads=2)
+    for i, part in enumerate(parts):
+        assert same_bits(packed[str(i)].float32(), part.float32())
+
+
+def test_pages_of_the_file_are_given_back(tmp_path: Path):
+    values = np.random.default_rng(8).standard_normal((256, 4096)).astype(np.float32)
+    (tmp_path / "weights").write_bytes(b"x" * 100 + values.tobytes())
+    with (tmp_path / "weights").open("rb") as handle:
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    view = np.frombuffer(mapped, np.float32, values.size, 100).reshape(values.shape)
+    packed = pack(Stored.of(view))
+    assert same_bits(packed.float32(), values)
+    assert same_bits(view, values)  # still there: the file is read again
+    packing.release_pages(values)  # memory that is no file's is left alone
+    assert same_bits(packed.float32(), values)
+
+
+# -- what to do, and what cannot be done -----------------------------------------------------
+
+
+def test_which_packing():
+    assert packing_for("Q4_K", "8") == PACKINGS["Q4_K"]
+    assert packing_for("BF16", "8") == Packing("Q8", 32, 128, False, False)
+    assert packing_for("F32", "4") == Packing("Q4", 32, 0, True, False)
+    assert packing_for("Q4_K", "bfloat16").format == "BF16"
+    with pytest.raises(SettingsError, match="'5' is unknown; use one of 4, 8"):
+        packing_for("F32", "5")
+    with pytest.raises(ModelFileError, match="IQ4_XS cannot be packed"):
+        packing_for("IQ4_XS", None)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("bad", [0x7C00, 0xFC00, 0x7E01])
+def test_a_scale_that_is_no_number(kind: str, bad: int):
+    size, halves = BLOCKS[kind][1:]
+    for at in halves:
+        stored = random_stored(kind, 37, 2, np.random.default_rng(11))
+        stored.data[36, size + at : size + at + 2] = bad & 255, bad >> 8
+        with (
+            np.errstate(all="ignore"),
+            pytest.raises(ModelFileError, match=r"tensor blk\.0 holds NaN or infinite numbers"),
+        ):
+            pack(stored, name="blk.0")
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("store", [None, "4", "8", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_weight_that_is_no_number(kind: str, store: str | None, bad: float):
+    values = np.ones((18, 40), np.float32)
+    values[17, 39] = bad
+    with pytest.raises(ModelFileError, match="holds NaN or infinite numbers; the file is damaged"):
+        pack(floats(kind, values), store=store)
+
+
+@pytest.mark.parametrize("store", ["4", "8", "float16"])
+def test_a_weight_that_is_too_large(store: str):
+    values = np.full((2, 2), 1e30, np.float32)
+    with pytest.raises(ModelFileError, match=r"too large for .*; store it as float32"):
+        pack(Stored.of(values), store=store)
+
+
+def test_sizes_that_do_not_fit():
+    stored = random_stored("Q4_0", 4, 2, np.random.default_rng(12))
+    for shape in [(5, 64), (4, 32), (4, 65), (1 << 39, 32), (1 << 50, 32)]:
+        with pytest.raises(ModelFileError, match=r"tensor out: its 144 bytes are not a matrix"):
+            pack(Stored("Q4_0", stored.data, shape), name="out")
+    for wrong in [(256,), (0, 64), (2, 2, 64)]:
+        with pytest.raises(ModelFileError, match="tensor out has the shape"):
+            pack(Stored("Q4_0", stored.data, wrong), name="out")
+    with pytest.raises(IndexError):
+        pack(stored).float32(0, 5)
+
+
+def test_nothing_is_touched_when_something_does_not_fit():
+    library = packing._library()
+    source = random_stored("Q4_0", 16, 8, np.random.default_rng(13)).data.copy()
+    target = np.full(1 << 16, 7, np.uint8)
+
+    def repack(matrix: Matrix, number: int, size: int, first: int = 0, last: int = 1) -> int:
+        return int(library.unspool_repack(
+            ctypes.byref(matrix), number, source.ctypes.data, size, first, last, target.ctypes.data
+        ))  # fmt: skip
+
+    right = PACKINGS["Q4_0"].matrix(16, 256)
+    for kind, other in PACKINGS.items():
+        if kind != "Q4_0":  # formats that cannot take the type, or are of another source's size
+            assert repack(other.matrix(16, 256), 2, source.nbytes) == -1
+    for number in (4, 5, 9, 15, 31, -1):
+        assert repack(right, number, source.nbytes) == -1
+    assert repack(right, 2, source.nbytes - 1) == -1
+    assert repack(right, 2, source.nbytes, 0, 2) == -1
+    assert repack(right, 2, source.nbytes, -1, 1) == -1
+    assert repack(PACKINGS["Q4_0"].matrix(2**62, 2**62), 2, source.nbytes) == -1
+    assert (target == 7).all()
+    assert repack(right, 2, source.nbytes) == 0

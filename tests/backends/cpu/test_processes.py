@@ -1,0 +1,295 @@
+"""The native backend among threads, signals and processes, and libraries that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from native_support import RandomCheckpoint, config
+
+import unspool
+from unspool import native
+from unspool.backends.cpu.loaded import CpuModel, load_cpu
+from unspool.errors import UnspoolError
+
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+SOURCES = Path(unspool.__file__).parent
+
+
+def new_lm(seed: int = 0, kind: str = "F32", **changes: Any) -> Any:
+    """On two threads, whatever the machine has."""
+    model = CpuModel(
+        RandomCheckpoint(config(**changes), kind, seed), store=None, threads=2, kv_bits=16
+    )
+    return unspool.LanguageModel(model, None, context=2048, memory=8 << 20)
+
+
+def text_of(lm: Any, count: int = 60, seed: int = 1) -> list[int]:
+    tokens = lm.generate([5, 6, 7], max_tokens=count, seed=seed, temperature=1.0, top=0).tokens
+    return [int(token) for token in tokens]
+
+
+@pytest.fixture
+def lm() -> Iterator[Any]:
+    made = new_lm()
+    yield made
+    made.close()
+
+
+# -- forks -------------------------------------------------------------------------------------
+
+
+def in_child(act: Callable[[], Any], seconds: float) -> Any:
+    """What comes of a function in a forked child; an error as its class and text."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            try:
+                found = act()
+            except BaseException as error:
+                found = [type(error).__name__, str(error)]
+            os.write(writing, json.dumps(found).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        ready, _, _ = select.select([reading], [], [], seconds)
+        return json.loads(os.read(reading, 1 << 16)) if ready else "it hangs"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+
+
+@forks
+@needs_native
+def test_a_child_is_told_that_the_model_is_its_parents(lm: Any):
+    before = text_of(lm)  # the engine's thread and the pool have run
+    name, words = in_child(lambda: text_of(lm), 2)
+    assert name == "UnspoolError" and "before the process was forked; load it in the child" in words
+    for use in (lambda: lm.engine.open([1, 2]), lambda: lm.model.rows("embed.weight", 0, 1)):
+        assert in_child(lambda use=use: repr(use()), 2)[0] == "UnspoolError"
+    assert in_child(lambda: lm.close(), 2) is None, "and closing it does nothing"
+    assert text_of(lm) == before, "the parent's goes on"
+
+
+@forks
+@needs_native
+def test_a_child_of_a_parent_that_had_not_begun(lm: Any):
+    assert "load it in the child process" in in_child(lambda: text_of(lm), 2)[1]
+    _ = lm.engine  # made, but without a thread
+    assert "load it in the child process" in in_child(lambda: text_of(lm), 2)[1]
+    assert len(text_of(lm)) == 60
+
+
+@forks
+@needs_native
+def test_a_child_that_was_forked_while_the_model_was_loaded():
+    go_on = threading.Event()
+
+    class Slow(RandomCheckpoint):
+        def weights(self) -> Any:
+            go_on.wait(20)
+            yield from super().weights()
+
+    model = load_cpu(Slow(config()))
+    try:
+        found = in_child(lambda: model.backend(memory=1 << 20, context=64), 2)
+    finally:
+        go_on.set()
+    assert found[0] == "UnspoolError" and "load it in the child process" in found[1]
+    assert model.backend(memory=1 << 20, context=64).page_count
+
+
+@forks
+@needs_native
+def test_a_child_loads_a_model_of_its_own(lm: Any):
+    before = text_of(lm)
+    assert in_child(lambda: text_of(new_lm()), 20) == before
+
+
+# -- threads -----------------------------------------------------------------------------------
+
+
+@needs_native
+def test_two_models_at_the_same_time():
+    """They share the pool of threads, and take turns on it."""
+    models = [new_lm(1), new_lm(2, "Q8_0", width=64, ff_width=64)]
+    alone = [[text_of(lm, 100, seed) for seed in range(3)] for lm in models]
+    found: dict[tuple[int, int], list[int]] = {}
+
+    def write(number: int, seed: int) -> None:
+        found[number, seed] = text_of(models[number], 100, seed)
+
+    threads = [
+        threading.Thread(target=write, args=(number, seed))
+        for seed in range(3)
+        for number in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [[found[number, seed] for seed in range(3)] for number in (0, 1)] == alone
+    for lm in models:
+        lm.close()
+
+
+@needs_native
+def test_an_idle_engine_uses_no_processor(lm: Any):
+    text_of(lm)
+    time.sleep(0.1)  # workers look out for the next token for a moment
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+@needs_native
+def test_the_lens_and_the_engine_at_the_same_time(lm: Any):
+    """The lens has a runner of its own, so that neither writes into what the other reads."""
+    import numpy as np
+
+    vectors = np.random.default_rng(0).standard_normal((9, 32)).astype(np.float32)
+    expected, before = lm.model.logits(vectors), text_of(lm, 200)
+    _, steps = lm.begin([5, 6, 7], max_tokens=200, seed=1, temperature=1.0, top=0)
+    looks = [lm.model.logits(vectors) for _ in range(50)]
+    assert [int(step.token) for step in steps] == before
+    assert all(np.array_equal(look, expected) for look in looks)
+
+
+# -- signals -----------------------------------------------------------------------------------
+
+
+@needs_native
+def test_ctrl_c_leaves_a_model_that_can_be_used(lm: Any):
+    before = text_of(lm)
+    timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        for seed in range(100):
+            text_of(lm, 2000, seed)
+    assert time.monotonic() - started < 2
+    assert text_of(lm) == before
+
+
+@needs_native
+@pytest.mark.real
+@pytest.mark.parametrize("where", ["in the prompt", "in the text"])
+def test_ctrl_c_on_the_command_line(where: str, default_model: Path):
+    prompt = "Tell me a long story. " * (250 if where == "in the prompt" else 1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unspool", prompt, "-n", "6000", "--model", str(default_model)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    if where == "in the text":
+        assert os.read(process.stdout.fileno(), 1), "it writes"
+    else:
+        wait_for_work(process.pid)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - sent < 3
+    assert process.returncode == 130
+    assert b"Traceback" not in err and b"Exception" not in err
+
+
+def wait_for_work(process: int) -> None:
+    """Until the engine's workers run: two threads that the interpreter did not start."""
+    status = Path(f"/proc/{process}/task")
+    for _ in range(400):
+        time.sleep(0.02)
+        names = [(task / "comm").read_text() for task in status.iterdir()]
+        if len(names) >= 2 + native_threads():
+            return
+    pytest.fail("the model was never run")
+
+
+def native_threads() -> int:
+    return 0
+
+
+# -- the library -------------------------------------------------------------------------------
+
+
+def reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(native, "path", lambda: path)
+    found, why = native._load.__wrapped__()
+    assert found is None and why is not None
+    return str(why)
+
+
+def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "no C++ compiler was found" in reason(tmp_path / "none.so", monkeypatch)
+
+
+def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for content in (b"", b"rubbish", b"\x7fELF" + bytes(100)):
+        (tmp_path / "it.so").write_bytes(content)
+        words = reason(tmp_path / "it.so", monkeypatch)
+        assert "cannot be loaded" in words and "install Unspool again" in words
+
+
+@needs_native
+def test_a_library_of_another_version(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "VERSION", 999)
+    words = reason(native.path(), monkeypatch)
+    assert re.search(r"are of version \d+ and this Unspool needs 999; install it again", words)
+
+
+@needs_native
+def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "_NEEDED", (*native._NEEDED, "of_tomorrow"))
+    assert "built from other sources (they lack of_tomorrow)" in reason(native.path(), monkeypatch)
+
+
+def test_all_that_is_called_is_looked_for():
+    text = "".join(file.read_text(encoding="utf-8") for file in SOURCES.rglob("*.py"))
+    called = set(re.findall(r"(?:library|functions\(\)|found|_library\(\))\.unspool_(\w+)", text))
+    called |= set(re.findall(r'"unspool_(\w+)"', text))
+    assert called == {*native._NEEDED, "version"}
+
+
+@needs_native
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.95])
+def test_a_library_that_was_cut_short(part: float, tmp_path: Path):
+    """In a process of its own: some systems end a process that maps more than a file has."""
+    data = native.path().read_bytes()
+    (tmp_path / "it.so").write_bytes(data[: int(len(data) * part)])
+    code = f"""
+from pathlib import Path
+from unspool import native
+native.path = lambda: Path({str(tmp_path / "it.so")!r})
+print(native.missing())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, f"it ended with {done.returncode}"
+    assert "install Unspool again" in done.stdout
+
+
+@needs_native
+def test_an_instruction_set_that_nobody_has():
+    code = "from unspool import native; print(native.missing()); native.library()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "UNSPOOL_ISA": "mmx"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "UNSPOOL_ISA names an instruction set that this processor does not have" in done.stdout
+    assert UnspoolError.__name__ in done.stderr

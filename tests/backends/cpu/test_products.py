@@ -1,0 +1,151 @@
+"""Products of packed matrices and activations, number by number, for every type and every kernel.
+
+What is computed is defined in `kernels/product.h`: 32 activations share a scale, their largest
+size / 127, and are rounded to bytes; weights keep the file's numbers. The reference below does the
+same in numpy, in 64 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from native_support import random_blocks
+from packing_support import FLOATS
+
+from unspool import native
+from unspool.backends.cpu.packing import PACKINGS, Packed, pack
+from unspool.backends.cpu.structures import address, functions
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+
+ROUNDING = 3e-6  # of the sum of all sizes: some hundred additions of 24 bits
+ALL_SETS = ("plain", "neon", "avx2", "avx512", "amx")
+
+
+def multiply(packed: Packed, rows: Any, threads: int = 1) -> Any:
+    rows = np.ascontiguousarray(rows, np.float32)
+    out = np.full((len(rows), packed.shape[0]), np.nan, np.float32)
+    status = functions().unspool_multiply(
+        ctypes.byref(packed.matrix), address(rows), len(rows), address(out), threads, 1
+    )
+    assert status == 0
+    return out
+
+
+def rounded(rows: Any) -> Any:
+    """Activations as the kernels see them: bytes times a scale for each 32."""
+    count, width = rows.shape
+    filled = np.zeros((count, -(-width // 32) * 32), np.float32)
+    filled[:, :width] = rows
+    tiles = filled.reshape(count, -1, 32)
+    most = np.abs(tiles).max(axis=-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    numbers = np.rint(tiles * inverse)  # to the nearest, and to the even one in the middle
+    assert np.abs(numbers).max() <= 127
+    scale = most / np.float32(127)
+    return (numbers.astype(np.float64) * scale).reshape(count, -1)[:, :width]
+
+
+def check(packed: Packed, rows: Any, found: Any, quantized: bool) -> None:
+    weights = packed.float32().astype(np.float64)
+    acts = rounded(rows) if quantized else rows.astype(np.float64)
+    size = np.abs(acts) @ np.abs(weights).T + 1e-30
+    assert float((np.abs(found - acts @ weights.T) / size).max()) < ROUNDING
+
+
+def activations(count: int, width: int, seed: int = 0) -> Any:
+    """Of very different sizes; some all zero; some with numbers just between two bytes."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((count, width)) * 10.0 ** rng.integers(-3, 4, (count, 1))
+    rows[0, :40] = 0
+    rows[-1, : min(32, width)] = np.arange(min(32, width)) + 0.5
+    rows[-1, 0] = 127
+    return rows.astype(np.float32)
+
+
+def shapes_of(kind: str) -> list[tuple[int, int]]:
+    if kind in FLOATS:
+        return [(1, 1), (16, 32), (37, 45), (50, 100)]
+    if kind.endswith("_K"):
+        return [(1, 256), (37, 512), (70, 768)]
+    return [(1, 32), (16, 64), (37, 96), (70, 288)]
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_every_type_against_numpy(kind: str):
+    rng = np.random.default_rng(len(kind))
+    for number, shape in enumerate(shapes_of(kind)):
+        packed = pack(random_blocks(kind, *shape, rng))
+        rows = activations(20, shape[1], seed=number)
+        for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 20):
+            found = multiply(packed, rows[-count:], threads=1 + count % 2)
+            check(packed, rows[-count:], found, quantized=kind not in FLOATS)
+
+
+@pytest.mark.parametrize("store", ["4", "8"])
+@pytest.mark.parametrize("columns", [1, 31, 33, 45, 260])
+def test_columns_that_fill_no_tile(store: str, columns: int):
+    """Only what is quantized here can have such columns; files of blocks cannot."""
+    packed = pack(random_blocks("F32", 19, columns, np.random.default_rng(1)), store=store)
+    rows = activations(12, columns)
+    for count in (1, 4, 6, 12):
+        check(packed, rows[-count:], multiply(packed, rows[-count:]), quantized=True)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K", "F32"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_shows(kind: str, bad: float):
+    """In every output of its row, and in no other row."""
+    packed = pack(random_blocks(kind, 20, 256, np.random.default_rng(2)))
+    for count in (1, 3, 6, 20):
+        rows = activations(count, 256)
+        rows[count // 2, 77] = bad
+        finite = np.isfinite(multiply(packed, rows)).all(axis=1)
+        assert not finite[count // 2]
+        assert finite.sum() == count - 1
+
+
+# -- the instruction sets --------------------------------------------------------------------
+
+
+def every_product() -> dict[str, Any]:
+    found = {}
+    for kind in PACKINGS:
+        packed = pack(random_blocks(kind, 37, 512, np.random.default_rng(3)))
+        for count in (1, 2, 4, 7, 20):
+            found[f"{kind}-{count}"] = multiply(packed, activations(count, 512))
+    return found
+
+
+@pytest.mark.parametrize("isa", ALL_SETS)
+def test_every_instruction_set_gives_the_same(isa: str, tmp_path: Path):
+    """In a process of its own: which one is used is decided once."""
+    target = tmp_path / "found.npz"
+    environment = {**os.environ, "UNSPOOL_ISA": isa}
+    command = [sys.executable, __file__, str(target)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if "does not have" in done.stdout:
+        assert isa not in ("plain", native.instruction_set())
+        pytest.skip(f"this processor has no {isa}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == isa
+    theirs, ours = np.load(target), every_product()
+    assert set(theirs) == set(ours)
+    for name, expected in ours.items():
+        size = np.abs(expected).mean()
+        assert np.abs(theirs[name] - expected).max() < 1e-4 * size, name
+
+
+if __name__ == "__main__":
+    if native.missing():
+        print(native.missing())
+    else:
+        print(native.instruction_set())
+        np.savez(sys.argv[1], **every_product())

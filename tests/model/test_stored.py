@@ -1,0 +1,153 @@
+"""Tensors as files have them: rows can be moved packed, and come out as if they were not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from unspool.errors import ModelFileError
+from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.config import ModelConfig
+from unspool.model.gguf import BLOCK_TYPES
+from unspool.model.stored import FLOAT_TYPES, Stored
+from unspool.model.weights import Rule, read_weights, shapes
+
+ROWS, COLUMNS = 24, 512
+TYPES = [kind.name for kind in BLOCK_TYPES.values()]
+PACKED = [name for name in TYPES if name not in FLOAT_TYPES]
+
+
+def stored(kind: str, shape: tuple[int, ...] = (ROWS, COLUMNS), seed: int = 0) -> Stored:
+    """Random numbers of a type, all of them finite."""
+    random = np.random.default_rng(seed)
+    if kind in FLOAT_TYPES:
+        values = random.standard_normal(shape).astype(np.float32)
+        if kind == "BF16":
+            return Stored(kind, (values.view(np.uint32) >> 16).astype(np.uint16), shape)
+        return Stored(kind, values.astype(FLOAT_TYPES[kind]), shape)
+    block = next(block for block in BLOCK_TYPES.values() if block.name == kind)
+    size = (*shape[:-1], shape[-1] // block.elements * block.size)
+    # 0x3F as the high byte of a half is no NaN and no infinity, wherever the scales lie.
+    return Stored(kind, random.integers(0, 0x3F, size, dtype=np.uint8), shape)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_unpacked_as_the_gguf_package_does(kind: str):
+    one = stored(kind)
+    expected = gguf.quants.dequantize(one.data, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(one.float32(), expected)
+    assert one.float32().shape == one.shape and np.isfinite(expected).all()
+
+
+def test_floats_are_what_torch_makes_of_the_same_bits():
+    for kind, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
+        one = stored(kind)
+        bits = torch.from_numpy(one.data.view(np.int16).copy()).view(dtype)
+        np.testing.assert_array_equal(one.float32(), bits.float().numpy())
+    plain = stored("F32")
+    assert plain.float32() is plain.data, "nothing is copied"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_move_packed_as_they_move_unpacked(kind: str):
+    one = stored(kind)
+    whole = one.float32()
+    part = one.rows(5, 11)
+    assert part.type == kind and part.shape == (6, COLUMNS)
+    np.testing.assert_array_equal(part.float32(), whole[5:11])
+    order = np.random.default_rng(3).permutation(ROWS)
+    moved = one.reordered(order)
+    assert moved.type == kind
+    np.testing.assert_array_equal(moved.float32(), whole[order])
+    other = stored(kind, seed=1)
+    both = Stored.stacked([one, other])
+    assert (both.type, both.shape) == (kind, (2, ROWS, COLUMNS))
+    np.testing.assert_array_equal(both.float32(), np.stack([whole, other.float32()]))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_changed_numbers(kind: str):
+    one = stored(kind)
+    np.testing.assert_array_equal(one.transposed().float32(), one.float32().T)
+    assert one.transposed().shape == (COLUMNS, ROWS)
+    assert one.transposed().type == ("F32" if kind in PACKED else kind)
+    np.testing.assert_array_equal(one.minus_one().float32(), one.float32() - 1)
+
+
+def test_experts_of_several_types_and_shapes():
+    mixed = Stored.stacked([stored("Q4_1"), stored("Q8_0")])
+    assert mixed.type == "F32"
+    np.testing.assert_array_equal(mixed.float32()[1], stored("Q8_0").float32())
+    with pytest.raises(ModelFileError, match="different shapes"):
+        Stored.stacked([stored("F32"), stored("F32", (ROWS, 8))])
+
+
+CONFIG = ModelConfig(
+    family="own", vocab_size=256, width=256, layers=1, heads=4, kv_heads=4, head_width=64,
+    ff_width=256, context=64, positions="sinusoidal",
+)  # fmt: skip
+
+
+def read(rule: Rule, theirs: Stored) -> dict[str, Stored]:
+    """Weights of which some come by this rule, and the others under our own names."""
+    patterns = {name.replace("layers.0", "layers.{i}"): name for name in shapes(CONFIG)}
+    rules = [rule, *(Rule(p, (p,)) for p in patterns if p not in rule.ours)]
+    files = {name: stored("F32", shape) for name, shape in shapes(CONFIG).items()}
+    files[rule.theirs.replace("{i}", "0")] = theirs
+    return dict(read_weights(CONFIG, tuple(rules), files.get))
+
+
+Q, K, V = (f"layers.{{i}}.attention.{name}.weight" for name in "qkv")
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_rows_of_a_head_are_sorted_without_unpacking(kind: str):
+    whole = stored(kind, (256, 256))
+    found = read(Rule("q.{i}", (Q,), "interleaved"), whole)["layers.0.attention.q.weight"]
+    assert found.type == kind
+    # Neighbours 0,1 2,3 ... of each head become its first and its second half.
+    heads = whole.float32().reshape(4, 32, 2, 256)
+    np.testing.assert_array_equal(
+        found.float32().reshape(4, 64, 256), np.concatenate([heads[:, :, 0], heads[:, :, 1]], 1)
+    )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_queries_keys_and_values_are_split_without_unpacking(kind: str):
+    for layout in ("plain", "per_head"):
+        packed = stored(kind, (768, 256))
+        found = read(Rule("qkv.{i}", (Q, K, V), layout), packed)  # type: ignore[arg-type]
+        whole = packed.float32()
+        for number, name in enumerate("qkv"):
+            piece = found[f"layers.0.attention.{name}.weight"]
+            assert piece.type == kind
+            expected = whole[number * 256 : (number + 1) * 256]
+            if layout == "per_head":
+                expected = whole.reshape(4, 3, 64, 256)[:, number].reshape(256, 256)
+            np.testing.assert_array_equal(piece.float32(), expected)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "per_head"])
+def test_rows_that_are_no_heads_are_told(layout: str):
+    with pytest.raises(ModelFileError, match=r"\(250, 256\).*need \(256, 256\)"):
+        read(Rule("q.{i}", (Q,), layout), stored("F32", (250, 256)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_what_torch_gets_is_what_was_saved(dtype: torch.dtype, tmp_path: Path):
+    theirs = tiny.make("llama").to(dtype)
+    theirs.save_pretrained(tmp_path)
+    kinds = {one.type for _, one in open_checkpoint(tmp_path).weights()}
+    names = {torch.float16: "F16", torch.bfloat16: "BF16"}
+    assert kinds == {names.get(dtype, "F32")}
+    loaded = load_transformer(open_checkpoint(tmp_path))
+    expected = theirs.model.layers[2].mlp.down_proj.weight.float()
+    assert torch.equal(loaded.layers[2].feed.down.weight, expected)
+    loaded.layers[2].feed.down.weight.data += 1  # memory of its own: the file stays as it is
+    again = load_transformer(open_checkpoint(tmp_path))
+    assert torch.equal(again.layers[2].feed.down.weight, expected)

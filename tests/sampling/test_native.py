@@ -1,0 +1,291 @@
+"""The compiled kernels beside numpy: every operation, and whole chains, give the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sampling.support import neutral
+from unspool import native
+from unspool.sampling import (
+    BadLogitsError,
+    Chain,
+    NoCandidateError,
+    Pick,
+    RowInput,
+    SamplingSettings,
+    arrays,
+    score,
+)
+from unspool.sampling.arrays import NumpyOperations
+from unspool.sampling.native_arrays import NativeOperations
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="the kernels are not built")
+
+Matrix = np.ndarray[Any, Any]
+INF = math.inf
+PLAIN = NumpyOperations()
+
+
+@pytest.fixture(scope="module")
+def ops() -> NativeOperations:
+    return NativeOperations()
+
+
+@contextmanager
+def numpy_alone() -> Iterator[None]:
+    before, arrays._numpy = arrays._numpy, PLAIN
+    try:
+        yield
+    finally:
+        arrays._numpy = before
+
+
+# -- rows of every kind ------------------------------------------------------------------------
+
+
+def _tied(chance: np.random.Generator, x: Matrix) -> Matrix:
+    return np.asarray(np.round(x / 2))
+
+
+def _with_gaps(chance: np.random.Generator, x: Matrix) -> Matrix:
+    x[chance.random(x.shape) < chance.choice([0.01, 0.5, 0.999])] = -INF
+    x[:, chance.integers(0, x.shape[1])] = 1.0  # at least one remains
+    return x
+
+
+def _signed_zeros(chance: np.random.Generator, x: Matrix) -> Matrix:
+    return np.asarray(np.where(x > 0, 0.0, -0.0))
+
+
+KINDS: dict[str, Callable[[np.random.Generator, Matrix], Matrix]] = {
+    "bell": lambda chance, x: x * 4,
+    "tied": _tied,
+    "gaps": _with_gaps,
+    "equal": lambda chance, x: x * 0 + 3.5,
+    "zeros": _signed_zeros,
+    "huge spread": lambda chance, x: x * 1e30,
+    "one peak": lambda chance, x: np.where(x == x.max(-1, keepdims=True), 80.0, x),
+    "rising": lambda chance, x: np.sort(x, axis=-1),
+    "falling": lambda chance, x: -np.sort(x, axis=-1),
+}
+
+
+def made(kind: str, seed: int, width: int, rows: int = 2) -> Matrix:
+    chance = np.random.default_rng(seed)
+    x = KINDS[kind](chance, chance.standard_normal((rows, width)) * 3)
+    return np.ascontiguousarray(x, np.float32)
+
+
+widths = st.one_of(
+    st.integers(1, 300), st.integers(301, 5000), st.sampled_from([4096, 49_152, 151_936, 200_001])
+)
+rows_of_logits = st.builds(made, st.sampled_from(sorted(KINDS)), st.integers(0, 10**6), widths)
+
+
+@given(x=rows_of_logits)
+@settings(max_examples=80, deadline=None)
+def test_peak_mass_and_entropy(ops: NativeOperations, x: Matrix) -> None:
+    peak, total, entropy = ops.measure(x, None, True)
+    theirs = PLAIN.measure(x.astype(np.float64), None, True)
+    assert peak.dtype == np.float64 and (peak == x.max(-1, keepdims=True)).all()
+    assert (ops.amax(x) == peak).all()
+    np.testing.assert_allclose(total, theirs[1], rtol=1e-6)
+    np.testing.assert_allclose(entropy, theirs[2], rtol=1e-6, atol=1e-6)
+    again = ops.measure(x, peak, True)
+    assert (again[1] == total).all() and (again[2] == entropy).all()
+    for row in range(len(x)):  # alone as beside another
+        alone = ops.measure(x[row : row + 1], None, True)
+        assert alone[1] == total[row] and alone[2] == entropy[row]
+
+
+@given(x=rows_of_logits, count=st.one_of(st.integers(1, 300), st.integers(1, 20_000)))
+@settings(max_examples=120, deadline=None)
+def test_leading(ops: NativeOperations, x: Matrix, count: int) -> None:
+    values, columns = ops.leading(x, count)
+    order = np.argsort(-x, axis=-1, kind="stable")[:, :count]
+    assert (columns == order).all()
+    assert (values == np.take_along_axis(x, order, -1)).all()
+
+
+@given(x=rows_of_logits, share=st.floats(0, 1), how=st.sampled_from(["at", "between", "all"]))
+@settings(max_examples=80, deadline=None)
+def test_above(ops: NativeOperations, x: Matrix, share: float, how: str) -> None:
+    place = min(x.shape[1] - 1, int(share**4 * x.shape[1]))
+    bound = np.sort(x, axis=-1)[:, ::-1][:, place : place + 1].astype(np.float64)
+    bound = {"at": bound, "between": bound - 1e-4, "all": np.full_like(bound, -INF)}[how]
+    for mine, theirs in zip(ops.above(x, bound), PLAIN.above(x, bound), strict=True):
+        assert (mine == theirs).all()
+
+
+@given(x=rows_of_logits, share=st.floats(0, 1, exclude_max=True))
+@settings(max_examples=60, deadline=None)
+def test_standing(ops: NativeOperations, x: Matrix, share: float) -> None:
+    tokens = np.array([int(share * x.shape[1])] * len(x))
+    for mine, theirs in zip(ops.standing(x, tokens), PLAIN.standing(x, tokens), strict=True):
+        assert mine.shape == theirs.shape and (mine == theirs).all()
+
+
+@given(tokens=st.lists(st.integers(-3, 40), max_size=200))
+def test_tally(ops: NativeOperations, tokens: list[int]) -> None:
+    found, counts = ops.tally(np.array(tokens, np.int64), 30)
+    theirs = PLAIN.tally(np.array(tokens, np.int64), 30)
+    assert len(set(found.tolist())) == len(found)
+    pairs = zip(found.tolist(), counts.tolist(), strict=True)
+    assert dict(pairs) == dict(zip(*(a.tolist() for a in theirs), strict=True))
+
+
+def test_what_the_kernels_do_not_take_is_numpys(ops: NativeOperations) -> None:
+    x = made("bell", 1, 1000, rows=4)
+    for other in (x.astype(np.float64), x[:, ::2], x[::2]):
+        assert (ops.amax(other) == other.max(-1, keepdims=True)).all()
+        assert (ops.leading(other, 5)[1] == np.argsort(-other, -1, kind="stable")[:, :5]).all()
+    x.flags.writeable = False  # logits that a backend keeps
+    assert (ops.amax(x) == x.max(-1, keepdims=True)).all()
+
+
+# -- whole chains ------------------------------------------------------------------------------
+
+CHAINS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    {"repetition_penalty": 1.2, "penalty_window": 20, "penalize_prompt": False},
+    {"top_k": 0, "min_p": 0.0},
+    {"top_k": 0, "top_p": 1.0, "min_p": 0.02},
+    {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0},
+    {"top_k": 5000, "top_p": 0.999, "temperature": 1.4},
+    {"stages": ("temperature", "top_k", "top_p", "min_p"), "temperature": 1.3},
+    {"typical_p": 0.5, "top_k": 0},
+    {"eta": 0.01, "top_k": 0},
+    {"top_n_sigma": 1.0},
+    {"xtc_probability": 0.7, "xtc_threshold": 0.05},
+    {"dynatemp_range": 0.4},
+    {"mirostat_tau": 3.0},
+    {"no_repeat_ngram": 2, "dry_multiplier": 0.8},
+    {"logit_bias": {3: 2.0, 7: -INF}},
+    {"logit_bias": {3: INF, 250: INF}},
+]
+
+
+def near(a: Pick, b: Pick) -> None:
+    assert (a.token, a.rank) == (b.token, b.rank)
+    for one, other in (
+        (a.logprob, b.logprob), (a.entropy, b.entropy), (a.probability, b.probability)
+    ):  # fmt: skip
+        assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
+    assert [c.token for c in a.candidates] == [c.token for c in b.candidates]
+    pairs = [(c.logprob, c.probability) for c in a.candidates]
+    others = [(c.logprob, c.probability) for c in b.candidates]
+    np.testing.assert_allclose(pairs, others, rtol=1e-5, atol=1e-6)
+    for s, t in zip(a.stages, b.stages, strict=True):
+        assert (s.name, s.kept, s.removed, s.changed) == (t.name, t.kept, t.removed, t.changed)
+        assert [token for token, _ in s.top] == [token for token, _ in t.top]
+        assert s.kept_mass == pytest.approx(t.kept_mass, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("number", range(len(CHAINS)))
+@pytest.mark.parametrize("width", [300, 2500])
+def test_chains_pick_alike(number: int, width: int) -> None:
+    """Over all chains and widths, several thousand rows."""
+    chance = np.random.default_rng(number)
+    rows = 40
+    chain = Chain([SamplingSettings(seed=n, **CHAINS[number]) for n in range(rows)])
+    for spread in (0.5, 2.0, 5.0):
+        logits = (chance.standard_normal((rows, width)) * spread).astype(np.float32)
+        logits[::5] = np.round(logits[::5])
+        logits[1::5, 20 : width - 20] = -INF
+        history = chance.integers(0, width, (rows, 60))
+        said = [RowInput(history[n][: 20 + n], prompt_length=10) for n in range(rows)]
+        mine = chain.pick(logits, said, top=5, explain=spread == 2.0)
+        with numpy_alone():
+            theirs = chain.pick(logits, said, top=5, explain=spread == 2.0)
+        for a, b in zip(mine, theirs, strict=True):
+            near(a, b)
+
+
+@pytest.mark.parametrize("width", [49_152, 151_936])
+def test_chains_pick_alike_over_real_vocabularies(width: int) -> None:
+    chance = np.random.default_rng(width)
+    for number, options in enumerate(CHAINS):
+        logits = (chance.standard_normal((1, width)) * 3).astype(np.float32)
+        said = RowInput(chance.integers(0, width, 500), prompt_length=100)
+        chain = Chain(SamplingSettings(seed=number, **options))
+        mine = chain.pick_one(logits, said, top=20)
+        with numpy_alone():
+            near(mine, chain.pick_one(logits, said, top=20))
+
+
+@given(
+    chosen=st.lists(st.sampled_from(range(len(CHAINS))), min_size=1, max_size=6),
+    seed=st.integers(0, 500),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_row_is_told_alone_as_in_any_batch(chosen: list[int], seed: int) -> None:
+    logits = made("gaps" if seed % 3 == 0 else "bell", seed, 1500, len(chosen))
+    many = [SamplingSettings(seed=n, **CHAINS[n]) for n in chosen]
+    said = [RowInput(np.arange(5 + n), forbidden=(n,) * (n % 2)) for n in range(len(chosen))]
+    together: list[Pick] | None = None
+    try:
+        together = Chain(many).pick(logits, said, top=4, explain=True)
+    except NoCandidateError:  # only with gaps, where a bias of +inf names what is not there
+        return
+    for row, one in enumerate(many):
+        alone = Chain(one).pick(logits[row : row + 1], [said[row]], top=4, explain=True)[0]
+        assert alone == together[row]  # every number, bit for bit
+
+
+def test_the_picked_ones_edits_leave_the_logits_alone() -> None:
+    logits = made("bell", 3, 2000, 1)
+    copy = logits.copy()
+    on = SamplingSettings(repetition_penalty=1.5, frequency_penalty=1, presence_penalty=1, seed=2)
+    said = [RowInput(np.arange(100))]
+    plain = Chain(on).pick(logits, said)
+    explained = Chain(on).pick(logits, said, explain=True)
+    assert (logits == copy).all()
+    assert dataclasses.replace(explained[0], stages=()) == plain[0]
+    assert [stage.changed for stage in explained[0].stages[:3]] == [100, 100, 100]
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+@pytest.mark.parametrize("width", [300, 1000])
+def test_bad_logits_are_told_alike(bad: float, width: int) -> None:
+    def outcome() -> Any:
+        try:
+            return chain.pick(logits)
+        except BadLogitsError as error:
+            return str(error), error.rows
+
+    chain = Chain([SamplingSettings(seed=1), neutral(seed=1), neutral(temperature=0)])
+    for place in (0, 17, width - 1):
+        logits = made("bell", 5, width, 3)
+        logits[2, place] = bad
+        if bad == -INF:
+            logits[2] = -INF
+        mine = outcome()
+        with numpy_alone():
+            theirs = outcome()
+        if bad == INF:  # infinitely likely: that one alone remains
+            assert mine[2].token == theirs[2].token == place
+        else:
+            assert mine == theirs == (mine[0], (2,))
+
+
+def test_scores_are_alike() -> None:
+    logits = made("bell", 8, 5000, 100)
+    targets = np.arange(100) * 7
+    mine = score(logits, targets, top=6)
+    with numpy_alone():
+        theirs = score(logits, targets, top=6)
+    assert (mine.ranks == theirs.ranks).all() and (mine.top_tokens == theirs.top_tokens).all()
+    for name in ("logprobs", "entropies", "top_logprobs"):
+        np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,237 @@
+"""Which backend a model gets, with and without torch, with and without native kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+
+import unspool
+from unspool import loading
+from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
+from unspool.loading import Choice, Placement, TorchMissingError, load_weights
+
+WHY = "the kernels were not built"
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unspool.native.missing", lambda: None)
+
+
+@pytest.fixture
+def no_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unspool.native.missing", lambda: WHY)
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises, as if it were not there
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_NVIDIA", ())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is seen, and a torch that can use it."""
+    import torch
+
+    monkeypatch.setattr(loading, "_NVIDIA", (Path(__file__),))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+
+
+@pytest.mark.usefixtures("native", "no_gpu", "no_torch")
+def test_native_is_what_a_cpu_gets_and_torch_is_not_missed():
+    assert Placement().chosen() == Choice("native", "cpu")
+    assert Placement(backend="native", quantize=4, kv_bits=8, threads=2).chosen()[0] == "native"
+    assert Placement(device="cpu", dtype="float32").chosen() == Choice("native", "cpu")
+
+
+@pytest.mark.usefixtures("native", "no_torch")
+def test_a_driver_without_torch_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "_NVIDIA", (Path(__file__),))
+    assert Placement().chosen() == Choice("native", "cpu")
+
+
+@pytest.mark.usefixtures("native", "gpu")
+def test_a_gpu_is_used_unless_native_is_asked_for():
+    assert Placement().chosen() == Choice("torch", "cuda")
+    assert Placement(backend="native").chosen() == Choice("native", "cpu")
+    assert Placement(device="cpu").chosen() == Choice("native", "cpu")
+    with pytest.raises(SettingsError, match="threads is for the native CPU backend"):
+        Placement(threads=2).chosen()
+
+
+@pytest.mark.usefixtures("no_native", "no_gpu")
+def test_torch_stands_in_with_one_warning(tiny_lm: Any):
+    with pytest.warns(UnspoolWarning, match=WHY) as told:
+        assert unspool.load(tiny_lm.path, memory=8 << 20).transformer
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # asked for: nothing to say
+        assert unspool.load(tiny_lm.path, backend="torch", memory=8 << 20).transformer
+    with pytest.raises(UnspoolError, match=f"native backend cannot be used here: {WHY}"):
+        Placement(backend="native").chosen()
+    with pytest.raises(SettingsError, match=f"quantize is for the native CPU backend.*{WHY}"):
+        Placement(quantize=4).chosen()
+
+
+@pytest.mark.usefixtures("no_native", "no_gpu", "no_torch")
+def test_nothing_can_run():
+    with pytest.raises(TorchMissingError, match=r"not built.*pip install 'unspool\[torch\]'"):
+        Placement().chosen()
+
+
+@pytest.mark.usefixtures("native", "no_gpu", "no_torch")
+@pytest.mark.parametrize("options", [{"backend": "torch"}, {"device": "cuda"}, {"device": "mps"}])
+def test_torch_that_is_not_there(options: dict[str, Any]):
+    with pytest.raises(TorchMissingError, match=r"pip install 'unspool\[torch\]'"):
+        Placement(**options).chosen()
+
+
+@pytest.mark.usefixtures("native", "no_gpu")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "jax"}, "backend is 'jax'; it may be auto, native, torch"),
+        ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"device": "tpu9"}, "device 'tpu9'"),
+        ({"device": "cuda", "backend": "native"}, "runs on the cpu, not on 'cuda'"),
+        ({"quantize": 5}, "quantize is 5; it may be 4, 8"),
+        ({"quantize": 4, "dtype": "float16"}, "quantize is 4 and dtype is float16"),
+        ({"kv_bits": 4}, "kv_bits is 4; it may be 8, 16"),
+        ({"threads": 0}, "threads is 0"),
+        ({"threads": True}, "threads is True"),
+        ({"quantize": 4, "backend": "torch"}, "quantize is for the native CPU backend"),
+        ({"kv_bits": 8, "backend": "torch"}, "kv_bits is for the native CPU backend"),
+        ({"threads": 2, "backend": "torch"}, "threads is for the native CPU backend"),
+    ],
+)
+def test_impossible_wishes_are_told_before_anything_is_read(options: dict[str, Any], words: str):
+    with pytest.raises(SettingsError, match=words) as caught:
+        unspool.load("/no/such/model", **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "store"),
+    [({}, None), ({"dtype": "bfloat16"}, "bfloat16"), ({"quantize": 8, "threads": 3}, "8")],
+)
+def test_what_the_native_backend_is_asked_for(
+    options: dict[str, Any], store: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    asked = {}
+    module = ModuleType("unspool.backends.cpu.loaded")
+    module.load_cpu = lambda checkpoint, **given: asked.update(given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "unspool.backends.cpu.loaded", module)
+    load_weights(SimpleNamespace(), Placement(**options), Choice("native", "cpu"))  # type: ignore[arg-type]
+    assert asked == {"store": store, "threads": options.get("threads"), "kv_bits": 16}
+
+
+def test_a_native_model_has_no_transformer_but_can_be_saved(tiny_lm: Any, tmp_path: Path):
+    native = unspool.LanguageModel(SimpleNamespace(config=tiny_lm.config), None, path=tiny_lm.path)
+    with pytest.raises(UnspoolError, match="backend='torch'"):
+        _ = native.transformer
+    native.save(tmp_path)
+    again = unspool.load(tmp_path, backend="torch", memory=8 << 20)
+    assert again.model.fingerprint() == tiny_lm.model.fingerprint()
+    with pytest.raises(UnspoolError, match="came from no file"):
+        unspool.LanguageModel(native.model, None).save(tmp_path)
+
+
+@pytest.mark.usefixtures("no_torch")
+def test_saving_a_native_model_needs_torch(tiny_lm: Any, tmp_path: Path):
+    native = unspool.LanguageModel(SimpleNamespace(config=tiny_lm.config), None, path=tiny_lm.path)
+    with pytest.raises(TorchMissingError, match="pip install"):
+        native.save(tmp_path)
+
+
+def test_another_model_comes_the_same_way(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("unspool.lm.load", lambda name, **options: asked.append(options))
+    tiny_lm.load_other("x")
+    fake = SimpleNamespace(config=tiny_lm.config, device="cpu")
+    unspool.LanguageModel(fake, None).load_other("x")  # type: ignore[arg-type]
+    assert asked == [
+        {"backend": "torch", "device": "cpu"},
+        {"backend": "native", "device": "cpu"},
+    ]
+
+
+def test_a_long_text_is_scored_in_pieces_and_not_from_what_is_stored(tmp_path: Path):
+    """Over several pieces of 256 tokens, and again when its beginning was computed before."""
+    import torch
+
+    tiny.save("llama", tmp_path)
+    lm = unspool.load(tmp_path, backend="torch", context=700, memory=8 << 20)
+    ids = torch.randint(3, 259, (600,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        logprobs = lm.transformer(torch.tensor([ids]))[0].log_softmax(-1)
+    expected = [float(logprobs[place, ids[place + 1]]) for place in range(len(ids) - 1)]
+    for _ in range(2):
+        found = lm.score(ids)
+        assert found.tokens == ids and found.logprobs[0] is None
+        assert found.logprobs[1:] == pytest.approx(expected, abs=1e-3)
+    assert lm.score(ids[:1]).logprobs == [None]
+
+
+WITHOUT_TORCH = """
+import importlib, pathlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch', 'safetensors'):
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+sys.meta_path.insert(0, Refuse())
+import numpy as np, unspool
+root = pathlib.Path(unspool.__file__).parent
+for file in root.rglob('*.py'):
+    name = '.'.join(('unspool', *file.relative_to(root).with_suffix('').parts))
+    if not name.startswith(('unspool.backends.torch.', 'unspool.model.transformer')):
+        if not name.endswith(('__init__', '__main__')):
+            importlib.import_module(name)
+assert 'unspool.cli.run' in sys.modules and 'unspool.lens.attribution' in sys.modules
+from fake_backend import FakeBackend
+from unspool.decoding.samples import samples
+from unspool.decoding.speculative import ModelDrafter
+from unspool.model.config import ModelConfig
+
+config = ModelConfig(family='own', vocab_size=12, width=8, layers=1, heads=1, kv_heads=1,
+                     head_width=8, ff_width=8, context=64, positions='sinusoidal')
+table = np.random.default_rng(0).dirichlet(np.ones(12), (12, 12))
+
+class Model:
+    precision, device = 'float32', 'cpu'
+    def __init__(self): self.config = config
+    def backend(self, *, memory, context): return FakeBackend(table, context=context)
+
+lm = unspool.LanguageModel(Model(), None)
+made = lm.generate([1, 2], max_tokens=9, seed=3)
+assert len(made.tokens) == 9
+scored = lm.score([1, 2, *made.tokens])
+for step, known in zip(made.steps, scored.logprobs[2:]):
+    assert abs(step.logprob - known) < 1e-5
+assert len(samples(lm, [1, 2], 3, max_tokens=4, seed=1)) == 3
+assert lm.generate([1, 2], max_tokens=9, seed=3, speculate='lookup').tokens == made.tokens
+drafted = lm.generate([1, 2], max_tokens=9, seed=3, speculate=lambda r: ModelDrafter(lm, r))
+assert drafted.tokens == made.tokens and drafted.steps[1].draft == 'accepted', drafted.steps[1]
+assert 'torch' not in sys.modules
+"""
+
+
+def test_everything_but_torch_works_without_torch():
+    """Every module is imported, and texts are written, judged and drafted, with torch refused."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=Path(__file__).parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
