@@ -15,11 +15,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture(autouse=True)
-def one_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`unspool.load()` in the examples gives the model that is loaded already."""
+def one_model(lm: Any, torch_lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unspool.load()` in the examples gives a model that is loaded already."""
 
     def load(*args: Any, backend: str = "auto", **options: Any) -> Any:
-        return request.getfixturevalue("torch_lm" if backend == "torch" else "lm")
+        return torch_lm if backend == "torch" else lm
 
     monkeypatch.setattr("unspool.lm.load", load)
 

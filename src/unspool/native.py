@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
             "was installed; install one and run pip install again"
         )
     try:
+        if _cut_short(path()):
+            return None, "the native kernels were not written to the end; install Unspool again"
         found = ctypes.CDLL(str(path()))
         found.unspool_version.restype = ctypes.c_int32
         version = found.unspool_version()
@@ -68,6 +71,17 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if not found.unspool_isa():
         return None, "UNSPOOL_ISA names an instruction set that this processor does not have"
     return found, None
+
+
+def _cut_short(file: Path) -> bool:
+    """Whether a library's end is missing: loading such a one would end the whole process."""
+    with file.open("rb") as handle:
+        header = handle.read(64)
+    if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+        return False  # of another format; the loader looks at it itself
+    (table,) = struct.unpack_from("<Q", header, 0x28)  # of sections, at the end of a file
+    size, count = struct.unpack_from("<HH", header, 0x3A)
+    return file.stat().st_size < int(table + size * count)
 
 
 def missing() -> str | None:

@@ -114,10 +114,10 @@ def test_every_weight_is_used_and_nothing_else(name: str):
 
 def test_heads_that_the_kernels_have_no_room_for():
     assert build_plan(config(heads=64, kv_heads=1))
-    with pytest.raises(ModelFileError, match="65 heads share one key head.*backend='torch'"):
+    with pytest.raises(ModelFileError, match=r"65 heads share one key head.*backend='torch'"):
         build_plan(config(heads=65, kv_heads=1))
     assert build_plan(config(head_width=2048))
-    with pytest.raises(ModelFileError, match="a head is 2,050 wide.*backend='torch'"):
+    with pytest.raises(ModelFileError, match=r"a head is 2,050 wide.*backend='torch'"):
         build_plan(config(head_width=2050))
 
 

@@ -190,40 +190,21 @@ def test_ctrl_c_leaves_a_model_that_can_be_used(lm: Any):
 
 @needs_native
 @pytest.mark.real
-@pytest.mark.parametrize("where", ["in the prompt", "in the text"])
-def test_ctrl_c_on_the_command_line(where: str, default_model: Path):
-    prompt = "Tell me a long story. " * (250 if where == "in the prompt" else 1)
+def test_ctrl_c_on_the_command_line(default_model: Path):
     process = subprocess.Popen(
-        [sys.executable, "-m", "unspool", prompt, "-n", "6000", "--model", str(default_model)],
+        [sys.executable, "-m", "unspool", "Tell me a long story.", "-n", "6000",
+         "--model", str(default_model)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert process.stdout is not None and process.stderr is not None
-    if where == "in the text":
-        assert os.read(process.stdout.fileno(), 1), "it writes"
-    else:
-        wait_for_work(process.pid)
+    assert process.stdout is not None
+    assert os.read(process.stdout.fileno(), 1), "it writes"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     sent = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - sent < 3
+    assert time.monotonic() - sent < 2
     assert process.returncode == 130
     assert b"Traceback" not in err and b"Exception" not in err
-
-
-def wait_for_work(process: int) -> None:
-    """Until the engine's workers run: two threads that the interpreter did not start."""
-    status = Path(f"/proc/{process}/task")
-    for _ in range(400):
-        time.sleep(0.02)
-        names = [(task / "comm").read_text() for task in status.iterdir()]
-        if len(names) >= 2 + native_threads():
-            return
-    pytest.fail("the model was never run")
-
-
-def native_threads() -> int:
-    return 0
 
 
 # -- the library -------------------------------------------------------------------------------
@@ -263,14 +244,14 @@ def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch):
 def test_all_that_is_called_is_looked_for():
     text = "".join(file.read_text(encoding="utf-8") for file in SOURCES.rglob("*.py"))
     called = set(re.findall(r"(?:library|functions\(\)|found|_library\(\))\.unspool_(\w+)", text))
-    called |= set(re.findall(r'"unspool_(\w+)"', text))
     assert called == {*native._NEEDED, "version"}
 
 
 @needs_native
-@pytest.mark.parametrize("part", [0.02, 0.5, 0.95])
+@pytest.mark.skipif(sys.platform != "linux", reason="the check knows ELF files")
+@pytest.mark.parametrize("part", [0.0001, 0.02, 0.5, 0.999])
 def test_a_library_that_was_cut_short(part: float, tmp_path: Path):
-    """In a process of its own: some systems end a process that maps more than a file has."""
+    """In a process of its own: one that maps more than a file has is ended by the system."""
     data = native.path().read_bytes()
     (tmp_path / "it.so").write_bytes(data[: int(len(data) * part)])
     code = f"""
