@@ -95,6 +95,8 @@ def _exit_code(arguments: list[str]) -> int:
         return _say(f"{error.format_message().rstrip('.')}; see {command} --help")
     except (typer.Abort, KeyboardInterrupt):
         return 130
+    except MemoryError:
+        return _say("there is not enough memory; use a smaller model, or one with fewer bits")
     except BrokenPipeError:  # whoever read our output has gone: nothing left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

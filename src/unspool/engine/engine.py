@@ -183,11 +183,11 @@ class Engine:
                 command()
             if self.scheduler.tasks:
                 self._run_batch()
-        closed = UnspoolError("the engine was closed")
-        for task in list(self.scheduler.tasks):
-            self._fail(task, closed)
         for command in list(self._commands):
             command()
+        closed = UnspoolError("the engine was closed")
+        for task in list(self.scheduler.tasks):  # those that the last commands brought too
+            self._fail(task, closed)
 
     def _run_batch(self) -> None:
         rows = self.scheduler.choose()

@@ -6,11 +6,13 @@ stream, or leaving its loop, cancels the generation and gives its pages back.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from unspool.engine.steps import Step
+from unspool.errors import UnspoolError
 
 
 class StepStream(Iterator[Step]):
@@ -104,4 +106,5 @@ class StepStream(Iterator[Step]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(UnspoolError):  # the engine may be gone before us
+            self.close()

@@ -169,7 +169,7 @@ def test_numbers_that_grow_out_of_bounds_are_an_error_and_no_text(tmp_path: Path
 ODD = 9  # the token whose numbers overflow
 
 
-def overflowing(weight: str) -> RandomCheckpoint:
+def overflowing(weight: str, **changes: Any) -> RandomCheckpoint:
     """A model in which one matrix of the first layer gives infinity for one token alone."""
 
     def change(name: str, data: Any) -> None:
@@ -181,7 +181,7 @@ def overflowing(weight: str) -> RandomCheckpoint:
         if name == f"layers.0.{weight}.weight":
             data[:, 0] = 3e38
 
-    return RandomCheckpoint(config(context=128), change=change)
+    return RandomCheckpoint(config(context=128, **changes), change=change)
 
 
 @pytest.mark.parametrize("kv_bits", [8, 16, 32])
@@ -199,6 +199,23 @@ def test_what_is_no_number_in_the_past_shows_in_all_that_follows(weight: str, kv
     fresh = load_cpu(overflowing(weight), kv_bits=kv_bits).backend(memory=1 << 20, context=128)
     assert np.array_equal(again, read_whole(fresh, Library(8, 67).again(clean), 5))
     assert np.isfinite(again).all()
+
+
+@pytest.mark.parametrize("changes", [
+    {"logit_softcap": 5.0, "attention_softcap": 5.0},
+    {"activation": "gelu"},
+    {"activation": "gelu_tanh", "gated": False},
+    {"activation": "relu", "gated": False},
+    {"experts": 3, "experts_per_token": 2, "expert_width": 16, "dense_layers": (0,)},
+    {"norm": "layer", "norm_after": True, "qk_norm": "head"},
+], ids=str)  # fmt: skip
+def test_no_function_makes_a_number_of_what_is_none(changes: dict[str, Any]):
+    checkpoint = overflowing("feed.up", **changes)
+    backend = load_cpu(checkpoint, kv_bits=32).backend(memory=1 << 20, context=128)
+    logits = read_whole(backend, Library(8, 67).again([1, 2, ODD, 20, 21]), 1)
+    if changes.get("norm") != "layer":  # which gives every number to every token
+        assert np.isfinite(logits[:2]).all()
+    assert np.isnan(logits[2:]).any(axis=1).all()
 
 
 # -- batches ----------------------------------------------------------------------------------

@@ -172,6 +172,36 @@ def test_the_lens_and_the_engine_at_the_same_time(lm: Any):
     assert all(np.array_equal(look, expected) for look in looks)
 
 
+@needs_native
+def test_what_was_asked_for_just_before_the_end_is_told(lm: Any):
+    busy, go_on = threading.Event(), threading.Event()
+
+    def keep_busy() -> None:
+        busy.set()
+        go_on.wait(20)
+
+    lm.engine.tell(keep_busy)
+    assert busy.wait(20)
+    _, steps = lm.begin([1, 2, 3], max_tokens=5)
+    closing = threading.Thread(target=lm.engine.close)
+    closing.start()
+    time.sleep(0.05)
+    go_on.set()
+    closing.join(20)
+    found: list[Any] = []
+
+    def read() -> None:
+        try:
+            found.extend(steps)
+        except UnspoolError as error:
+            found.append(str(error))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(5)
+    assert found == ["the engine was closed"]
+
+
 # -- signals -----------------------------------------------------------------------------------
 
 

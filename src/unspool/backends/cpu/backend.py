@@ -6,12 +6,15 @@ at once but taken by the system only as pages are written.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from unspool.backends.base import Batch, Floats, Inside, Ran, Taps
 from unspool.backends.cpu.structures import (
@@ -62,15 +65,9 @@ class CpuBackend:
         self.page_count = pages_in(memory, self.page_bytes)
         self.vocab_size = config.vocab_size
         self.context = context
-        try:
-            self._memory = np.zeros(self.page_count * self.page_bytes + 64, np.uint8)
-        except MemoryError as error:
-            raise UnspoolError(
-                f"keys and values were to take {memory:,} bytes, which the system does not give; "
-                "set a lower memory"
-            ) from error
+        self._memory = _untouched(self.page_count * self.page_bytes)
         self._kv = KeyValues(
-            data=address(self._memory) + -address(self._memory) % 64,
+            data=address(self._memory),
             pages=self.page_count,
             bits=model.kv_bits,
             heads=config.kv_heads,
@@ -121,6 +118,21 @@ class CpuBackend:
         seconds = np.zeros(len(self.model.plan.operations), np.float64)
         functions().unspool_profile(self._runner.handle, address(seconds))
         return seconds.astype(np.float32)
+
+
+def _untouched(size: int) -> npt.NDArray[np.uint8]:
+    """Zeros that the system gives only as they are written, in large pages where it can."""
+    try:
+        memory = mmap.mmap(-1, size)
+    except (OSError, OverflowError, MemoryError) as error:
+        raise UnspoolError(
+            f"keys and values were to take {size:,} bytes, which the system does not give; "
+            "set a lower memory"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 class _Angles:

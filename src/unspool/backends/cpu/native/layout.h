@@ -33,6 +33,9 @@
 #include <cstddef>
 #include <cstdint>
 
+// For what must become part of the loop it stands in: a call would move registers to memory.
+#define UNSPOOL_INLINE inline __attribute__((always_inline))
+
 namespace unspool {
 
 constexpr int kLanes = 16;      // rows of a block

@@ -10,7 +10,8 @@ namespace unspool {
 // core is busy with something else does not hold up the others.
 struct alignas(64) Progress {
     std::atomic<int32_t> next{0};  // the first task that nobody has taken
-    std::atomic<int32_t> done{0};
+    // On a line of its own: who waits looks at it all the time, and must not slow down who takes.
+    alignas(64) std::atomic<int32_t> done{0};
     std::atomic<int32_t> asleep{0};
 
     void reset() {
@@ -56,6 +57,15 @@ struct Worker {
 inline int64_t cut(int64_t pieces, const Worker& worker, int64_t share) {
     const int64_t most = worker.count == 1 ? 1 : worker.count * share;
     return pieces < most ? pieces : most;
+}
+
+// Calls f with every row from 0 to `rows`, some of them a task.
+template <class F>
+inline void each_row(Worker& worker, int part, int64_t rows, F f) {
+    const int64_t tasks = cut(rows, worker, 4);
+    worker.each(part, tasks, [&](int64_t task) {
+        for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row) f(row);
+    });
 }
 
 using Job = void (*)(void* what, int index, int count);

@@ -88,6 +88,9 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
     int64_t last = (segment + 1) * kSegment;
     if (tile.newest() + 1 < last) last = tile.newest() + 1;
     const int64_t begin = first % kSegment;
+    const int64_t size = kPage * filled;
+    // Read by so many queries that it pays to make floats of a page's halves first.
+    const bool many = Kind::bytes == 2 && tile.rows > 2 * kMostRows;
     const auto keys_at = [&](int64_t position) {
         return kv_page(kv, tile.op->layer, 0, tile.kv_head, tile.pages[position / kPage]);
     };
@@ -98,15 +101,25 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
         const int64_t next = start + (whole ? kPages : 1) * kPage;
         for (int64_t at = next; at < last && at < next + kPages * kPage; at += kPage)
             fetch(keys_at(at), kv);
-        by_rows(tile.rows, [&](int64_t row, auto count) {
-            constexpr int R = decltype(count)::value;
-            if (whole && pages_for(R) == kPages) {
-                page_scores<Kind, R, kPages>(tile, pages, row, start % kSegment);
-                return;
-            }
+        const auto score = [&](auto kind, const uint8_t* const* keys) {
+            by_rows(tile.rows, [&](int64_t row, auto count) {
+                using Keys = decltype(kind);
+                constexpr int R = decltype(count)::value;
+                if (whole && pages_for(R) == kPages) {
+                    page_scores<Keys, R, kPages>(tile, keys, row, start % kSegment);
+                    return;
+                }
+                for (int p = 0; p < (whole ? kPages : 1); ++p)
+                    page_scores<Keys, R, 1>(tile, keys + p, row, start % kSegment + p * kPage);
+            });
+        };
+        if (many) {
             for (int p = 0; p < (whole ? kPages : 1); ++p)
-                page_scores<Kind, R, 1>(tile, pages + p, row, start % kSegment + p * kPage);
-        });
+                pages[p] = as_floats<Kind>(pages[p], size, tile.page + p * size);
+            score(Float(), pages);
+        } else {
+            score(Kind(), pages);
+        }
         for (; start < next; start += kPage) mask(tile, start, start % kSegment);
     }
     const int64_t end = begin + (last - first + kPage - 1) / kPage * kPage;
@@ -120,7 +133,10 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
         for (int64_t i = 0; i < filled; ++i) found[row].values[i] = 0.0f;
         if (found[row].most == kNothing) {  // it sees nothing here
             found[row].total = 0.0f;
-            for (int64_t at = begin; at < end; ++at) scores[at] = 0.0f;
+            for (int64_t at = begin; at < end; ++at) {
+                if (scores[at] != kNothing) found[row].total = scores[at];  // no number: it shows
+                scores[at] = 0.0f;
+            }
             continue;
         }
         const F32x16 peak = set1(found[row].most);
@@ -138,9 +154,16 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
         const int64_t slots = last - start < kPage ? last - start : kPage;
         if (start + kPage < last)
             fetch(kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage + 1]), kv);
-        by_rows(tile.rows, [&](int64_t row, auto count) {
-            all_values<Kind, decltype(count)::value>(tile, page, row, start % kSegment, slots);
-        });
+        const auto gather = [&](auto kind, const uint8_t* values) {
+            by_rows(tile.rows, [&](int64_t row, auto count) {
+                constexpr int R = decltype(count)::value;
+                all_values<decltype(kind), R>(tile, values, row, start % kSegment, slots);
+            });
+        };
+        if (many)
+            gather(Float(), as_floats<Kind>(page, size, tile.page));
+        else
+            gather(Kind(), page);
     }
 }
 
@@ -176,12 +199,13 @@ Tile open_tile(const Run& run, const Op& op, int64_t token, int64_t tokens, int6
     tile.pages = run.batch.pages + run.row_of[token] * run.batch.pages_of_row;
     tile.queries = reinterpret_cast<float*>(scratch);
     tile.scores = tile.queries + tile.rows * tile.filled;
-    tile.sums = tile.scores + tile.rows * kSegment;
+    tile.page = tile.scores + tile.rows * kSegment;
+    tile.sums = tile.page + kPages * kPage * tile.filled;
     for (int64_t row = 0; row < tile.rows; ++row) {
         const float* from = run.buffers[op.source].row(token + row / tile.group) +
                             (kv_head * tile.group + row % tile.group) * tile.width;
-        for (int64_t i = 0; i < tile.width; ++i)
-            tile.queries[row * tile.filled + i] = from[i] * op.scale;
+        for (int64_t i = 0; i < tile.filled; ++i)
+            tile.queries[row * tile.filled + i] = i < tile.width ? from[i] * op.scale : 0.0f;
     }
     return tile;
 }

@@ -58,7 +58,7 @@ void combine(const Run& run, const Op& op, Worker& worker) {
     const Buffer& answers = run.buffers[op.source];
     const Buffer& x = run.buffers[op.target];
     const int64_t chosen = run.picks.chosen;
-    worker.each(0, run.batch.count, [&](int64_t token) {
+    each_row(worker, 0, run.batch.count, [&](int64_t token) {
         float* to = x.row(token);
         for (int64_t at = 0; at < x.width; at += kLanes) {
             F32x16 total = zero();

@@ -223,21 +223,16 @@ void linear(const Run& run, const Op& op, Worker& worker) {
         as_bytes = as_bytes || is_quantized(run.matrices[op.matrix + i]);
     const bool few = rows <= kFew;
     const QuantizedRows acts = few ? own_rows(run, worker.scratch) : run.prepared;
-    const auto prepare = [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; ++row)
-            prepare_row(run, op, source_row(run, op, row), acts, row, as_bytes);
+    const auto prepare = [&](int64_t row) {
+        prepare_row(run, op, source_row(run, op, row), acts, row, as_bytes);
     };
-    if (!few) {
-        const int64_t tasks = cut(rows, worker, 8);
-        worker.each(0, tasks,
-                    [&](int64_t task) { prepare(rows * task / tasks, rows * (task + 1) / tasks); });
-    }
+    if (!few) each_row(worker, 0, rows, [&](int64_t row) { prepare(row); });
     bool ready = !few;
     uint8_t* scratch = worker.scratch + own_rows_bytes(run);
     const int64_t blocks = all_blocks(run, op.matrix, op.matrix_count);
-    const int64_t tasks = cut(blocks, worker, few ? 4 : 16);
+    const int64_t tasks = cut(blocks, worker, few ? 2 : 16);
     worker.each(1, tasks, [&](int64_t task) {
-        if (!ready) prepare(0, rows);
+        for (int64_t row = 0; !ready && row < rows; ++row) prepare(row);
         ready = true;
         const int64_t first = blocks * task / tasks, last = blocks * (task + 1) / tasks;
         if (op.kind != kExperts) {

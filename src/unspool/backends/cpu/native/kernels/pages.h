@@ -27,19 +27,19 @@ constexpr int kPages = pages_for(1);
 // How keys and values are read in each precision.
 struct Float {
     static constexpr int64_t bytes = 4;
-    static F32x16 at(const uint8_t* page, int64_t i) {
+    static UNSPOOL_INLINE F32x16 at(const uint8_t* page, int64_t i) {
         return load(reinterpret_cast<const float*>(page) + i);
     }
 };
 struct Half {
     static constexpr int64_t bytes = 2;
-    static F32x16 at(const uint8_t* page, int64_t i) {
+    static UNSPOOL_INLINE F32x16 at(const uint8_t* page, int64_t i) {
         return load_half(reinterpret_cast<const uint16_t*>(page) + i);
     }
 };
 struct Byte {
     static constexpr int64_t bytes = 1;
-    static F32x16 at(const uint8_t* page, int64_t i) {
+    static UNSPOOL_INLINE F32x16 at(const uint8_t* page, int64_t i) {
         return load_i8(reinterpret_cast<const int8_t*>(page) + i);
     }
 };
@@ -54,6 +54,7 @@ struct Tile {
     int64_t first_position;
     float* queries;  // [rows][filled], scaled
     float* scores;   // [rows][kSegment]
+    float* page;     // room for pages as floats
     float* sums;     // [rows][filled], of the segment at hand
 
     int64_t position(int64_t row) const { return first_position + row / group; }
@@ -66,19 +67,27 @@ struct Tile {
 
 // Scores of R queries against the keys of P pages.
 template <class Kind, int R, int P>
-inline void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row, int64_t at) {
-    const int64_t width = tile.width, filled = tile.filled;
+UNSPOOL_INLINE void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row,
+                                int64_t at) {
+    const int64_t filled = tile.filled;
     const float* q = tile.queries + row * filled;
     F32x16 total[R][P];
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p) total[r][p] = zero();
-    for (int64_t d = 0; d < width; ++d) {
-        F32x16 keys[P];
-        for (int p = 0; p < P; ++p) keys[p] = Kind::at(pages[p], d * kPage);
-        for (int r = 0; r < R; ++r) {
-            const F32x16 one = set1(q[r * filled + d]);
-            for (int p = 0; p < P; ++p) total[r][p] = fma(keys[p], one, total[r][p]);
-        }
+    for (int64_t d = 0; d < filled; d += 4) {  // what fills the head up is zero
+        Four four[R];
+        for (int r = 0; r < R; ++r) four[r] = load_four(q + r * filled + d);
+        const auto one = [&](auto number) {
+            constexpr int i = decltype(number)::value;
+            for (int p = 0; p < P; ++p) {
+                const F32x16 keys = Kind::at(pages[p], (d + i) * kPage);
+                for (int r = 0; r < R; ++r) total[r][p] = fma_with<i>(keys, four[r], total[r][p]);
+            }
+        };
+        one(std::integral_constant<int, 0>());
+        one(std::integral_constant<int, 1>());
+        one(std::integral_constant<int, 2>());
+        one(std::integral_constant<int, 3>());
     }
     for (int r = 0; r < R; ++r) {
         for (int p = 0; p < P; ++p) {
@@ -96,23 +105,43 @@ inline void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t r
 
 // R weights times the values of one page, C * 16 numbers of each value at a time.
 template <class Kind, int R, int C>
-inline void page_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
-                        int64_t slots, int64_t column) {
+UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
+                                int64_t slots, int64_t column) {
     const int64_t filled = tile.filled;
     float* sums = tile.sums + row * filled + column;
     F32x16 total[R][C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * filled + c * kLanes);
-    for (int64_t slot = 0; slot < slots; ++slot) {
-        float share[R];
-        for (int r = 0; r < R; ++r) share[r] = tile.scores[(row + r) * kSegment + at + slot];
-        if constexpr (Kind::bytes == 1) {
-            const float scale = reinterpret_cast<const float*>(page + kPage * filled)[slot];
-            for (int r = 0; r < R; ++r) share[r] *= scale;
-        }
+    const float* weights = tile.scores + row * kSegment + at;
+    float room[R][kPage];
+    if constexpr (Kind::bytes == 1) {  // a token's factor goes to its weight
+        const F32x16 factors = load(reinterpret_cast<const float*>(page + kPage * filled));
+        for (int r = 0; r < R; ++r) store(room[r], mul(load(weights + r * kSegment), factors));
+    }
+    const auto weight = [&](int r, int64_t slot) {
+        return Kind::bytes == 1 ? room[r] + slot : weights + r * kSegment + slot;
+    };
+    int64_t slot = 0;
+    for (; slot + 4 <= slots; slot += 4) {
+        Four four[R];
+        for (int r = 0; r < R; ++r) four[r] = load_four(weight(r, slot));
+        const auto one = [&](auto number) {
+            constexpr int i = decltype(number)::value;
+            for (int c = 0; c < C; ++c) {
+                const F32x16 values = Kind::at(page, (slot + i) * filled + column + c * kLanes);
+                for (int r = 0; r < R; ++r) total[r][c] = fma_with<i>(values, four[r], total[r][c]);
+            }
+        };
+        one(std::integral_constant<int, 0>());
+        one(std::integral_constant<int, 1>());
+        one(std::integral_constant<int, 2>());
+        one(std::integral_constant<int, 3>());
+    }
+    for (; slot < slots; ++slot) {
         for (int c = 0; c < C; ++c) {
             const F32x16 values = Kind::at(page, slot * filled + column + c * kLanes);
-            for (int r = 0; r < R; ++r) total[r][c] = fma(values, set1(share[r]), total[r][c]);
+            for (int r = 0; r < R; ++r)
+                total[r][c] = fma(values, set1(*weight(r, slot)), total[r][c]);
         }
     }
     for (int r = 0; r < R; ++r)
@@ -120,8 +149,8 @@ inline void page_values(const Tile& tile, const uint8_t* page, int64_t row, int6
 }
 
 template <class Kind, int R>
-inline void all_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
-                       int64_t slots) {
+UNSPOOL_INLINE void all_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
+                               int64_t slots) {
     constexpr int C = columns_for(R);
     int64_t column = 0;
     for (; column + C * kLanes <= tile.filled; column += C * kLanes)
@@ -130,15 +159,22 @@ inline void all_values(const Tile& tile, const uint8_t* page, int64_t row, int64
         page_values<Kind, R, 1>(tile, page, row, at, slots, column);
 }
 
+// A page's head as floats: worth it where many queries read it.
+template <class Kind>
+UNSPOOL_INLINE const uint8_t* as_floats(const uint8_t* page, int64_t count, float* room) {
+    for (int64_t i = 0; i < count; i += kLanes) store(room + i, Kind::at(page, i));
+    return reinterpret_cast<const uint8_t*>(room);
+}
+
 // Asks for a page's head before it is needed: pages lie anywhere, so no processor can guess.
-inline void fetch(const uint8_t* page, const KeyValues& kv) {
+UNSPOOL_INLINE void fetch(const uint8_t* page, const KeyValues& kv) {
     const int64_t bytes = kv_head_bytes(kv);
     for (int64_t line = 0; line < bytes; line += 64) prefetch(page + line);
 }
 
 // Calls f with the number of rows known to the compiler.
 template <class F>
-inline void by_rows(int64_t rows, F f) {
+UNSPOOL_INLINE void by_rows(int64_t rows, F f) {
     int64_t row = 0;
     for (; row + kMostRows <= rows; row += kMostRows)
         f(row, std::integral_constant<int, kMostRows>());

@@ -31,12 +31,14 @@ void write_head(const KeyValues& kv, uint8_t* page, const float* x, int64_t firs
         const F32x16 most = set1(kLargestHalf), least = set1(-kLargestHalf);
         for (int64_t i = 0; i < width; i += kLanes) {
             uint16_t halves[kLanes];
-            store_half(halves, vmin(vmax(load_first(x + i, width - i, 0.0f), least), most));
+            const F32x16 part = load_first(x + i, width - i, 0.0f);
+            store_half(halves, add(vmin(vmax(part, least), most), sub(part, part)));
             for (int64_t lane = 0; lane < kLanes && i + lane < width; ++lane)
                 to[first + (i + lane) * step] = halves[lane];
         }
     } else {
-        float most = 0.0f;
+        float most = 0.0f, broken = 0.0f;
+        for (int64_t i = 0; i < width; ++i) broken += x[i] - x[i];
         for (int64_t i = 0; i < width; ++i) most = x[i] > most ? x[i] : -x[i] > most ? -x[i] : most;
         const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
         int8_t* to = reinterpret_cast<int8_t*>(page);
@@ -46,7 +48,7 @@ void write_head(const KeyValues& kv, uint8_t* page, const float* x, int64_t firs
             for (int64_t lane = 0; lane < kLanes && i + lane < width; ++lane)
                 to[first + (i + lane) * step] = bytes[lane];
         }
-        reinterpret_cast<float*>(page + kPage * filled_width(kv))[slot] = most / 127.0f;
+        reinterpret_cast<float*>(page + kPage * filled_width(kv))[slot] = most / 127.0f + broken;
     }
 }
 
@@ -56,7 +58,7 @@ void place(const Run& run, const Op& op, Worker& worker) {
     const KeyValues& kv = run.kv;
     const Buffer& qkv = run.buffers[op.source];
     const int64_t width = kv.head_width, group = run.heads / kv.heads;
-    worker.each(0, run.batch.count * kv.heads, [&](int64_t task) {
+    each_row(worker, 0, run.batch.count * kv.heads, [&](int64_t task) {
         const int64_t token = task / kv.heads, head = task % kv.heads;
         const int64_t position = run.batch.positions[token];
         float* query = qkv.row(token) + head * group * width;

@@ -49,7 +49,7 @@ inline F32x16 activate(int32_t kind, F32x16 x) {
         case kSilu:
             return div(x, add(set1(1.0f), exp16(sub(zero(), x))));
         case kRelu:
-            return vmax(x, zero());
+            return vmax(zero(), x);
         case kGeluTanh: {
             const F32x16 cube = mul(mul(x, x), x);
             const F32x16 inner = mul(set1(0.7978845608f), fma(set1(0.044715f), cube, x));

@@ -31,7 +31,7 @@ template <class S>
 struct TileScales {
     F32x16 scale[kTile / S::group], minimum[kTile / S::group];
 
-    void read(const uint8_t* p, const F32x16& factor, const F32x16& low_factor) {
+    UNSPOOL_INLINE void read(const uint8_t* p, const F32x16& factor, const F32x16& low_factor) {
         for (int g = 0; g < kTile / S::group; ++g) {
             if constexpr (S::super) {
                 scale[g] = mul(factor, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
@@ -49,14 +49,14 @@ struct TileScales {
 
 // What the offset takes from a dot product, for each activation's sum of one.
 template <int Bits>
-inline int32_t correction(const Matrix& m) {
+UNSPOOL_INLINE int32_t correction(const Matrix& m) {
     return Bits == 4 ? m.offset : m.offset - kByteBias;
 }
 
 // Adds one group's share to a row's result.
 template <bool Minima>
-inline void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t taken, const F32x16& scale,
-                      const F32x16& minimum, float a, int32_t a_sum) {
+UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t taken,
+                              const F32x16& scale, const F32x16& minimum, float a, int32_t a_sum) {
     if (taken != 0) dots = isub(dots, iset1(taken * a_sum));
     total = fma(to_float(dots), mul(scale, set1(a)), total);
     if constexpr (Minima) low = fma(minimum, set1(a * static_cast<float>(a_sum)), low);
@@ -66,8 +66,8 @@ constexpr int kAhead = 2560;  // bytes: far enough for memory to answer, near en
 
 // One block times rows [first, first + T): out[t] gets sixteen numbers.
 template <class S, int T>
-inline void multiply_block(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
-                           int64_t first, F32x16* out) {
+UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
+                                   int64_t first, F32x16* out) {
     const int64_t tiles = tiles_of(m);
     const int32_t taken = correction<S::bits>(m);
     const int8_t* numbers = acts.numbers + first * acts.columns;

@@ -9,21 +9,27 @@ namespace ISA {
 
 struct ReadF32 {
     static constexpr int bytes = 4;
-    static F32x16 at(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
+    static UNSPOOL_INLINE F32x16 at(const uint8_t* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
 };
 struct ReadF16 {
     static constexpr int bytes = 2;
-    static F32x16 at(const uint8_t* p) { return load_half(reinterpret_cast<const uint16_t*>(p)); }
+    static UNSPOOL_INLINE F32x16 at(const uint8_t* p) {
+        return load_half(reinterpret_cast<const uint16_t*>(p));
+    }
 };
 struct ReadBF16 {
     static constexpr int bytes = 2;
-    static F32x16 at(const uint8_t* p) { return load_bf16(reinterpret_cast<const uint16_t*>(p)); }
+    static UNSPOOL_INLINE F32x16 at(const uint8_t* p) {
+        return load_bf16(reinterpret_cast<const uint16_t*>(p));
+    }
 };
 
 // Blocks [0, B) behind p times rows [first, first + T): out[b * T + t] gets sixteen numbers.
 template <class Read, int B, int T>
-inline void multiply_floats(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
-                            int64_t first, F32x16* out) {
+UNSPOOL_INLINE void multiply_floats(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
+                                    int64_t first, F32x16* out) {
     constexpr int step = kLanes * Read::bytes;
     const int64_t block = m.columns * step;
     const float* x = acts.values + first * acts.columns;

@@ -28,11 +28,11 @@ constexpr bool kSignedBytes = true;
 constexpr bool kSignedBytes = kSignedDot;
 #endif
 
-inline uint8_t* lined_up(uint8_t* p) {
+UNSPOOL_INLINE uint8_t* lined_up(uint8_t* p) {
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63));
 }
 
-inline Unpacked room_for_block(uint8_t* scratch, int64_t tiles) {
+UNSPOOL_INLINE Unpacked room_for_block(uint8_t* scratch, int64_t tiles) {
     Unpacked to;
     to.bytes = lined_up(scratch);
     to.scales = reinterpret_cast<float*>(to.bytes + tiles * kTile * kLanes);
@@ -43,7 +43,7 @@ inline Unpacked room_for_block(uint8_t* scratch, int64_t tiles) {
 }
 
 template <class S>
-inline void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to) {
+UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to) {
     const int64_t tiles = tiles_of(m);
     const int offset = kSignedBytes ? m.offset : 0;
     to.taken = m.offset - offset;
@@ -82,8 +82,8 @@ inline void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to) {
 
 // What the minima add to rows [first, first + T): a sum of its own, as in product.h.
 template <int Group, int T>
-inline void add_minima(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
-                       int64_t first, F32x16* total) {
+UNSPOOL_INLINE void add_minima(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
+                               int64_t first, F32x16* total) {
     constexpr int groups = kTile / Group;
     F32x16 low[T];
     for (int t = 0; t < T; ++t) low[t] = zero();
@@ -109,8 +109,8 @@ inline void add_minima(const Unpacked& block, int64_t tiles, const QuantizedRows
 
 // An unpacked block times rows [first, first + T).
 template <int Group, bool Minima, int T>
-inline void multiply_unpacked(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
-                              int64_t first, F32x16* out) {
+UNSPOOL_INLINE void multiply_unpacked(const Unpacked& block, int64_t tiles,
+                                      const QuantizedRows& acts, int64_t first, F32x16* out) {
     constexpr int groups = kTile / Group, pieces = 8 / groups;
     const int8_t* numbers = acts.numbers + first * acts.columns;
     const float* scales = acts.scales + first * (acts.columns / kTile);
@@ -150,7 +150,7 @@ inline void multiply_unpacked(const Unpacked& block, int64_t tiles, const Quanti
 #if defined(ISA_amx)
 
 // The compiler does not know that tile instructions read and write memory.
-inline void memory_settled() { asm volatile("" ::: "memory"); }
+UNSPOOL_INLINE void memory_settled() { asm volatile("" ::: "memory"); }
 
 // One group of sixteen activation rows (tile 4 or 6) times a block's weights (tile 5 or 7).
 #define UNSPOOL_TILE_PRODUCT(sum, left, right, a, w, to) \
@@ -168,7 +168,8 @@ struct TileRows {
     const float* turned;  // scales and lows, [tiles][2][16]
 };
 
-inline TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int64_t first, float* room) {
+UNSPOOL_INLINE TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int64_t first,
+                                  float* room) {
     const int64_t stride = acts.columns / kTile;
     if (first % kLanes == 0)
         return {acts.tiled + first * acts.columns, kTile, kTile * kLanes,
@@ -185,8 +186,8 @@ inline TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int64_t firs
 // An unpacked block times rows [first, first + 16). A group of columns is multiplied two turns
 // before its products are scaled and added: what a tile register stores takes a while to arrive.
 template <int Group, bool Minima>
-inline void multiply_tiles(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
-                           int64_t first, F32x16* out) {
+UNSPOOL_INLINE void multiply_tiles(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
+                                   int64_t first, F32x16* out) {
     constexpr int groups_of_tile = kTile / Group;
     alignas(64) int32_t dots[4][kLanes][kLanes];
     const TileRows rows = tile_rows(acts, tiles, first, block.turned);

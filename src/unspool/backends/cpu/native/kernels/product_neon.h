@@ -8,7 +8,8 @@ namespace unspool {
 namespace ISA {
 
 template <int T>
-inline void dot_columns(int32x4_t* dots, const uint8_t* w, const int8_t* a, int64_t stride) {
+UNSPOOL_INLINE void dot_columns(int32x4_t* dots, const uint8_t* w, const int8_t* a,
+                                int64_t stride) {
     int8x16_t rows[T];
     for (int t = 0; t < T; ++t) rows[t] = vld1q_s8(a + t * stride);
 #define UNSPOOL_PIECE(j)                                                                     \
@@ -25,8 +26,9 @@ inline void dot_columns(int32x4_t* dots, const uint8_t* w, const int8_t* a, int6
 
 // Rows 4 * quarter to 4 * quarter + 3 of the block.
 template <int Group, bool Minima, int T>
-inline void multiply_quarter(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
-                             int64_t first, int quarter, F32x16* out) {
+UNSPOOL_INLINE void multiply_quarter(const Unpacked& block, int64_t tiles,
+                                     const QuantizedRows& acts, int64_t first, int quarter,
+                                     F32x16* out) {
     const int64_t tile_stride = acts.columns / kTile;
     const int8_t* a = acts.numbers + first * acts.columns;
     const float* scales = acts.scales + first * tile_stride;
@@ -72,8 +74,8 @@ inline void multiply_quarter(const Unpacked& block, int64_t tiles, const Quantiz
 
 // An unpacked block times rows [first, first + T).
 template <int Group, bool Minima, int T>
-inline void multiply_by_quarters(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
-                                 int64_t first, F32x16* out) {
+UNSPOOL_INLINE void multiply_by_quarters(const Unpacked& block, int64_t tiles,
+                                         const QuantizedRows& acts, int64_t first, F32x16* out) {
     for (int quarter = 0; quarter < 4; ++quarter)
         multiply_quarter<Group, Minima, T>(block, tiles, acts, first, quarter, out);
 }

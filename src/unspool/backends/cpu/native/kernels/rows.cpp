@@ -11,7 +11,7 @@ namespace ISA {
 void embed(const Run& run, const Op& op, Worker& worker) {
     const Buffer& x = run.buffers[op.target];
     const Matrix& table = run.matrices[op.matrix];
-    worker.each(0, run.batch.count, [&](int64_t token) {
+    each_row(worker, 0, run.batch.count, [&](int64_t token) {
         float* row = x.row(token);
         unspool_unpack(&table, run.batch.tokens[token], run.batch.tokens[token] + 1, row);
         if (op.scale != 1.0f)
@@ -28,7 +28,7 @@ void norm(const Run& run, const Op& op, Worker& worker) {
     const Buffer& target = run.buffers[op.target];
     const float* weight = run.vectors[op.vector].data;
     const float* bias = op.second_vector >= 0 ? run.vectors[op.second_vector].data : nullptr;
-    worker.each(0, rows_of(run, op), [&](int64_t row) {
+    each_row(worker, 0, rows_of(run, op), [&](int64_t row) {
         float* to = target.row(row) + op.offset;
         float* normed = source.row(row) + op.offset;  // in place, also where it is then added
         norm_row(normed, op.width, weight, bias, op.flags & kCentred, op.epsilon, normed);
@@ -41,7 +41,7 @@ void norm(const Run& run, const Op& op, Worker& worker) {
 void gather(const Run& run, const Op& op, Worker& worker) {
     const Buffer& source = run.buffers[op.source];
     const Buffer& target = run.buffers[op.target];
-    worker.each(0, run.batch.wanted_count, [&](int64_t row) {
+    each_row(worker, 0, run.batch.wanted_count, [&](int64_t row) {
         std::memcpy(target.row(row), source.row(run.batch.wanted[row]),
                     source.width * sizeof(float));
     });
@@ -50,7 +50,7 @@ void gather(const Run& run, const Op& op, Worker& worker) {
 void softcap(const Run& run, const Op& op, Worker& worker) {
     const Buffer& x = run.buffers[op.target];
     const F32x16 cap = set1(op.cap);
-    worker.each(0, rows_of(run, op), [&](int64_t row) {
+    each_row(worker, 0, rows_of(run, op), [&](int64_t row) {
         for (int64_t at = 0; at < x.width; at += kLanes) {
             const int64_t left = x.width - at;
             float* p = x.row(row) + at;

@@ -21,12 +21,12 @@
 namespace unspool {
 namespace ISA {
 
-inline F32x16 zero() { return set1(0.0f); }
+UNSPOOL_INLINE F32x16 zero() { return set1(0.0f); }
 
 // e to the x, within about 1e-7 of its size; 0 below -87.3, where a float ends.
-inline F32x16 exp16(F32x16 x) {
+UNSPOOL_INLINE F32x16 exp16(F32x16 x) {
     const F32x16 lowest = set1(-87.3f);
-    const F32x16 bounded = vmin(vmax(x, lowest), set1(88.7f));
+    const F32x16 bounded = vmin(set1(88.7f), vmax(lowest, x));
     const F32x16 n = round16(mul(bounded, set1(1.44269504f)));
     F32x16 r = fma(n, set1(-0.693359375f), bounded);  // ln 2 in two parts
     r = fma(n, set1(2.12194440e-4f), r);
@@ -40,13 +40,13 @@ inline F32x16 exp16(F32x16 x) {
     return where_less(x, lowest, zero(), scale_by_power(p, n));
 }
 
-inline F32x16 tanh16(F32x16 x) {
+UNSPOOL_INLINE F32x16 tanh16(F32x16 x) {
     const F32x16 e = exp16(add(x, x));
     return sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
 }
 
 // The error function, within 1.5e-7 (Abramowitz and Stegun 7.1.26).
-inline F32x16 erf16(F32x16 x) {
+UNSPOOL_INLINE F32x16 erf16(F32x16 x) {
     const F32x16 size = vmax(x, sub(zero(), x));
     const F32x16 t = div(set1(1.0f), fma(size, set1(0.3275911f), set1(1.0f)));
     F32x16 p = set1(1.061405429f);
@@ -60,14 +60,14 @@ inline F32x16 erf16(F32x16 x) {
 }
 
 // The first `count` of sixteen numbers; the other lanes hold `rest`. Reads nothing behind them.
-inline F32x16 load_first(const float* from, int64_t count, float rest) {
+UNSPOOL_INLINE F32x16 load_first(const float* from, int64_t count, float rest) {
     if (count >= kLanes) return load(from);
     float room[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) room[lane] = lane < count ? from[lane] : rest;
     return load(room);
 }
 
-inline void store_first(float* to, int64_t count, F32x16 x) {
+UNSPOOL_INLINE void store_first(float* to, int64_t count, F32x16 x) {
     if (count >= kLanes) {
         store(to, x);
         return;

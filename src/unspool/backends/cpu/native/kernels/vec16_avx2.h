@@ -15,71 +15,73 @@ struct U8x64 {
     __m256i v[2];
 };  // four columns of sixteen rows
 
-inline F32x16 load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
-inline F32x16 set1(float x) { return {{_mm256_set1_ps(x), _mm256_set1_ps(x)}}; }
+UNSPOOL_INLINE F32x16 load(const float* p) {
+    return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}};
+}
+UNSPOOL_INLINE F32x16 set1(float x) { return {{_mm256_set1_ps(x), _mm256_set1_ps(x)}}; }
 
 #define UNSPOOL_BOTH(expression)                       \
     F32x16 out;                                        \
     for (int i = 0; i < 2; ++i) out.v[i] = expression; \
     return out
 
-inline F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_add_ps(a.v[i], b.v[i])); }
-inline F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_sub_ps(a.v[i], b.v[i])); }
-inline F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_mul_ps(a.v[i], b.v[i])); }
-inline F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_div_ps(a.v[i], b.v[i])); }
-inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+UNSPOOL_INLINE F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_add_ps(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_sub_ps(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_mul_ps(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_div_ps(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
     UNSPOOL_BOTH(_mm256_fmadd_ps(a.v[i], b.v[i], c.v[i]));
 }
-inline F32x16 vmax(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_max_ps(a.v[i], b.v[i])); }
-inline F32x16 vmin(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_min_ps(a.v[i], b.v[i])); }
-inline F32x16 round16(F32x16 a) {
+UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_max_ps(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) { UNSPOOL_BOTH(_mm256_min_ps(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 round16(F32x16 a) {
     UNSPOOL_BOTH(_mm256_round_ps(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-inline F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
+UNSPOOL_INLINE F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
     UNSPOOL_BOTH(_mm256_blendv_ps(no.v[i], yes.v[i], _mm256_cmp_ps(a.v[i], b.v[i], _CMP_LT_OQ)));
 }
-inline F32x16 load_half(const uint16_t* p) {
+UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) {
     UNSPOOL_BOTH(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * i))));
 }
-inline F32x16 load_bf16(const uint16_t* p) {
+UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
     UNSPOOL_BOTH(_mm256_castsi256_ps(_mm256_slli_epi32(
         _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * i))), 16)));
 }
-inline F32x16 to_float(I32x16 a) { UNSPOOL_BOTH(_mm256_cvtepi32_ps(a.v[i])); }
+UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_BOTH(_mm256_cvtepi32_ps(a.v[i])); }
 // p times two to the n, n whole and small enough for a float.
-inline F32x16 scale_by_power(F32x16 p, F32x16 n) {
+UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
     UNSPOOL_BOTH(_mm256_mul_ps(
         p.v[i], _mm256_castsi256_ps(_mm256_slli_epi32(
                     _mm256_add_epi32(_mm256_cvtps_epi32(n.v[i]), _mm256_set1_epi32(127)), 23))));
 }
 // Sixteen signed or unsigned bytes as floats.
-inline F32x16 load_i8(const int8_t* p) {
+UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {
     UNSPOOL_BOTH(_mm256_cvtepi32_ps(
         _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)))));
 }
-inline F32x16 load_u8(const uint8_t* p) {
+UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     UNSPOOL_BOTH(_mm256_cvtepi32_ps(
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)))));
 }
 #undef UNSPOOL_BOTH
 
-inline void store(float* p, F32x16 a) {
+UNSPOOL_INLINE void store(float* p, F32x16 a) {
     _mm256_storeu_ps(p, a.v[0]);
     _mm256_storeu_ps(p + 8, a.v[1]);
 }
-inline void store_half(uint16_t* p, F32x16 a) {
+UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
     for (int i = 0; i < 2; ++i) {
         const __m128i halves = _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8 * i), halves);
     }
 }
-inline int32_t add_lanes(__m256i a) {
+UNSPOOL_INLINE int32_t add_lanes(__m256i a) {
     const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 // Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
-inline int32_t store_i8(int8_t* p, F32x16 a) {
+UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     const __m256i low = _mm256_cvtps_epi32(a.v[0]), high = _mm256_cvtps_epi32(a.v[1]);
     const __m128i words_low =
         _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -88,17 +90,28 @@ inline int32_t store_i8(int8_t* p, F32x16 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words_low, words_high));
     return add_lanes(_mm256_add_epi32(low, high));
 }
-inline float sum(F32x16 a) {
+UNSPOOL_INLINE float sum(F32x16 a) {
     const __m256 eight = _mm256_add_ps(a.v[0], a.v[1]);
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-inline float largest(F32x16 a) {
+UNSPOOL_INLINE float largest(F32x16 a) {
     const __m256 eight = _mm256_max_ps(a.v[0], a.v[1]);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// Four numbers, of which a product takes one by its number.
+struct Four {
+    const float* v;
+};
+UNSPOOL_INLINE Four load_four(const float* p) { return {p}; }
+// a * four[I] + c
+template <int I>
+UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
+    return fma(a, set1(four.v[I]), c);
 }
 
 // -- whole numbers ------------------------------------------------------------------------------
@@ -107,32 +120,32 @@ inline float largest(F32x16 a) {
 // of two bytes with their signs apart fits the 16 bits in which AVX2 adds neighbours.
 constexpr int kByteBias = 128;
 
-inline I32x16 iset1(int32_t x) { return {{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}}; }
-inline I32x16 iadd(I32x16 a, I32x16 b) {
+UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}}; }
+UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) {
     return {{_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])}};
 }
-inline I32x16 isub(I32x16 a, I32x16 b) {
+UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) {
     return {{_mm256_sub_epi32(a.v[0], b.v[0]), _mm256_sub_epi32(a.v[1], b.v[1])}};
 }
-inline U8x64 load_bytes(const uint8_t* p) {
+UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     return {{_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))}};
 }
-inline U8x64 low_halves(U8x64 a) {
+UNSPOOL_INLINE U8x64 low_halves(U8x64 a) {
     for (auto& v : a.v) v = _mm256_and_si256(v, _mm256_set1_epi8(15));
     return a;
 }
-inline U8x64 high_halves(U8x64 a) {
+UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
     for (auto& v : a.v) v = _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
     return a;
 }
-inline __m256i broadcast_four(const int8_t* four) {
+UNSPOOL_INLINE __m256i broadcast_four(const int8_t* four) {
     int32_t a;
     __builtin_memcpy(&a, four, 4);
     return _mm256_set1_epi32(a);
 }
 // Weights of 0 to 15 times four activations, added to each row's sum.
-inline I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
+UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     const __m256i a = broadcast_four(four);
     for (int i = 0; i < 2; ++i) {
         const __m256i pairs = _mm256_maddubs_epi16(w.v[i], a);
@@ -141,7 +154,7 @@ inline I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     return total;
 }
 // The same for stored bytes of 0 to 255, each less kByteBias.
-inline I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
+UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     const __m256i a = broadcast_four(four);
     for (int i = 0; i < 2; ++i) {
         const __m256i row = _mm256_xor_si256(w.v[i], _mm256_set1_epi8(-128));
@@ -154,26 +167,26 @@ inline I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
 struct Columns {
     const int8_t* v;
 };
-inline Columns load_columns(const int8_t* p) { return {p}; }
+UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
 template <int J>
-inline I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
+UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
     return dot_small(total, w, a.v + 4 * J);
 }
 template <int J>
-inline I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
+UNSPOOL_INLINE I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
     return dot_bytes(total, w, a.v + 4 * J);
 }
-inline void store_bytes(uint8_t* p, U8x64 a) {
+UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 2; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32 * i), a.v[i]);
 }
 // Every byte less a number, as a signed byte.
-inline U8x64 take_from(U8x64 a, int number) {
+UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
     for (auto& v : a.v) v = _mm256_sub_epi8(v, _mm256_set1_epi8(static_cast<char>(number)));
     return a;
 }
 // Signed weights times four activations, added to each row's sum.
 constexpr bool kSignedDot = true;
-inline I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
+UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     const __m256i a = broadcast_four(four);
     for (int i = 0; i < 2; ++i) {
         const __m256i pairs =
@@ -183,7 +196,9 @@ inline I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     return total;
 }
 constexpr int kRowsAtOnce = 2;  // rows of activations that share a block's weights
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+UNSPOOL_INLINE void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 }  // namespace ISA
 }  // namespace unspool

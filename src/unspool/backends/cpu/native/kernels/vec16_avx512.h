@@ -15,102 +15,115 @@ struct U8x64 {
     __m512i v;
 };  // four columns of sixteen rows
 
-inline F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
-inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline F32x16 div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline F32x16 vmax(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline F32x16 vmin(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline F32x16 round16(F32x16 a) {
+UNSPOOL_INLINE F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+UNSPOOL_INLINE F32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
+UNSPOOL_INLINE F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+UNSPOOL_INLINE F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+UNSPOOL_INLINE F32x16 mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+UNSPOOL_INLINE F32x16 div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+UNSPOOL_INLINE F32x16 round16(F32x16 a) {
     return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
-inline F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
+UNSPOOL_INLINE F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
-inline F32x16 load_half(const uint16_t* p) {
+UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-inline F32x16 load_bf16(const uint16_t* p) {
+UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
 }
-inline F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+UNSPOOL_INLINE F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // p times two to the n, n whole and small enough for a float.
-inline F32x16 scale_by_power(F32x16 p, F32x16 n) { return {_mm512_scalef_ps(p.v, n.v)}; }
+UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) { return {_mm512_scalef_ps(p.v, n.v)}; }
 
-inline void store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
-inline void store_half(uint16_t* p, F32x16 a) {
+UNSPOOL_INLINE void store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
+UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
     const __m256i halves = _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
 }
 // Sixteen signed or unsigned bytes as floats.
-inline F32x16 load_i8(const int8_t* p) {
+UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
 }
-inline F32x16 load_u8(const uint8_t* p) {
+UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
 }
 // Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
-inline int32_t store_i8(int8_t* p, F32x16 a) {
+UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     const __m512i n = _mm512_cvtps_epi32(a.v);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(n));
     return _mm512_reduce_add_epi32(n);
 }
-inline float sum(F32x16 a) { return _mm512_reduce_add_ps(a.v); }
-inline float largest(F32x16 a) { return _mm512_reduce_max_ps(a.v); }
+UNSPOOL_INLINE float sum(F32x16 a) { return _mm512_reduce_add_ps(a.v); }
+UNSPOOL_INLINE float largest(F32x16 a) { return _mm512_reduce_max_ps(a.v); }
+
+// Four numbers, of which a product takes one by its number.
+struct Four {
+    const float* v;
+};
+UNSPOOL_INLINE Four load_four(const float* p) { return {p}; }
+// a * four[I] + c
+template <int I>
+UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
+    return fma(a, set1(four.v[I]), c);
+}
 
 // -- whole numbers ------------------------------------------------------------------------------
 
 // dot_bytes() takes stored bytes as they are: nothing is taken from them.
 constexpr int kByteBias = 0;
 
-inline I32x16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
-inline I32x16 iadd(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline I32x16 isub(I32x16 a, I32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
-inline U8x64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline U8x64 low_halves(U8x64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
-inline U8x64 high_halves(U8x64 a) {
+UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+UNSPOOL_INLINE U8x64 low_halves(U8x64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
     return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
 // Weights times four activations, added to each row's sum.
-inline I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
+UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     int32_t a;
     __builtin_memcpy(&a, four, 4);
     return {_mm512_dpbusd_epi32(total.v, w.v, _mm512_set1_epi32(a))};
 }
-inline I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
+UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     return dot_bytes(total, w, four);
 }
 // Sixteen activations, of which a dot product takes four by their number.
 struct Columns {
     const int8_t* v;
 };
-inline Columns load_columns(const int8_t* p) { return {p}; }
+UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
 template <int J>
-inline I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
+UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
     return dot_small(total, w, a.v + 4 * J);
 }
 template <int J>
-inline I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
+UNSPOOL_INLINE I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
     return dot_bytes(total, w, a.v + 4 * J);
 }
-inline void store_bytes(uint8_t* p, U8x64 a) { _mm512_storeu_si512(p, a.v); }
+UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { _mm512_storeu_si512(p, a.v); }
 // Every byte less a number, as a signed byte.
-inline U8x64 take_from(U8x64 a, int number) {
+UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
     return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(static_cast<char>(number)))};
 }
 // There is no product of two signed bytes: weights stay unsigned, and offsets are taken later.
 constexpr bool kSignedDot = false;
-inline I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
+UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     return dot_bytes(total, w, four);
 }
 constexpr int kRowsAtOnce = 8;  // rows of activations that share a block's weights
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+UNSPOOL_INLINE void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 
 }  // namespace ISA
 }  // namespace unspool

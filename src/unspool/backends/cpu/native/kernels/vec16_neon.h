@@ -20,41 +20,43 @@ struct U8x64 {
     for (int i = 0; i < 4; ++i) out.v[i] = expression; \
     return out
 
-inline F32x16 load(const float* p) { UNSPOOL_EACH(vld1q_f32(p + 4 * i)); }
-inline F32x16 set1(float x) { UNSPOOL_EACH(vdupq_n_f32(x)); }
-inline F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_EACH(vaddq_f32(a.v[i], b.v[i])); }
-inline F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_EACH(vsubq_f32(a.v[i], b.v[i])); }
-inline F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_EACH(vmulq_f32(a.v[i], b.v[i])); }
-inline F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_EACH(vdivq_f32(a.v[i], b.v[i])); }
-inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { UNSPOOL_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
-inline F32x16 vmax(F32x16 a, F32x16 b) { UNSPOOL_EACH(vmaxq_f32(a.v[i], b.v[i])); }
-inline F32x16 vmin(F32x16 a, F32x16 b) { UNSPOOL_EACH(vminq_f32(a.v[i], b.v[i])); }
-inline F32x16 round16(F32x16 a) { UNSPOOL_EACH(vrndnq_f32(a.v[i])); }
-inline F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
+UNSPOOL_INLINE F32x16 load(const float* p) { UNSPOOL_EACH(vld1q_f32(p + 4 * i)); }
+UNSPOOL_INLINE F32x16 set1(float x) { UNSPOOL_EACH(vdupq_n_f32(x)); }
+UNSPOOL_INLINE F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_EACH(vaddq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_EACH(vsubq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_EACH(vmulq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_EACH(vdivq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+    UNSPOOL_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i]));
+}
+UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) { UNSPOOL_EACH(vmaxq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) { UNSPOOL_EACH(vminq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 round16(F32x16 a) { UNSPOOL_EACH(vrndnq_f32(a.v[i])); }
+UNSPOOL_INLINE F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
     UNSPOOL_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), yes.v[i], no.v[i]));
 }
-inline F32x16 load_half(const uint16_t* p) {
+UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) {
     UNSPOOL_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
 }
-inline F32x16 load_bf16(const uint16_t* p) {
+UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
     UNSPOOL_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
 }
-inline F32x16 to_float(I32x16 a) { UNSPOOL_EACH(vcvtq_f32_s32(a.v[i])); }
+UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_EACH(vcvtq_f32_s32(a.v[i])); }
 // p times two to the n, n whole and small enough for a float.
-inline F32x16 scale_by_power(F32x16 p, F32x16 n) {
+UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
     UNSPOOL_EACH(vmulq_f32(p.v[i], vreinterpretq_f32_s32(vshlq_n_s32(
                                        vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23))));
 }
 #undef UNSPOOL_EACH
 
-inline void store(float* p, F32x16 a) {
+UNSPOOL_INLINE void store(float* p, F32x16 a) {
     for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
 }
-inline void store_half(uint16_t* p, F32x16 a) {
+UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
     for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
 // Sixteen signed or unsigned bytes as floats.
-inline F32x16 load_i8(const int8_t* p) {
+UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {
     const int8x16_t bytes = vld1q_s8(p);
     const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
     return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
@@ -62,7 +64,7 @@ inline F32x16 load_i8(const int8_t* p) {
              vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
              vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
 }
-inline F32x16 load_u8(const uint8_t* p) {
+UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     const uint8x16_t bytes = vld1q_u8(p);
     const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
     return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))),
@@ -71,7 +73,7 @@ inline F32x16 load_u8(const uint8_t* p) {
              vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
 }
 // Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
-inline int32_t store_i8(int8_t* p, F32x16 a) {
+UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     int32x4_t n[4];
     for (int i = 0; i < 4; ++i) n[i] = vcvtnq_s32_f32(a.v[i]);
     const int16x8_t low = vcombine_s16(vmovn_s32(n[0]), vmovn_s32(n[1]));
@@ -79,12 +81,24 @@ inline int32_t store_i8(int8_t* p, F32x16 a) {
     vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
     return vaddvq_s32(vaddq_s32(vaddq_s32(n[0], n[1]), vaddq_s32(n[2], n[3])));
 }
-inline float sum(F32x16 a) {
+UNSPOOL_INLINE float sum(F32x16 a) {
     const float32x4_t s = vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3]));
     return vaddvq_f32(s);
 }
-inline float largest(F32x16 a) {
+UNSPOOL_INLINE float largest(F32x16 a) {
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
+}
+
+// Four numbers, of which a product takes one by its number.
+struct Four {
+    float32x4_t v;
+};
+UNSPOOL_INLINE Four load_four(const float* p) { return {vld1q_f32(p)}; }
+// a * four[I] + c
+template <int I>
+UNSPOOL_INLINE F32x16 fma_with(F32x16 a, Four four, F32x16 c) {
+    for (int i = 0; i < 4; ++i) c.v[i] = vfmaq_laneq_f32(c.v[i], a.v[i], four.v, I);
+    return c;
 }
 
 // -- whole numbers ------------------------------------------------------------------------------
@@ -92,27 +106,27 @@ inline float largest(F32x16 a) {
 // dot() takes weights as signed bytes: what is taken from a stored byte before it is multiplied.
 constexpr int kByteBias = 128;
 
-inline I32x16 iset1(int32_t x) {
+UNSPOOL_INLINE I32x16 iset1(int32_t x) {
     return {{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}};
 }
-inline I32x16 iadd(I32x16 a, I32x16 b) {
+UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) {
     I32x16 out;
     for (int i = 0; i < 4; ++i) out.v[i] = vaddq_s32(a.v[i], b.v[i]);
     return out;
 }
-inline I32x16 isub(I32x16 a, I32x16 b) {
+UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) {
     I32x16 out;
     for (int i = 0; i < 4; ++i) out.v[i] = vsubq_s32(a.v[i], b.v[i]);
     return out;
 }
-inline U8x64 load_bytes(const uint8_t* p) {
+UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}};
 }
-inline U8x64 low_halves(U8x64 a) {
+UNSPOOL_INLINE U8x64 low_halves(U8x64 a) {
     for (int i = 0; i < 4; ++i) a.v[i] = vandq_u8(a.v[i], vdupq_n_u8(15));
     return a;
 }
-inline U8x64 high_halves(U8x64 a) {
+UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
     for (int i = 0; i < 4; ++i) a.v[i] = vshrq_n_u8(a.v[i], 4);
     return a;
 }
@@ -120,34 +134,34 @@ inline U8x64 high_halves(U8x64 a) {
 struct Columns {
     int8x16_t v;
 };
-inline Columns load_columns(const int8_t* p) { return {vld1q_s8(p)}; }
+UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {vld1q_s8(p)}; }
 // Weights of 0 to 15 times activations 4 * J to 4 * J + 3, added to each row's sum.
 template <int J>
-inline I32x16 dot_small(I32x16 total, U8x64 w, Columns a) {
+UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, Columns a) {
     for (int i = 0; i < 4; ++i)
         total.v[i] = vdotq_laneq_s32(total.v[i], vreinterpretq_s8_u8(w.v[i]), a.v, J);
     return total;
 }
 // The same for stored bytes of 0 to 255, each less kByteBias.
 template <int J>
-inline I32x16 dot_bytes(I32x16 total, U8x64 w, Columns a) {
+UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, Columns a) {
     for (int i = 0; i < 4; ++i) {
         const int8x16_t row = vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128)));
         total.v[i] = vdotq_laneq_s32(total.v[i], row, a.v, J);
     }
     return total;
 }
-inline void store_bytes(uint8_t* p, U8x64 a) {
+UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]);
 }
 // Every byte less a number, as a signed byte.
-inline U8x64 take_from(U8x64 a, int number) {
+UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
     for (int i = 0; i < 4; ++i) a.v[i] = vsubq_u8(a.v[i], vdupq_n_u8(static_cast<uint8_t>(number)));
     return a;
 }
 constexpr bool kSignedDot = true;  // see product_neon.h
 constexpr int kRowsAtOnce = 8;     // rows of activations that share a block's weights
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+UNSPOOL_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 }  // namespace ISA
 }  // namespace unspool
