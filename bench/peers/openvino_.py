@@ -24,6 +24,7 @@ class OpenVino:
         self.weight_bytes = size_of(path, "openvino_model.bin") or path.stat().st_size
         self.name = f"openvino-genai {openvino_genai.__version__}"
         self.plain: Any = None
+        self.several: Any = None
 
     def write(
         self, prompts: list[list[int]], new: int, mark: Callable[[], None]
@@ -32,9 +33,22 @@ class OpenVino:
         settings.max_new_tokens = settings.min_new_tokens = new
         settings.ignore_eos, settings.do_sample = True, False
         ids = openvino.Tensor(np.array(prompts, np.int64))
-        streamer = _Marks(mark) if len(prompts) == 1 else None
-        found = self.pipeline.generate(ids, settings, streamer)
+        if len(prompts) == 1:
+            found = self.pipeline.generate(ids, settings, _Marks(mark))
+        else:
+            found = self._several().generate(ids, settings)
         return [list(map(int, row)) for row in found.tokens]
+
+    def _several(self) -> Any:
+        """Several texts in one tensor: on x86 only the older kind of attention takes them."""
+        if self.several is None:
+            self.several = openvino_genai.LLMPipeline(
+                self.options.model,
+                "CPU",
+                INFERENCE_NUM_THREADS=self.options.threads,
+                ATTENTION_BACKEND="SDPA",
+            )
+        return self.several
 
     def logits(self, ids: list[int]) -> Any:
         if self.plain is None:

@@ -243,8 +243,10 @@ class _Task:
             self.finite = False
         with self._lock:
             self._left -= 1
-            if self._left == 0:
+            if self._left == 0:  # at once, so that a file is never in memory twice
                 self._source = None
+                if self.release:
+                    release_pages(self.stored.data)
                 if self.release:
                     release_pages(self.stored.data)
 
