@@ -285,11 +285,12 @@ def main() -> int:
     except KeyboardInterrupt:
         say("interrupted; what was measured until now follows")
         code = 130
+    file = given.out / "results.json"
+    try:
+        results = bench.results()  # before the workers end, so that nothing can be lost
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     finally:
         bench.close()
-    results = bench.results()
-    file = given.out / "results.json"
-    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     table = markdown(results)
     (given.out / "table.md").write_text(table, encoding="utf-8")
     print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,24 @@ def test_lint_and_format():
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_native_sources_are_formatted():
+    program = Path(sys.executable).parent / "clang-format"
+    folders = (SOURCE / "backends" / "cpu" / "native", ROOT / "tests" / "backends")
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".h", ".cpp")]
+    assert len(files) > 30
+    done = subprocess.run(
+        [str(program), "--dry-run", "--Werror", *map(str, files)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_the_native_library_is_built_where_there_is_a_compiler():
+    from unspool import native
+
+    if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
+        assert native.missing() is None
+
+
 def test_types():
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -118,7 +137,10 @@ def test_types():
 def test_files_stay_short():
     long = {
         str(file.relative_to(ROOT)): lines
-        for file in [*SOURCE.rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+        for file in [
+            *SOURCE.rglob("*.py"), *SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h"),
+            *(ROOT / "bench").rglob("*.py"),
+        ]  # fmt: skip
         if (lines := len(file.read_text(encoding="utf-8").splitlines())) > 450
     }
     assert not long

@@ -40,7 +40,7 @@ UNSPOOL_API void unspool_model_free(void* model);
 UNSPOOL_API int32_t unspool_run(void* model, const unspool::KeyValues* kv,
                                 const unspool::RotaryTable* rotary, const unspool::Batch* batch,
                                 const unspool::TapList* taps, float* logits);
-// Runs ops [first, last) alone, on vectors given for the first one's source: for the lens.
+// Runs the operations from `first` on, on vectors given for its source: for the lens.
 UNSPOOL_API int32_t unspool_run_head(void* model, const float* vectors, int64_t count,
                                      int64_t first, float* logits);
 UNSPOOL_API void unspool_copy_page(const unspool::KeyValues* kv, int64_t source, int64_t target);

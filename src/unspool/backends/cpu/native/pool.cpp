@@ -156,7 +156,8 @@ Pool& pool() {
 
 void Progress::finish(int32_t tasks, int32_t mine) {
     if (mine == 0) return;
-    const int32_t all = done.fetch_add(mine, std::memory_order_acq_rel) + mine;
+    // In one order with `asleep`, as below: either we see the sleeper, or he sees that all is done.
+    const int32_t all = done.fetch_add(mine) + mine;
     if (all == tasks && asleep.load() > 0) wake_all(&done);
 }
 

@@ -20,6 +20,8 @@ namespace {
 constexpr int kFew = 4;  // rows that a worker prepares for itself, or multiplies at once
 #if defined(ISA_amx) || defined(ISA_avx512)
 constexpr int kDirect = 8;  // rows that are multiplied without unpacking: registers for them
+#elif defined(ISA_neon)
+constexpr int kDirect = 2;
 #else
 constexpr int kDirect = 1;
 #endif
@@ -104,10 +106,10 @@ inline void quantized(const Part& part, const Matrix& m, int64_t column, int64_t
             continue;
         }
         int64_t row = part.first;
-        if constexpr (kDirect > 1) {
+        if constexpr (kDirect > 2)
             for (; row + 2 < part.last; row += kFew) few_rows<S, kFew>(part, m, column, block, row);
+        if constexpr (kDirect > 1)
             if (row + 2 == part.last) few_rows<S, 2>(part, m, column, block, row);
-        }
         if (row + 1 == part.last) few_rows<S, 1>(part, m, column, block, row);
     }
 }

@@ -86,7 +86,10 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
             }
         }
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
-        I32x16 front[T], back[T];
+        // Where all 32 columns share a scale, one sum serves for both halves.
+        constexpr bool apart = S::group < kTile;
+        I32x16 front[T], behind[apart ? T : 1];
+        I32x16* back = apart ? behind : front;
         for (int t = 0; t < T; ++t) front[t] = back[t] = iset1(0);
         Columns a[T], b[T];
         for (int t = 0; t < T; ++t) {
@@ -120,8 +123,8 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
             const float a = scales[t * (acts.columns / kTile) + tile];
             const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
             if constexpr (S::group == kTile) {
-                add_group<S::minima>(total[t], low[t], iadd(front[t], back[t]), taken, s.scale[0],
-                                     s.minimum[0], a, sum[0] + sum[1]);
+                add_group<S::minima>(total[t], low[t], front[t], taken, s.scale[0], s.minimum[0], a,
+                                     sum[0] + sum[1]);
             } else {
                 add_group<S::minima>(total[t], low[t], front[t], taken, s.scale[0], s.minimum[0], a,
                                      sum[0]);
