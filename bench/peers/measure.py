@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,16 +63,16 @@ def batch(worker: Worker, prompts: list[list[int]], new: int = BATCH_NEW) -> Spe
 def bandwidth(threads: int, megabytes: int, repeat: int = 9) -> float:
     """Bytes a second that so many threads read from a block of memory of this size.
 
-    numpy's largest-element scan leaves Python's lock and is bound by memory, not by arithmetic.
+    The block is written first: memory that never was reads as one shared page of zeros.
     """
-    block = np.zeros(megabytes * 1_000_000 // 8, np.int64)
-    parts = np.array_split(block, threads)
+    from unspool.backends.cpu.structures import address, functions
+
+    block = np.ones(megabytes * 1_000_000, np.uint8)
     best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(repeat):
-            began = time.perf_counter()
-            list(pool.map(np.max, parts))
-            best = max(best, block.nbytes / (time.perf_counter() - began))
+    for _ in range(repeat):
+        began = time.perf_counter()
+        functions().unspool_read_memory(address(block), block.nbytes, threads, 1)
+        best = max(best, block.nbytes / (time.perf_counter() - began))
     return best
 
 
