@@ -142,7 +142,7 @@ void one_sampling() {
         counts.data[row] = levels.data[row] = static_cast<double>(10 * random_float());
     }
     unspool_measure(logits.data, rows, width, 1, peaks.data);
-    unspool_counts(logits.data, rows, width, static_cast<int32_t>(random(0, 1)), counts.data);
+    unspool_counts(logits.data, rows, width, counts.data);
     const int64_t count = random(1, width), room = random(1, width);
     Exactly<double> leading(2 * rows * count), above(2 * rows * room);
     unspool_leading(logits.data, rows, width, count, leading.data);

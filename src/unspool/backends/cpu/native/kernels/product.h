@@ -26,18 +26,36 @@ struct Spec {
     static constexpr int factors = Super ? kLanes * 2 * (Minima ? 2 : 1) : 0;
 };
 
+// What the scales and minima of eight tiles are multiplied with.
+template <class S>
+struct Factors {
+    F32x16 scale = zero(), low = zero();
+
+    // Reads them where they stand before this tile; gives where the tile itself begins.
+    UNSPOOL_INLINE const uint8_t* before(int64_t tile, const uint8_t* p) {
+        if constexpr (S::super) {
+            if (tile % kSuperTiles != 0) return p;
+            scale = load_half(reinterpret_cast<const uint16_t*>(p));
+            if constexpr (S::minima)
+                low = load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2));
+        }
+        return p + S::factors;
+    }
+};
+
 // Scales and minima of one tile, as floats.
 template <class S>
 struct TileScales {
     F32x16 scale[kTile / S::group], minimum[kTile / S::group];
 
-    UNSPOOL_INLINE void read(const uint8_t* p, const F32x16& factor, const F32x16& low_factor) {
+    UNSPOOL_INLINE void read(const uint8_t* p, const Factors<S>& factors) {
         for (int g = 0; g < kTile / S::group; ++g) {
             if constexpr (S::super) {
-                scale[g] = mul(factor, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
+                scale[g] =
+                    mul(factors.scale, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
                 if constexpr (S::minima)
                     minimum[g] =
-                        sub(zero(), mul(low_factor, load_u8(p + S::scale_bytes + g * kLanes)));
+                        sub(zero(), mul(factors.low, load_u8(p + S::scale_bytes + g * kLanes)));
             } else {
                 scale[g] = load_half(reinterpret_cast<const uint16_t*>(p));
                 if constexpr (S::minima)
@@ -75,16 +93,9 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
     const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
     F32x16 total[T], low[T];
     for (int t = 0; t < T; ++t) total[t] = low[t] = zero();
-    F32x16 factor = zero(), low_factor = zero();
+    Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-        if constexpr (S::super) {
-            if (tile % kSuperTiles == 0) {
-                factor = load_half(reinterpret_cast<const uint16_t*>(p));
-                if constexpr (S::minima)
-                    low_factor = load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2));
-                p += S::factors;
-            }
-        }
+        p = factors.before(tile, p);
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
         // Where all 32 columns share a scale, one sum serves for both halves.
         constexpr bool apart = S::group < kTile;
@@ -118,7 +129,7 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
         piece(std::integral_constant<int, 2>());
         piece(std::integral_constant<int, 3>());
         TileScales<S> s;
-        s.read(p + S::stored, factor, low_factor);
+        s.read(p + S::stored, factors);
         for (int t = 0; t < T; ++t) {
             const float a = scales[t * (acts.columns / kTile) + tile];
             const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;

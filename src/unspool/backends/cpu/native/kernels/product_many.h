@@ -47,16 +47,9 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to
     const int64_t tiles = tiles_of(m);
     const int offset = kSignedBytes ? m.offset : 0;
     to.taken = m.offset - offset;
-    F32x16 factor = zero(), low_factor = zero();
+    Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-        if constexpr (S::super) {
-            if (tile % kSuperTiles == 0) {
-                factor = load_half(reinterpret_cast<const uint16_t*>(p));
-                if constexpr (S::minima)
-                    low_factor = load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2));
-                p += S::factors;
-            }
-        }
+        p = factors.before(tile, p);
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
         uint8_t* bytes = to.bytes + tile * kTile * kLanes;
         for (int j = 0; j < 4; ++j) {
@@ -70,7 +63,7 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to
             }
         }
         TileScales<S> s;
-        s.read(p + S::stored, factor, low_factor);
+        s.read(p + S::stored, factors);
         for (int g = 0; g < kTile / S::group; ++g) {
             const int64_t group = tile * (kTile / S::group) + g;
             store(to.scales + group * kLanes, s.scale[g]);

@@ -21,6 +21,35 @@
 namespace unspool {
 namespace ISA {
 
+#if !defined(ISA_neon)  // whose registers know how to pick one of their numbers
+
+// Four numbers, of which a product takes one by its number.
+struct Four {
+    const float* v;
+};
+UNSPOOL_INLINE Four load_four(const float* p) { return {p}; }
+// a * four[I] + c
+template <int I>
+UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
+    return fma(a, set1(four.v[I]), c);
+}
+
+// Sixteen activations, of which a dot product takes four by their number.
+struct Columns {
+    const int8_t* v;
+};
+UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
+template <int J>
+UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
+    return dot_small(total, w, a.v + 4 * J);
+}
+template <int J>
+UNSPOOL_INLINE I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
+    return dot_bytes(total, w, a.v + 4 * J);
+}
+
+#endif
+
 UNSPOOL_INLINE F32x16 zero() { return set1(0.0f); }
 
 // e to the x, within about 1e-7 of its size; 0 below -87.3, where a float ends.

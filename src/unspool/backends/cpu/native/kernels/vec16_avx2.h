@@ -103,17 +103,6 @@ UNSPOOL_INLINE float largest(F32x16 a) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// Four numbers, of which a product takes one by its number.
-struct Four {
-    const float* v;
-};
-UNSPOOL_INLINE Four load_four(const float* p) { return {p}; }
-// a * four[I] + c
-template <int I>
-UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
-    return fma(a, set1(four.v[I]), c);
-}
-
 // -- whole numbers ------------------------------------------------------------------------------
 
 // dot_bytes() takes weights as signed bytes: what is taken from a stored byte first. The product
@@ -162,19 +151,6 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
         total.v[i] = _mm256_add_epi32(total.v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     return total;
-}
-// Sixteen activations, of which a dot product takes four by their number.
-struct Columns {
-    const int8_t* v;
-};
-UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
-template <int J>
-UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
-    return dot_small(total, w, a.v + 4 * J);
-}
-template <int J>
-UNSPOOL_INLINE I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
-    return dot_bytes(total, w, a.v + 4 * J);
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 2; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32 * i), a.v[i]);

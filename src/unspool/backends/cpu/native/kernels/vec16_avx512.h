@@ -64,17 +64,6 @@ UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
 UNSPOOL_INLINE float sum(F32x16 a) { return _mm512_reduce_add_ps(a.v); }
 UNSPOOL_INLINE float largest(F32x16 a) { return _mm512_reduce_max_ps(a.v); }
 
-// Four numbers, of which a product takes one by its number.
-struct Four {
-    const float* v;
-};
-UNSPOOL_INLINE Four load_four(const float* p) { return {p}; }
-// a * four[I] + c
-template <int I>
-UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
-    return fma(a, set1(four.v[I]), c);
-}
-
 // -- whole numbers ------------------------------------------------------------------------------
 
 // dot_bytes() takes stored bytes as they are: nothing is taken from them.
@@ -96,19 +85,6 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
 }
 UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     return dot_bytes(total, w, four);
-}
-// Sixteen activations, of which a dot product takes four by their number.
-struct Columns {
-    const int8_t* v;
-};
-UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
-template <int J>
-UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
-    return dot_small(total, w, a.v + 4 * J);
-}
-template <int J>
-UNSPOOL_INLINE I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
-    return dot_bytes(total, w, a.v + 4 * J);
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { _mm512_storeu_si512(p, a.v); }
 // Every byte less a number, as a signed byte.

@@ -91,17 +91,6 @@ UNSPOOL_INLINE float largest(const F32x16& a) {
     return best;
 }
 
-// Four numbers, of which a product takes one by its number.
-struct Four {
-    const float* v;
-};
-UNSPOOL_INLINE Four load_four(const float* p) { return {p}; }
-// a * four[I] + c
-template <int I>
-UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
-    return fma(a, set1(four.v[I]), c);
-}
-
 // -- whole numbers ------------------------------------------------------------------------------
 
 // dot_bytes() takes stored bytes as they are: nothing is taken from them.
@@ -143,19 +132,6 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, const U8x64& w, const int8_t* four
 }
 UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, const int8_t* four) {
     return dot_bytes(total, w, four);
-}
-// Sixteen activations, of which a dot product takes four by their number.
-struct Columns {
-    const int8_t* v;
-};
-UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
-template <int J>
-UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
-    return dot_small(total, w, a.v + 4 * J);
-}
-template <int J>
-UNSPOOL_INLINE I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
-    return dot_bytes(total, w, a.v + 4 * J);
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, const U8x64& a) { __builtin_memcpy(p, a.v, 64); }
 // Every byte less a number, as a signed byte.
