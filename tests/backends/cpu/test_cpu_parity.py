@@ -21,6 +21,7 @@ from unspool.backends.cpu.loaded import load_cpu
 from unspool.backends.cpu.packing import PACKINGS
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
+from unspool.model.stored import Stored
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 transformers.logging.set_verbosity_error()
@@ -192,3 +193,15 @@ def test_what_a_file_has_quantized_is_kept():
     model = load_cpu(RandomCheckpoint(config(ff_width=64), "Q8_0"), store="4").wait()
     assert {packed.packing for packed in model.packed.values()} == {PACKINGS["Q8_0"]}
     assert "quantized already" in str(model.quantization_error)
+    assert model.precision == "Q8_0"
+
+
+def test_floats_that_need_no_rounding_are_not_called_quantized():
+    """Unpacked from 8 bits and packed again: not a number changes, and yet it was this file's
+    floats that were rounded."""
+    packed = RandomCheckpoint(config(ff_width=64), "Q8_0")
+    weights = [(name, Stored.of(stored.float32())) for name, stored in packed.weights()]
+    packed.weights = lambda: iter(weights)  # type: ignore[method-assign]
+    model = load_cpu(packed, store="8").wait()
+    assert "rounded to 8 bits" in str(model.quantization_error)
+    assert model.precision == "8 bits"

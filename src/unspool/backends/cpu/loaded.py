@@ -128,12 +128,13 @@ class CpuModel:
             kinds[stored.type] += self.packed[name].nbytes
         self._precision = store or _said(kinds)
         if store in ("4", "8"):
-            self._precision = f"{store} bits"
+            already = all(stored.packed for stored in matrices.values())
+            self._precision = _said(kinds) if already else f"{store} bits"
             error = relative_error(self.packed.values())
             self._quantization_error = (
-                f"weights were rounded to {store} bits; they differ by {error:.2%} on average"
-                if error
-                else "the file's weights are quantized already and were kept as they are"
+                "the file's weights are quantized already and were kept as they are"
+                if already
+                else f"weights were rounded to {store} bits; they differ by {error:.2%} on average"
             )
 
     def _vector(self, name: str, stored: Stored, checkpoint: Checkpoint) -> Floats:
