@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import assets`
+
+# The same examples in every run, so that a failure is never a matter of luck. To look for new
+# ones: pytest --hypothesis-profile=explore
+settings.register_profile("same-every-run", derandomize=True)
+settings.register_profile("explore", max_examples=2_000)
+settings.load_profile("same-every-run")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

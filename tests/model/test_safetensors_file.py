@@ -90,6 +90,8 @@ def test_the_smallest_file(tmp_path: Path):
         (entry(data_offsets=[0]), None, "impossible place"),
         (entry(data_offsets=[-16, 0]), None, "impossible place"),
         (entry(data_offsets="gone"), None, "impossible place"),
+        (entry(data_offsets="\n"), None, "impossible place"),
+        (entry(shape="\n"), None, "impossible shape"),
         (entry(data_offsets=[8, 24]), None, "cut short"),
         (b'{"x": 1, "x": 2}', None, "'x' stands twice"),
     ],

@@ -120,9 +120,9 @@ class SafetensorsFile:
         if not isinstance(kind, str) or kind not in _TYPES:
             raise self._broken(f"{label} has the unknown type {str(kind)[:40]!r}")
         if not _counts(shape) or len(shape) > _MOST_AXES:
-            raise self._broken(f"{label} has the impossible shape {str(shape)[:80]}")
+            raise self._broken(f"{label} has the impossible shape {repr(shape)[:80]}")
         if not _counts(place) or len(place) != 2 or place[0] > place[1]:
-            raise self._broken(f"{label} has the impossible place {str(place)[:80]}")
+            raise self._broken(f"{label} has the impossible place {repr(place)[:80]}")
         start, end = place
         if end > len(self._map) - data_start:
             raise self._broken(f"{label} reaches past its end: it was cut short")

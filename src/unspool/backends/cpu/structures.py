@@ -57,7 +57,6 @@ class Op(ctypes.Structure):
         ("scale", _f32),
         ("cap", _f32),
         ("epsilon", _f32),
-        ("unused", _i32),
     )
 
 

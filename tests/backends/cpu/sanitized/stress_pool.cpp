@@ -21,9 +21,9 @@ struct Work {
     std::atomic<int64_t> taken{0};
 };
 
-void job(void* what, int index, int count) {
+void job(void* what, int, int count) {
     Work& work = *static_cast<Work*>(what);
-    Worker worker{index, count, work.progress, nullptr, 0};
+    Worker worker{count, work.progress, nullptr};
     for (int round = 0; round < kRounds; ++round) {
         worker.each(round, kMost, [&](int64_t task) {
             int64_t sum = 1;

@@ -60,7 +60,6 @@ struct Op {
     float scale;
     float cap;
     float epsilon;
-    int32_t unused;
 };
 
 struct Vector {

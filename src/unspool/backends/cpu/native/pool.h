@@ -14,10 +14,6 @@ struct alignas(64) Progress {
     alignas(64) std::atomic<int32_t> done{0};
     std::atomic<int32_t> asleep{0};
 
-    void reset() {
-        next.store(0, std::memory_order_relaxed);
-        done.store(0, std::memory_order_relaxed);
-    }
     void finish(int32_t tasks, int32_t mine);
     void wait(int32_t tasks);
 };
@@ -26,11 +22,9 @@ constexpr int kParts = 2;  // that an operation can have, one after the other
 
 // One thread's view of a run.
 struct Worker {
-    int index;
     int count;
     Progress* progress;  // of the operation at hand, kParts of them
     uint8_t* scratch;    // this thread's own memory
-    int64_t scratch_bytes;
 
     // Calls f with every task from 0 to `tasks` that no other worker takes, and comes back when
     // all of them are done.

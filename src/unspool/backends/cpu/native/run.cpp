@@ -158,7 +158,7 @@ struct Running {
         Running& self = *static_cast<Running*>(what);
         Model& model = *self.model;
         begin_thread();
-        Worker worker{index, count, nullptr, model.scratch[index].need(0), scratch_needed(model)};
+        Worker worker{count, nullptr, model.scratch[index].need(0)};
         const bool timed = !model.seconds.empty() && index == 0;
         for (int64_t i = self.first_op; i < model.spec.op_count; ++i) {
             const Op& op = model.spec.ops[i];
