@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Library
 
 _BLANKS = " \t\n\v\f\r"
+_LONG = 4_000  # characters, from which on a text is worth the way through a batch
 
 
 class Encoder(Protocol):
@@ -136,8 +137,7 @@ class SplittingEncoder:
             yield rest
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._plain, text)
 
 
 class AddedTokenEncoder:
@@ -163,11 +163,10 @@ class AddedTokenEncoder:
             return self._without_control
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._library, text)
         if specials or self._control.isdisjoint(ids):
             return ids
-        plain: list[int] = self.plain.encode(text, add_special_tokens=False).ids
-        return plain
+        return _ids(self.plain, text)
 
     def parts(self, text: str) -> Iterator[str | int]:
         added = self.plain.get_added_tokens_decoder()
@@ -213,3 +212,13 @@ def without_tokens(library: Library, ids: Collection[int]) -> Library:
             if not (pair[0] in gone or pair[1] in gone or pair[0] + pair[1] in gone)
         ]
     return Library.from_str(json.dumps(described))
+
+
+def _ids(library: Library, text: str) -> list[int]:
+    """What the library makes of a text. Only its batches let other threads run meanwhile, and a
+    megabyte takes most of a second; a short text is quicker without."""
+    if len(text) < _LONG:
+        ids: list[int] = library.encode(text, add_special_tokens=False).ids
+    else:
+        ids = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids

@@ -72,8 +72,12 @@ class Marks:
         if isinstance(value, str):
             return self._protect_text(value, is_role and value in _USUAL_ROLES)
         if isinstance(value, Mapping):
+            # A key stays itself even where it is the inside of a control token, as `name` is that
+            # of <|repo_name|>: a template finds values by it.
             return {
-                self.protect(key): self.protect(item, is_role=key == "role")
+                self._protect_text(key, True) if isinstance(key, str) else key: self.protect(
+                    item, is_role=key == "role"
+                )
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):

@@ -1,0 +1,280 @@
+"""How models are told of the functions they may call, and how they write a call.
+
+    format = tool_format(tokenizer.chat_template, tokenizer)
+    messages, tools = format.prepared(messages, [Tool("weather", "Weather of a city", schema)])
+    prompt = ChatTemplate(tokenizer.chat_template, tokenizer).encode(messages, tools=tools)
+    format.grammar(tools, parallel=False)     # what a text obeys that must be a call
+
+Each family has its own way, which its chat template spells. So the family is known by the marks in
+the template's source, and what the template does with tools, calls and system messages by rendering
+a small conversation. A template that writes no tools, or writes them for a syntax that is not read
+here (XML, Python), gets the generic way: the tools and the syntax are told in the system message,
+and calls and results of earlier turns are plain text. (`tool_calls.py` reads the calls.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unspool.errors import UnspoolError
+from unspool.text.chat import ChatTemplate, TokenizerLike
+from unspool.text.messages import Message
+from unspool.text.tool_messages import (
+    call_ids_shortened,
+    calls_as_text,
+    checked_calls,
+    one_call_each,
+    results_as_text,
+    with_instructions,
+)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of its arguments
+
+    def as_openai(self) -> dict[str, Any]:
+        """The tool as templates expect it."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How one family of models writes calls; the defaults are Hermes's way.
+
+    hermes   <tool_call>{"name": "f", "arguments": {}}</tool_call>
+    llama3   {"name": "f", "parameters": {}}              the whole answer, or behind <|python_tag|>
+    mistral  [TOOL_CALLS][{"name": "f", "arguments": {}}]
+    mistral-args  [TOOL_CALLS]f[ARGS]{}
+    granite  <|tool_call|>[{"name": "f", "arguments": {}}]
+    phi      functools[{"name": "f", "arguments": {}}]
+    phi-tags <|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>
+    """
+
+    name: str
+    in_template: bool = True  # whether the chat template itself writes the tools it is given
+    begin: str = "<tool_call>"
+    end: str = "</tool_call>"  # '' where nothing ends a call
+    key: str = "arguments"
+    space: str = ""  # between the marks and what they enclose
+    listed: bool = False  # the calls are one JSON list
+    named: bool = False  # the name stands outside of the JSON
+    bare: bool = False  # a text that begins with the JSON object is a call, without a mark
+    between: str = "\n"  # one call and the next
+    one_each: bool = False  # the template knows one call a message
+    short_ids: bool = False  # the template wants ids of nine letters and digits
+    call_id: bool = False  # [CALL_ID] stands between name and arguments
+    writes_calls: bool = True  # the template writes the calls of earlier turns
+    takes_system: bool = True  # the template takes a system message
+    controls: Mapping[str, int] = field(default_factory=dict)  # marks that are control tokens
+
+    def prepared(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Messages of OpenAI's form, and tools, as `ChatTemplate.encode` is to have them.
+
+        UnspoolError where a call or a result in the messages is not as it should be.
+        """
+        given = checked_calls(messages)
+        if self.one_each:
+            given = one_call_each(given)
+        if self.short_ids:
+            given = call_ids_shortened(given)
+        if not self.writes_calls:
+            given = calls_as_text(given, self.written)
+        listed = [tool.as_openai() for tool in tools]
+        if self.in_template:
+            return given, listed or None
+        given = results_as_text(given)
+        if listed:
+            given = with_instructions(given, self._instructions(listed), self.takes_system)
+        return given, None
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Calls (name and arguments) as the model would write them."""
+        texts = [_json({"name": call["name"], self.key: call["arguments"]}) for call in calls]
+        if self.listed:
+            return f"{self.begin}[{', '.join(texts)}]{self.end}"
+        if self.bare:
+            return self.between.join(texts)
+        return self.between.join(
+            f"{self.begin}{self.space}{text}{self.space}{self.end}" for text in texts
+        )
+
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """What a text obeys that must be a call of one of these tools: a Lark grammar.
+
+        With `parallel`, one call or more.
+        """
+        if not tools:
+            raise UnspoolError("a call is required, but there is no tool to call: give tools")
+        begin, end = self._mark(self.begin), self._mark(self.end)
+        more = _quoted(", " if self.listed else self.between)
+        if self.listed:
+            start = f'{begin} " "? "[" call{f" ({more} call)*" if parallel else ""} "]" {end}'
+        elif self.named:  # each call has its own mark, and nothing between them
+            start = f"({begin} call){'+' if parallel else ''}"
+        else:
+            space = _quoted(self.space)
+            one = "call" if self.bare else f"{begin} {space} call {space} {end}"
+            start = f"{one}{f' ({more} {one})*' if parallel else ''}"
+        rules = [f"start: {start}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, tool in enumerate(tools):
+            schema = f"%json {json.dumps(_arguments_schema(tool.parameters))}"
+            if self.named:
+                call_id = f"({self._mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?" if self.call_id else ""
+                head, tail = f"{_quoted(tool.name)} {call_id} {self._mark('[ARGS]')}", ""
+            else:
+                head = _quoted(f'{{"name": {_json(tool.name)}, "{self.key}": ')
+                tail = _quoted("}")
+            rules.append(f"call_{i}: {head} {schema} {tail}")
+        return "\n".join(rules) + "\n"
+
+    def _mark(self, text: str) -> str:
+        """A mark in a grammar: a control token by its id, anything else as its letters."""
+        if text in self.controls and self.in_template:
+            return f"<[{self.controls[text]}]>"
+        return _quoted(text)
+
+    def _instructions(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        lines = "\n".join(_json(tool) for tool in tools)
+        example = _json({"name": "function-name", self.key: {"parameter": "value"}})
+        return (
+            "You can call functions. Here is what each of them is and takes:\n"
+            f"<tools>\n{lines}\n</tools>\n\n"
+            "To call one, answer with its name and its arguments as JSON, like this:\n"
+            f"{self.begin}\n{example}\n{self.end}\n"
+            "Its result then comes back to you within <tool_response></tool_response>. "
+            "Where no function helps, answer in plain words."
+        )
+
+
+_HERMES = ToolFormat("hermes", space="\n")
+_GENERIC = replace(_HERMES, name="generic", in_template=False, writes_calls=False)
+_LLAMA3 = ToolFormat(
+    "llama3",
+    begin="<|python_tag|>",
+    end="",
+    key="parameters",
+    bare=True,
+    between="; ",
+    one_each=True,
+)
+_MISTRAL = ToolFormat("mistral", begin="[TOOL_CALLS]", end="", listed=True, short_ids=True)
+_MISTRAL_ARGS = replace(_MISTRAL, name="mistral-args", listed=False, named=True, between="")
+_GRANITE = ToolFormat("granite", begin="<|tool_call|>", end="", listed=True)
+_PHI_TAGS = ToolFormat("phi-tags", begin="<|tool_call|>", end="<|/tool_call|>", between="")
+_PHI = ToolFormat("phi", begin="functools", end="", listed=True)
+
+# Calls written as XML: the same outer mark as Hermes, but no JSON in it.
+_NOT_JSON = ("<function=", "<arg_key>", "<parameter=", "<parameter ")
+
+
+def tool_format(template: str | None, tokenizer: TokenizerLike) -> ToolFormat:
+    """The way of a chat template; None is a model without one."""
+    found = _by_marks(template) if template is not None else _GENERIC
+    chat = ChatTemplate(template, tokenizer)
+    if found is not _GENERIC and not _shows(chat, _CALLED[:1], Tool(_PROBE)):
+        found = _GENERIC  # it may know calls, but writes no tools
+    other = Tool("other") if found.in_template else None  # some fail where they are given none
+    marks = (found.begin, found.end, "[ARGS]", "[CALL_ID]")
+    known = tokenizer.special_tokens
+    return replace(
+        found,
+        controls={mark: known[mark] for mark in marks if mark in known},
+        call_id=found.named and "[CALL_ID]" in (template or ""),
+        writes_calls=found is not _GENERIC and _shows(chat, _CALLED, other),
+        takes_system=_shows(chat, [{"role": "system", "content": _PROBE}, *_CALLED[:1]], other),
+    )
+
+
+def _by_marks(template: str) -> ToolFormat:
+    if any(mark in template for mark in _NOT_JSON):
+        return _GENERIC
+    if "[TOOL_CALLS]" in template:
+        return _MISTRAL_ARGS if "[ARGS]" in template else _MISTRAL
+    if "<tool_call>" in template:
+        return _HERMES if "arguments" in template else _GENERIC
+    if "<|tool_call|>" in template:
+        return _PHI_TAGS if "<|/tool_call|>" in template else _GRANITE
+    if "functools[" in template:
+        return _PHI
+    if "<|python_tag|>" in template or ('{"name"' in template and '"parameters"' in template):
+        return _LLAMA3
+    return _GENERIC
+
+
+# What is rendered to see what a template does.
+_PROBE = "probe_of_tools"
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
+_CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "1", "name": "f", "tool_call_id": "abcdefghi"},
+]
+
+
+def _shows(chat: ChatTemplate, messages: Sequence[Message], tool: Tool | None) -> bool:
+    """Whether the template writes what is called `_PROBE`; False also where it refuses."""
+    try:
+        return _PROBE in chat.render(messages, tools=[tool.as_openai()] if tool else None)
+    except UnspoolError:
+        return False
+
+
+# Grammars.
+
+# As in sampling/grammar_spec.py: "any blanks" lets a model that lost its thread write on for ever.
+_WHITESPACE = r"\x20|\n\x20{0,40}"
+_WORDS_ONLY = ("description", "title", "examples", "default", "$comment")  # bind no text
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties",
+             "unevaluatedProperties", "if")  # fmt: skip
+
+
+def _arguments_schema(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The schema that the arguments obey: an object, of the named properties where it has some.
+
+    A schema that leaves further properties open would have a small model invent them without end;
+    whoever wants them says `additionalProperties`.
+    """
+    schema: dict[str, Any] = _without_words(parameters or {"properties": {}})
+    schema["type"] = "object"
+    if "properties" in schema and not any(name in schema for name in _COMBINED):
+        schema["additionalProperties"] = False
+    return {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **schema}
+
+
+def _without_words(schema: Any) -> Any:
+    """A schema without descriptions: the grammar does not need them, and its length is bounded."""
+    if isinstance(schema, list):
+        return [_without_words(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in ("enum", "const", "required"):
+            kept[name] = value
+        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+            kept[name] = {each: _without_words(inner) for each, inner in value.items()}
+        elif name not in _WORDS_ONLY:
+            kept[name] = _without_words(value)
+    return kept
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    """A text as a Lark grammar spells it; nothing for no text, which Lark does not know."""
+    return _json(text) if text else ""
