@@ -24,5 +24,9 @@ class ContextError(UnspoolError):
     """More tokens than the model's context can hold."""
 
 
+class BusyError(UnspoolError):
+    """There is no room for this now; the same request may succeed later."""
+
+
 class UnspoolWarning(UserWarning):
     """Something works, but not as well as it could; the message says why."""

@@ -236,15 +236,19 @@ class LanguageModel:
 
     def begin(self, prompt: Prompt, **options: Any) -> tuple[Generation, StepStream]:
         """A generation without steps yet, and the steps to come; options as in `stream`."""
+        generation = self.draft(prompt, **options)
+        return generation, self.writers.submit(generation.request)
+
+    def draft(self, prompt: Prompt, **options: Any) -> Generation:
+        """A generation of which nothing is computed until it is resumed; options as in `stream`."""
         request = build_request(self, self.prompt_ids(prompt), options)
-        generation = Generation(
+        return Generation(
             request.prompt,
             request.settings,
             empty_reason="length" if request.limits.max_tokens == 0 else "context",
             request=request,
             source=self,
         )
-        return generation, self.writers.submit(request)
 
     # -- going on with what was written (see `engine/generation.py`) ---------------------------
 
@@ -262,9 +266,13 @@ class LanguageModel:
         best = zip(found.top_tokens[0], found.top_logprobs[0], strict=True)
         return tuple(self._judged(int(token), float(logprob)) for token, logprob in best)
 
-    def chosen_steps(self, tokens: Sequence[int], chosen: str | int) -> list[Step]:
+    def chosen_steps(self, tokens: Sequence[int], chosen: str | int | Sequence[int]) -> list[Step]:
         """Steps for tokens that a person puts behind these, as the model judges them."""
-        added = self.tokenizer.encode(chosen) if isinstance(chosen, str) else [chosen]
+        added: list[int]
+        if isinstance(chosen, str):
+            added = self.tokenizer.encode(chosen)
+        else:
+            added = [int(token) for token in _several(chosen)]
         self.prompt_ids([*tokens, *added])
         with self.opened([*tokens, *added[:-1]]) as branch:
             logits = self.engine.extend(branch, wanted=len(added))
@@ -369,6 +377,10 @@ class LanguageModel:
             raise UnspoolError("this model came from no file, so it cannot be saved")
         check_torch()
         return load_transformer(open_checkpoint(self.path))
+
+
+def _several(tokens: int | Sequence[int]) -> Sequence[int]:
+    return tokens if isinstance(tokens, Sequence) else [tokens]
 
 
 def _token_bytes(vocabulary: Tokenizer | None, token: int) -> bytes:

@@ -17,6 +17,7 @@ from unspool.engine.request import Request
 from unspool.errors import SettingsError
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.settings import MIROSTAT_STAGES
 
 _LIMITS = ("max_tokens", "sample", "top")
 _GRAMMARS: dict[str, Callable[[Any], GrammarSpec]] = {
@@ -78,7 +79,10 @@ def build_request(lm: Model, prompt: Sequence[int], options: dict[str, Any]) -> 
 
 
 def continued_request(lm: Model, generation: Generation, options: dict[str, Any]) -> Request:
-    """The request that goes on with a generation, as it was asked for but for these options."""
+    """The request that goes on with a generation, as it was asked for but for these options.
+
+    A sampling option that is None has its usual value again.
+    """
     before: Request = generation.request
     given = dict(options)
     changed: dict[str, Any] = {n: _whole(n, given.pop(n)) for n in _LIMITS if n in given}
@@ -86,11 +90,16 @@ def continued_request(lm: Model, generation: Generation, options: dict[str, Any]
         changed["explain"] = bool(given.pop("explain"))
     if "stop" in given:
         changed["stop"] = strings(given.pop("stop"))
+    if "end" in given:
+        changed["end_ids"] = lm.end_ids if given.pop("end") else frozenset()
     if "max_tokens" not in changed and len(generation.steps) >= before.limits.max_tokens:
         # All that was allowed is there already: as much again.
         changed["max_tokens"] = len(generation.steps) + before.limits.max_tokens
     request = replace(
-        before, limits=replace(before.limits, **changed), written=tuple(generation.steps)
+        before,
+        limits=replace(before.limits, **changed),
+        written=tuple(generation.steps),
+        priority=given.pop("priority", before.priority),
     )
     if "guard" in given:
         request = replace(request, guards=_guards(given.pop("guard")))
@@ -100,10 +109,20 @@ def continued_request(lm: Model, generation: Generation, options: dict[str, Any]
         speculate = given.pop("speculate")
         request = replace(request, drafter=_drafter(speculate, lm) if speculate else None)
     if given:
-        kept = {f.name: getattr(before.settings, f.name) for f in fields(before.settings)}
-        request = replace(request, settings=SamplingSettings.from_options(**{**kept, **given}))
+        wanted = {**_set_before(before.settings), **given}
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        request = replace(request, settings=SamplingSettings.from_options(**wanted))
         _check_bias(request.settings, lm)
     return request
+
+
+def _set_before(settings: SamplingSettings) -> dict[str, Any]:
+    """What is not at its usual value, as a caller would give it."""
+    usual = SamplingSettings()
+    found = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    if found["stages"] == MIROSTAT_STAGES:  # they followed from mirostat being on
+        del found["stages"]
+    return {name: value for name, value in found.items() if value != getattr(usual, name)}
 
 
 def _check_bias(settings: SamplingSettings, lm: Model) -> None:

@@ -136,3 +136,20 @@ class CorpusDrafter:
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         return None
+
+
+class PredictedText:
+    """Proposes what a caller expects the text to be: from its beginning, and, where the text has
+    gone another way, from where it reads the same again."""
+
+    def __init__(self, corpus: Corpus, ids: Sequence[int], *, start: int, most: int = 16) -> None:
+        self.corpus, self.ids, self.start, self.most = corpus, list(ids), start, most
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        most, written = min(most, self.most), len(tokens) - self.start
+        if tokens[self.start :] == self.ids[:written]:
+            return self.ids[written : written + most]
+        return self.corpus.following(tokens[self.start :], most)
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        return None

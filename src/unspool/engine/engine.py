@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from unspool.backends.base import Backend, Batch, Floats, Inside, Ran, Taps
+from unspool.backends.base import Backend, Batch, Inside, Ran, Taps
 from unspool.engine.scheduler import Row, Scheduler, Task
 from unspool.engine.tree import Branch, Tree
-from unspool.errors import ContextError, UnspoolError
+from unspool.errors import BusyError, ContextError, UnspoolError
 
 Result = TypeVar("Result")
 Finished = Callable[[], None]
@@ -63,9 +63,10 @@ class Engine:
         *,
         wanted: int = 1,
         look: frozenset[int] = frozenset(),
+        deep: bool = True,
     ) -> Any:
         """Append tokens, compute all that is not computed yet, and give the last logits."""
-        return self.extend_all([(branch, tokens)], wanted=wanted, look=look)[0]
+        return self.extend_all([(branch, tokens)], wanted=wanted, look=look, deep=deep)[0]
 
     def extend_all(
         self,
@@ -73,6 +74,7 @@ class Engine:
         *,
         wanted: int = 1,
         look: frozenset[int] = frozenset(),
+        deep: bool = True,
     ) -> list[Any]:
         """`extend` for several branches, computed in the same batches."""
         futures: list[Future[Any]] = []
@@ -86,7 +88,7 @@ class Engine:
         def add() -> None:
             for branch, tokens, future in tasks:
                 self.tree.append(branch, tokens)
-                self._add(branch, wanted, future, look)
+                self._add(branch, wanted, future, look, deep)
 
         self.call(add)
         return [future.result() for future in futures]
@@ -212,7 +214,7 @@ class Engine:
         pool = self.tree.pool
         self._fail(
             first,
-            UnspoolError(
+            BusyError(
                 f"the memory for keys and values is full: {pool.used} of {pool.count} pages are "
                 "held by branches that are still open; release some, or allow more memory"
             ),
@@ -228,6 +230,7 @@ class Engine:
         pages = np.full((len(rows), max(len(b.pages) for b in branches)), -1, np.int64)
         wanted: list[int] = []
         looked: list[int] = []
+        deep: list[int] = []
         for number, (row, branch) in enumerate(zip(rows, branches, strict=True)):
             first, last = branch.computed, branch.computed + row.count
             tokens += branch.tokens[first:last]
@@ -236,18 +239,20 @@ class Engine:
             offset = int(starts[number]) - first
             begin = max(first, len(branch.tokens) - row.task.wanted)
             wanted += [position + offset for position in range(begin, last)]
-            looked += [p + offset for p in sorted(row.task.look) if first <= p < last]
+            places = [p + offset for p in sorted(row.task.look) if first <= p < last]
+            looked += places
+            deep += places if row.task.deep else []
         batch = Batch(np.array(tokens), positions, starts, pages, np.array(wanted, np.int64))
         taps = None
         if looked:
-            every = np.array(looked, np.int64)
-            taps = Taps(residuals=every, attention=every, parts=every)
+            whole = np.array(deep, np.int64)
+            taps = Taps(residuals=np.array(looked, np.int64), attention=whole, parts=whole)
         return self.backend.run(batch, taps)
 
     def _share_out(self, rows: list[Row], ran: Ran) -> list[Finished]:
         """Give each row its logits; tell those tasks that are computed now."""
         finished: list[Finished] = []
-        at = seen = 0
+        at = seen = seen_deep = 0
         for row in rows:
             task, branch = row.task, row.task.branch
             first, last = branch.computed, branch.computed + row.count
@@ -257,19 +262,28 @@ class Engine:
                 at += count
             places = [p for p in sorted(task.look) if first <= p < last]
             if places and ran.inside is not None:
-                task.inside.append(_part(ran.inside, seen, len(places)))
+                deep = len(places) if task.deep else 0
+                task.inside.append(_part(ran.inside, seen, len(places), seen_deep, deep))
                 seen += len(places)
+                seen_deep += deep
             self.tree.computed(branch, last)
             if task.left == 0:
                 self.scheduler.remove(task)
                 finished.append(_Done(task))
         return finished
 
-    def _add(self, branch: Branch, wanted: int, future: Future[Any], look: frozenset[int]) -> Task:
+    def _add(
+        self,
+        branch: Branch,
+        wanted: int,
+        future: Future[Any],
+        look: frozenset[int],
+        deep: bool,
+    ) -> Task:
         def done(logits: Any, inside: Any) -> None:
             future.set_result((logits, inside) if look else logits)
 
-        task = Task(branch, wanted, done, future.set_exception, look=look)
+        task = Task(branch, wanted, done, future.set_exception, look=look, deep=deep)
         self.scheduler.add(task)
         return task
 
@@ -304,13 +318,9 @@ def _joined(rows: list[Any]) -> Any:
     return torch.cat(rows)
 
 
-def _part(inside: Inside, start: int, count: int) -> Inside:
+def _part(inside: Inside, start: int, count: int, deep_start: int, deep_count: int) -> Inside:
     """The share of one row in what the taps saw."""
-    part = slice(start, start + count)
-
-    def cut(array: Floats | None, axis: int) -> Floats | None:
-        if array is None:
-            return None
-        return array[(slice(None),) * axis + (part,)]
-
-    return Inside(cut(inside.residuals, 1), inside.attention[part], cut(inside.parts, 2))
+    part, deep = slice(start, start + count), slice(deep_start, deep_start + deep_count)
+    vectors = None if inside.residuals is None else inside.residuals[:, part]
+    parts = None if inside.parts is None else inside.parts[:, :, deep]
+    return Inside(vectors, inside.attention[deep], parts)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from unspool.engine.steps import Candidate, Step, Usage
+from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.settings import SamplingSettings
 from unspool.text.stream import TextStream
@@ -24,13 +25,13 @@ from unspool.text.stream import TextStream
 class Source(Protocol):
     """Who wrote a generation, and can go on with it: a language model."""
 
-    def write_on(self, generation: Generation, **options: Any) -> Iterator[Step]:
+    def write_on(self, generation: Generation, **options: Any) -> StepStream:
         """The steps that follow what the generation holds."""
 
     def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
         """The likeliest tokens behind these."""
 
-    def chosen_steps(self, tokens: Sequence[int], chosen: str | int) -> list[Step]:
+    def chosen_steps(self, tokens: Sequence[int], chosen: str | int | Sequence[int]) -> list[Step]:
         """Steps for tokens that a person puts behind these."""
 
 
@@ -51,11 +52,15 @@ class Generation:
         """Take steps in as they come; those that a guard took back are taken out again."""
         for step in steps:
             self.reused = getattr(steps, "prompt_reused", 0)
-            if step.retracts:
-                del self.steps[len(self.steps) - step.retracts :]
-            self.steps.append(step)
+            self.take(step)
             yield step
         self.notes = list(getattr(steps, "notes", ()))
+
+    def take(self, step: Step) -> None:
+        """Put one more step at the end, and take out those that it takes back."""
+        if step.retracts:
+            del self.steps[len(self.steps) - step.retracts :]
+        self.steps.append(step)
 
     # -- taking words back -------------------------------------------------------------------
 
@@ -63,27 +68,38 @@ class Generation:
         """The first `length` of the new tokens; negative: without so many of the last."""
         if not -len(self.steps) <= length <= len(self.steps):
             raise SettingsError(f"cannot rewind to {length}: {len(self.steps)} tokens were written")
-        kept = [replace(step, finish_reason=None) for step in self.steps[:length]]
+        kept = [
+            step if step.finish_reason is None else replace(step, finish_reason=None)
+            for step in self.steps[:length]
+        ]
         return replace(self, steps=kept, notes=[], empty_reason=None)
 
     def fork(self) -> Generation:
         """The same text once more, to be gone on with in another way."""
         return self.rewind(len(self.steps))
 
-    def choose(self, token: str | int) -> Generation:
-        """Put a token (an id) or words of one's own at the end."""
+    def choose(self, token: str | int | Sequence[int]) -> Generation:
+        """Put a token (an id), several, or words of one's own at the end."""
         steps = self._writer().chosen_steps([*self.prompt, *self.tokens], token)
         forked = self.fork()
-        forked.steps += steps
+        forked.steps = _retold(forked.steps + steps, TextStream(), ended=True)
         return forked
 
     def resume(self, **options: Any) -> Generation:
         """Go on writing from here, with the same settings or with others."""
-        more = self.fork()
-        more.steps = _unfinished(more.steps, more.request)
-        for _ in more.extend(self._writer().write_on(more, **options)):
+        more, steps = self.going_on(**options)
+        for _ in more.extend(steps):
             pass
         return more
+
+    def going_on(self, **options: Any) -> tuple[Generation, StepStream]:
+        """`resume`, with its steps still to come."""
+        more = self.fork()
+        steps = self._writer().write_on(more, **options)
+        # What was shown only because the text ended is held again.
+        stop = more.request.limits.stop if more.request else ()
+        more.steps = _retold(more.steps, TextStream(stop), ended=False)
+        return more, steps
 
     def alternatives(self, index: int, top: int = 10) -> tuple[Candidate, ...]:
         """The likeliest tokens at one place: what could have stood there."""
@@ -147,9 +163,12 @@ class Generation:
         return self.text
 
 
-def _unfinished(steps: list[Step], request: Any) -> list[Step]:
-    """Steps that end in the middle: what was shown only because the text ended is held again."""
-    stream, told = TextStream(request.limits.stop if request else ()), list[Step]()
-    for step in steps:
-        told.append(replace(step, text=stream.push(step.bytes)))
-    return told
+def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:
+    """Steps with the text that each makes certain, when so much is known of what may follow."""
+    texts = [stream.push(step.bytes) for step in steps]
+    if ended and texts:
+        texts[-1] += stream.finish()
+    return [
+        step if step.text == text else replace(step, text=text)
+        for step, text in zip(steps, texts, strict=True)
+    ]

@@ -35,6 +35,11 @@ class PagePool:
     def used(self) -> int:
         return self.count - len(self._free)
 
+    @property
+    def shared(self) -> int:
+        """How many pages have several holders."""
+        return int((self._holders > 1).sum())
+
     def take(self) -> int:
         """A free page, held once."""
         if not self._free:

@@ -31,6 +31,7 @@ class Task:
     failed: Callable[[BaseException], None]
     priority: int = 0  # higher first
     look: frozenset[int] = frozenset()  # positions to look inside at
+    deep: bool = True  # at attention and the layers' parts too, not only at the vectors
     number: int = 0  # in order of arrival
     started: bool = False
     rows: list[Any] = field(default_factory=list)  # logits of the chunks so far

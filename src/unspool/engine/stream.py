@@ -24,10 +24,12 @@ class StepStream(Iterator[Step]):
         self._changed = threading.Condition()
         self._ended = False
         self._error: BaseException | None = None
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], object]] = []
         self.prompt_reused = 0  # tokens of the prompt that were computed before
         self.missed_from: int | None = None  # from which token of the prompt on nothing was
         self.notes: list[str] = []  # what the engine has to say, such as that drafting was stopped
+        self.stopped_by: str | None = None  # the stop string that ended the text
+        self.drafted = self.accepted = 0  # tokens guessed ahead, and those of them that were right
 
     # -- the engine's side -------------------------------------------------------------------
 
@@ -70,29 +72,38 @@ class StepStream(Iterator[Step]):
         import asyncio  # only who awaits needs it, and it is large
 
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-
-        def listener() -> None:
-            loop.call_soon_threadsafe(news.set)
-
-        with self._changed:
-            self._listeners.append(listener)
+        self.listen(lambda: loop.call_soon_threadsafe(news.set))
         try:
             while True:
                 news.clear()
-                with self._changed:
-                    ready, ended = bool(self._waiting), self._ended
-                if ready or ended:
-                    try:
-                        step = self._take()
-                    except StopIteration:
-                        return
+                steps, ended = self.waiting()
+                for step in steps:
                     yield step
-                else:
-                    await news.wait()
+                if ended:
+                    return
+                await news.wait()
         finally:
-            with self._changed:
-                self._listeners.remove(listener)
             self.close()
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call this, on the engine's thread, whenever there is something new; now too, if so."""
+        with self._changed:
+            self._listeners.append(listener)
+            if self._waiting or self._ended:
+                listener()
+
+    def waiting(self) -> tuple[list[Step], bool]:
+        """The steps that have come since, without waiting, and whether these were the last ones.
+
+        Raises what ended the text, if that was an error, once its steps have been taken.
+        """
+        with self._changed:
+            steps = list(self._waiting)
+            self._waiting.clear()
+            if self._error is not None and not steps:
+                error, self._error = self._error, None
+                raise error
+            return steps, self._ended and self._error is None
 
     def close(self) -> None:
         """Stop the generation, if it still runs; its pages are free at the next step."""

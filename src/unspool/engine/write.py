@@ -22,7 +22,7 @@ from unspool.engine.request import Drafter, Request
 from unspool.engine.scheduler import Task
 from unspool.engine.stream import StepStream
 from unspool.engine.tree import Branch
-from unspool.errors import UnspoolError
+from unspool.errors import BusyError
 from unspool.sampling import (
     BadLogitsError,
     Chain,
@@ -55,7 +55,7 @@ class Writers:
         longest = min(len(request.prompt) + limits.max_tokens, limits.context)
         self.engine.scheduler.check_fits(longest)
         if len(self.waiting) >= self.most_waiting:
-            raise UnspoolError(
+            raise BusyError(
                 f"{len(self.waiting)} requests are waiting already, as many as may; try later"
             )
         writing = _Writing(self, request)
@@ -242,6 +242,7 @@ class _Writing:
         drafted = None
         if self.checked < len(self.draft):
             drafted = "accepted" if guessed else "rejected"
+            self.out.accepted += guessed and self.asked is not None
         self.history[self.length] = pick.token
         self.length += 1
         try:
@@ -303,6 +304,7 @@ class _Writing:
             return []
         if self.grammar is not None and draft:
             draft = draft[: self.grammar.accepts(draft)]
+        self.out.drafted += len(draft)
         return draft
 
     def _sound(self, proposed: Sequence[int]) -> list[int]:
@@ -368,6 +370,7 @@ class _Writing:
             self.out.notes.append(f"stopped: {verdict.reason}")
         if finish:
             shown += self.text.finish()
+            self.out.stopped_by = self.text.stopped
         self._remember(pick.logprob, pick.state)
         now = perf_counter()
         step = as_step(

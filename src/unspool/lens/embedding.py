@@ -1,0 +1,36 @@
+"""A text as one vector: the mean, over its tokens, of what the model has made of each in the end.
+
+    vector = embedding(lm, "a text")          # [width], of length one
+
+The vectors after the last layer go through the final norm, are averaged over all positions, and
+the mean is scaled to length one. A model that was never trained for this gives vectors in which
+similar texts lie near each other, but not as well as one that was.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unspool.backends.base import Floats
+from unspool.lens.subject import Subject, Text, tokens_of
+
+_AT_ONCE = 128  # tokens whose vectors after every layer are in memory together
+
+
+def embedding(lm: Subject, text: Text) -> Floats:
+    """The mean of the text's final vectors, scaled to length one."""
+    tokens = tokens_of(lm, text)
+    total = np.zeros(lm.config.width, np.float64)
+    with lm.opened(tokens[:1]) as branch:
+        for start in range(0, len(tokens), _AT_ONCE):
+            end = min(start + _AT_ONCE, len(tokens))
+            _, insides = lm.engine.extend(
+                branch,
+                tokens[max(start, 1) : end],
+                look=frozenset(range(start, end)),
+                deep=False,
+            )
+            for inside in insides:
+                total += lm.model.normed(inside.residuals[-1]).sum(0, dtype=np.float64)
+    length = float(np.linalg.norm(total))
+    return np.asarray(total / length if length else total, np.float32)
