@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "lm": {"errors", "text", "model", "backends", "sampling", "engine", "request_options",
            "loading"},
     "conversation": {"errors", "engine", "lm"},
+    "serve": {"errors", "text", "sampling", "engine", "decoding", "lens", "lm", "__init__"},
     "cli": {"errors", "text", "model", "backends", "sampling", "engine", "decoding", "lens",
-            "loading", "lm", "conversation", "__init__"},
+            "loading", "lm", "conversation", "serve", "__init__"},
     "__init__": {"errors", "text", "engine", "lm"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -20,6 +20,7 @@ from unspool.cli.models import models
 from unspool.cli.replay import replay
 from unspool.cli.run import run
 from unspool.cli.score import score
+from unspool.cli.serve import serve
 from unspool.cli.tokenize import tokenize
 from unspool.errors import UnspoolError
 
@@ -41,9 +42,10 @@ app.command(rich_help_panel="Write")(replay)
 app.command(rich_help_panel="Look")(explore)
 app.command(rich_help_panel="Look")(tokenize)
 app.command(rich_help_panel="Look")(score)
+app.command(rich_help_panel="Serve")(serve)
 app.add_typer(models, name="models", rich_help_panel="Models")
 
-_COMMANDS = ("run", "chat", "replay", "explore", "tokenize", "score", "models")
+_COMMANDS = ("run", "chat", "replay", "explore", "tokenize", "score", "serve", "models")
 _OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
 
 

@@ -26,6 +26,16 @@ Model = Annotated[
         "--model", "-m", metavar="PATH|REPO", help="A folder, a GGUF file or a repo id (org/name)."
     ),
 ]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="[NAME=]PATH|REPO",
+        help="A folder, a GGUF file or a repo id. Several times: the first is loaded at once, the "
+        "others when first asked for.",
+    ),
+]
 Offline = Annotated[bool, typer.Option("--offline", help="Use only what is on this machine.")]
 Chat = Annotated[
     bool | None,
@@ -66,7 +76,7 @@ class ModelChoice:
 
             def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
                 if issubclass(category, UnspoolWarning):
-                    _say(str(message))
+                    say(str(message))
                 else:
                     usual(message, category, *place, **more)
 
@@ -74,14 +84,14 @@ class ModelChoice:
             lm = load(self.model, **options)
         packed = getattr(lm.model, "quantization_error", None)
         if packed:
-            _say(packed)
+            say(packed)
         return lm
 
 
-def _say(message: str) -> None:
-    from unspool.cli.show import say  # brings rich along, so only when there is something to say
+def say(message: str) -> None:
+    from unspool.cli import show  # brings rich along, so only when there is something to say
 
-    say(message)
+    show.say(message)
 
 
 # Option of `unspool.load` -> (type, usual value, help).
@@ -98,16 +108,29 @@ _MODEL: dict[str, tuple[Any, Any, str]] = {
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give `command`, which takes `chosen: ModelChoice`, the options of loading a model."""
-    added = [_parameter("model", Model, None)]
-    for name, (kind, usual, text) in _MODEL.items():
-        option = typer.Option(_flag(name), help=text, rich_help_panel="Model")
-        added.append(_parameter(name, Annotated[kind, option], usual))
-    added.append(_parameter("offline", Offline, False))
 
     def gathered(given: dict[str, Any]) -> ModelChoice:
         return ModelChoice(given.pop("model"), given)
 
-    return _with_options(command, "chosen", added, gathered)
+    return _with_options(command, "chosen", _model_parameters(Model), gathered)
+
+
+def several_models_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`model_options` for a command that takes `chosen: list[ModelChoice]`, at least one."""
+
+    def gathered(given: dict[str, Any]) -> list[ModelChoice]:
+        return [ModelChoice(model, given) for model in given.pop("model") or [None]]
+
+    return _with_options(command, "chosen", _model_parameters(Models), gathered)
+
+
+def _model_parameters(kind: Any) -> list[inspect.Parameter]:
+    added = [_parameter("model", kind, None)]
+    for name, (kind, usual, text) in _MODEL.items():
+        option = typer.Option(_flag(name), help=text, rich_help_panel="Model")
+        added.append(_parameter(name, Annotated[kind, option], usual))
+    added.append(_parameter("offline", Offline, False))
+    return added
 
 
 # Setting -> (type, help, further names of the option).

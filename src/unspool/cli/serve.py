@@ -1,0 +1,225 @@
+"""`unspool serve`: the engine behind HTTP, for every program that knows OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unspool.cli import options as o
+from unspool.errors import SettingsError, UnspoolError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from unspool.lm import LanguageModel
+
+_LIMITS, _OPERATION = "Limits", "Operation"
+_WARNING = (
+    "anyone who can reach {host} can use this server, and there is no key; "
+    "give --api-key-file, or keep --host 127.0.0.1"
+)
+
+
+@o.several_models_options
+def serve(
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="On which port; 0: any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that clients must give. Several times.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file of keys, one a line; not seen in a process list.")
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="An origin whose pages may ask; * for all.")
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option(help="Texts written at once.", rich_help_panel=_LIMITS)
+    ] = 64,
+    max_queue: Annotated[
+        int, typer.Option(help="Requests that may wait; more get 429.", rich_help_panel=_LIMITS)
+    ] = 256,
+    max_choices: Annotated[
+        int, typer.Option(help="The largest n and best_of.", rich_help_panel=_LIMITS)
+    ] = 16,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer.", rich_help_panel=_LIMITS)
+    ] = None,
+    max_prompt: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt.", rich_help_panel=_LIMITS)
+    ] = None,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request.", rich_help_panel=_LIMITS)] = 4
+    << 20,
+    max_branches: Annotated[
+        int, typer.Option(help="Branches kept in /v1/tree.", rich_help_panel=_LIMITS)
+    ] = 1000,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds for a request.", rich_help_panel=_LIMITS)
+    ] = 600.0,
+    drain: Annotated[
+        float,
+        typer.Option(
+            help="Seconds to finish what runs, once asked to stop.", rich_help_panel=_OPERATION
+        ),
+    ] = 30.0,
+    cache_memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes for keys and values of a model; by default a share of what is free.",
+            rich_help_panel=_OPERATION,
+        ),
+    ] = None,
+    model_memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes for the weights of all models; what is not in use makes room. "
+            "Default: four fifths of what is free.",
+            rich_help_panel=_OPERATION,
+        ),
+    ] = None,
+    unload_after: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which an unused model goes.", rich_help_panel=_OPERATION),
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_OPERATION)
+    ] = "info",
+    log_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--log-prompts", help="Put prompts and texts into the log.", rich_help_panel=_OPERATION
+        ),
+    ] = False,
+    *,
+    chosen: list[o.ModelChoice],
+) -> None:
+    """Serve a model over HTTP: OpenAI's API, Anthropic's messages, and the tree of tokens.
+
+    [b]Examples[/b]
+
+      unspool serve
+      unspool serve --port 8080 --api-key-file keys.txt
+      unspool serve --model qwen=qwen.gguf --model small=smollm.gguf
+      unspool serve --max-running 16 --max-queue 64 --max-tokens 1024
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "Why do leaves change color in fall?"}]}'
+    """
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise SettingsError(f"--log-level is {log_level!r}; debug, info, warning or error")
+    keys = [*(api_key or ()), *_keys_in(api_key_file), *_keys_in_environment()]
+    found = [_found(model, cache_memory) for model in chosen]
+    ahead = _Ahead(found[0].choice)  # the first model loads while the web framework is imported
+    from unspool.serve import server
+    from unspool.serve.app import create_app
+    from unspool.serve.logs import set_up, tell
+    from unspool.serve.settings import ServeSettings
+    from unspool.serve.shelf import Entry, Shelf
+
+    settings = ServeSettings(
+        host=host,
+        port=port,
+        api_keys=tuple(keys),
+        cors=tuple(cors or ()),
+        most_running=max_running,
+        most_queued=max_queue,
+        most_choices=max_choices,
+        most_tokens=max_tokens,
+        most_prompt=max_prompt,
+        most_body=max_body,
+        most_branches=max_branches,
+        deadline=deadline,
+        drain=drain,
+        log_prompts=log_prompts,
+    )
+    bound = server.listening(settings)
+    set_up(log_level)
+    loads = [ahead.load, *(model.choice.load for model in found[1:])]
+    entries = [
+        Entry(model.name, load, model.size) for model, load in zip(found, loads, strict=True)
+    ]
+    shelf = Shelf(entries, room=model_memory or _most_room(), idle=unload_after)
+    app, house = create_app(settings, shelf)
+
+    def stopping() -> None:
+        house.admission.refusing = True
+        tell("stopping", running=house.admission.running, queued=house.admission.queued)
+
+    def started(address: str) -> None:
+        tell("started", address=address, models=list(shelf.entries), keys=len(keys))
+        if sys.stderr.isatty():
+            o.say(f"{', '.join(shelf.entries)} at {address} · {address}/docs · Ctrl-C stops")
+
+    if not settings.is_local and not keys:
+        o.say(_WARNING.format(host=host))
+    server.run(app, settings, bound, stopping=stopping, started=started)
+
+
+def _keys_in(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnspoolError(f"{file}: cannot be read as a file of keys ({error})") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise UnspoolError(f"{file}: holds no key; put one on each line")
+    return keys
+
+
+def _keys_in_environment() -> list[str]:
+    key = os.environ.get("UNSPOOL_API_KEY", "")
+    return [key] if key else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A model that is here, ready to be loaded."""
+
+    name: str
+    choice: o.ModelChoice
+    size: int
+
+
+class _Ahead:
+    """A model whose loading has begun already."""
+
+    def __init__(self, choice: o.ModelChoice) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._choice = choice
+        self._begun: Future[LanguageModel] | None = ThreadPoolExecutor(1).submit(self._load)
+
+    def _load(self) -> LanguageModel:
+        lm = self._choice.load()
+        lm.writers  # noqa: B018  which starts the engine
+        return lm
+
+    def load(self) -> LanguageModel:
+        """What was begun; when that is gone, the model once more."""
+        begun, self._begun = self._begun, None
+        return begun.result() if begun is not None else self._choice.load()
+
+
+def _found(chosen: o.ModelChoice, memory: int | None) -> _Found:
+    """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded."""
+    from unspool.model.hub import find_model
+
+    given = chosen.model or ""
+    name, _, where = given.rpartition("=")
+    offline = bool(chosen.options.get("offline"))
+    path = find_model(where or None, offline=offline)
+    chosen = replace(chosen, model=str(path), options={**chosen.options, "memory": memory})
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return _Found(name or path.stem, chosen, sum(file.stat().st_size for file in files))
+
+
+def _most_room() -> int:
+    from unspool.backends.memory import free_memory
+
+    return free_memory() * 4 // 5

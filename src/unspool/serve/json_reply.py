@@ -1,0 +1,32 @@
+"""Answers in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from unspool.serve.faults import ApiError
+
+
+def dumped(value: Any) -> bytes:
+    """JSON as bytes; half a character, which a client may have sent, becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+class JsonReply(Response):
+    """An answer in JSON."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(dumped(content), status, dict(headers or {}))
+
+
+def error_reply(error: ApiError, path: str) -> JsonReply:
+    return JsonReply(error.body(path), error.status, error.headers)

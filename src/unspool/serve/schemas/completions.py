@@ -1,0 +1,49 @@
+"""What `/v1/completions` takes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from unspool.serve.schemas.common import (
+    Bias,
+    Seed,
+    ShortText,
+    StopStrings,
+    StreamOptions,
+    Strict,
+    Tokens,
+)
+from unspool.serve.schemas.extension import Extension
+
+MOST_PROMPTS = 256
+
+
+class CompletionRequest(Strict):
+    """Texts to be continued."""
+
+    model: str | None = None
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = None
+    suffix: None = None
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Bias | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    stop: StopStrings | None = None
+    seed: Seed | None = None
+    user: ShortText | None = None
+    unspool: Extension | None = None

@@ -1,0 +1,126 @@
+"""What `/v1/tree` takes.
+
+Settings stand beside the rest here, not under a key of their own: nothing of this API is OpenAI's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
+
+from unspool.serve.faults import refused
+from unspool.serve.schemas.chat import Message
+from unspool.serve.schemas.common import (
+    MOST_STOPS,
+    Bias,
+    Seed,
+    StopStrings,
+    Strict,
+    Tokens,
+    biases,
+    stops,
+)
+from unspool.serve.schemas.extension import Extension
+
+Name = Annotated[str, StringConstraints(max_length=200)]
+Words = Annotated[str, StringConstraints(min_length=1)]
+Place = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
+Pace = Annotated[float, Field(gt=0, le=1e6)]
+
+GRAMMARS = ("regex", "grammar", "choice", "json_schema")
+USUAL_TOKENS = 256  # that one resume writes at most
+
+
+class Writing(Extension):
+    """How a branch is to be written. Every step is told in full unless `trace` is false."""
+
+    seed: Seed | None = Field(None, description="null: a new one by chance")
+    stop: StopStrings | None = None
+    logit_bias: Bias | None = None
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        lt=1 << 31,
+        description=f"how many more tokens a resume writes at most ({USUAL_TOKENS})",
+    )
+    trace: bool = Field(True, description="each step tells what every sampling stage did")
+
+    @property
+    def given(self) -> set[str]:
+        """The settings that this request names."""
+        return self.model_fields_set & (Writing.model_fields.keys() - {"max_tokens"})
+
+    def settings(self) -> dict[str, Any]:
+        """What was given, as `LanguageModel.stream` takes it; null means the usual value."""
+        return {_NAMES.get(name, name): self._setting(name) for name in sorted(self.given)}
+
+    def _setting(self, name: str) -> Any:
+        value = getattr(self, name)
+        if name == "seed":
+            return secrets.randbits(32) if value is None else value
+        if name == "stop":
+            return stops(value)
+        if name == "logit_bias":
+            return biases(value)
+        if name == "guard" and isinstance(value, list) and not 0 < len(value) <= MOST_STOPS:
+            raise refused(f"guard may name 1 to {MOST_STOPS} guards", "guard")
+        return tuple(value) if name == "stages" and value is not None else value
+
+
+_NAMES = {"trace": "explain"}  # what it is called below
+
+
+class NewBranch(Writing):
+    """A prompt to begin with: text, token ids, or a conversation."""
+
+    model: str | None = None
+    name: Name | None = None
+    prompt: str | Tokens | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+
+class Renamed(Strict):
+    """A new name, or a new pace for the writing that goes on now."""
+
+    name: Name | None = None
+    pace: Pace | None = Field(None, description="tokens a second at most; null: as fast as may be")
+
+
+class Added(Strict):
+    """Words of a person's own, to stand at the end."""
+
+    text: Words | None = None
+    tokens: Tokens | None = None
+
+
+class Forked(Strict):
+    """Where a new branch leaves this one."""
+
+    at: Place | None = Field(None, description="steps it begins with; negative: from behind")
+    name: Name | None = None
+
+
+class Rewound(Strict):
+    """How many steps stay."""
+
+    to: Place = Field(description="negative: so many are taken back")
+
+
+class Chosen(Strict):
+    """Another token, or other words, for one place; what stood behind it is let go."""
+
+    at: Place | None = Field(None, description="the step to replace; by default, behind the last")
+    token: int | None = Field(None, ge=0, lt=1 << 31)
+    text: Words | None = None
+    fork: bool = Field(True, description="into a new branch, so that nothing is lost")
+    name: Name | None = None
+
+
+class Resumed(Writing):
+    """How to go on; settings named here hold from now on."""
+
+    n: int = Field(1, ge=1, lt=1 << 31, description="1: in place; more: so many new branches")
+    stream: bool = False
+    pace: Pace | None = Field(None, description="tokens a second at most")

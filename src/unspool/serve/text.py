@@ -1,0 +1,141 @@
+"""Text and tokens: `/tokenize`, `/detokenize`, `/apply-template`, `/score`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from unspool.serve.chat import message_of, tools_of
+from unspool.serve.faults import refused
+from unspool.serve.house import Call, House
+from unspool.serve.routes import new_router
+from unspool.serve.schemas.chat import FunctionTool, Message
+from unspool.serve.schemas.common import Strict, Tokens
+from unspool.serve.tools import ToolUse, chat_prompt
+
+router = new_router("Text and tokens")
+MOST_TOP = 100
+
+
+class TokenizeRequest(Strict):
+    """Text into tokens."""
+
+    model: str | None = None
+    content: str
+    add_special: bool = Field(False, description="begin as a prompt does, with a start token")
+    parse_special: bool = Field(False, description="read control tokens that the text spells")
+    with_pieces: bool = Field(False, description="tell each token's bytes and text too")
+
+
+class DetokenizeRequest(Strict):
+    """Tokens into text."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1_000_000)]
+
+
+class TemplateRequest(Strict):
+    """A conversation into the text that the model reads."""
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1)
+    tools: list[FunctionTool] | None = Field(None, max_length=128)
+
+
+class ScoreRequest(Strict):
+    """A text to be judged, token by token."""
+
+    model: str | None = None
+    text: str | None = None
+    tokens: Tokens | None = None
+    top: int = Field(0, ge=0, le=MOST_TOP, description="candidates told at each place")
+
+
+@router.post("/tokenize", summary="Text into tokens")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    call = await _house(request).enter(request, body.model)
+    return await call.reply(call.thread(_tokenized, call, body))
+
+
+def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
+    tokenizer = call.served.lm.tokenizer
+    encode = tokenizer.encode_prompt if body.add_special else tokenizer.encode
+    ids = encode(body.content, specials=body.parse_special)
+    found: dict[str, Any] = {"tokens": ids, "count": len(ids)}
+    if body.with_pieces:
+        found["pieces"] = [
+            {
+                "id": token,
+                "text": tokenizer.token_text(token),
+                "bytes": list(tokenizer.token_bytes(token)),
+            }
+            for token in ids
+        ]
+    return found
+
+
+@router.post("/detokenize", summary="Tokens into text")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    call = await _house(request).enter(request, body.model)
+    return await call.reply(call.thread(_detokenized, call, body.tokens))
+
+
+def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
+    tokenizer = call.served.lm.tokenizer
+    for token in tokens:
+        if token >= len(tokenizer):
+            raise refused(
+                f"token {token} is not in the vocabulary, which ends at {len(tokenizer) - 1}",
+                "tokens",
+            )
+    return {"content": tokenizer.decode(tokens)}
+
+
+@router.post("/apply-template", summary="A conversation as the model reads it")
+async def apply_template(body: TemplateRequest, request: Request) -> Response:
+    call = await _house(request).enter(request, body.model)
+    return await call.reply(call.thread(_applied, call, body))
+
+
+def _applied(call: Call, body: TemplateRequest) -> dict[str, Any]:
+    messages = [message_of(message) for message in body.messages]
+    call.check_text(*(str(message.get("content", "")) for message in messages))
+    prompt = chat_prompt(call.served, messages, ToolUse(tools_of(body.tools)), {})
+    return {
+        "prompt": prompt.text,
+        "tokens": prompt.ids,
+        "spans": [
+            {"role": span.role, "start": span.start, "end": span.end} for span in prompt.spans
+        ],
+        "generation": None
+        if prompt.generation is None
+        else {"start": prompt.generation.start, "end": prompt.generation.end},
+    }
+
+
+@router.post("/score", summary="How well the model sees a text coming")
+async def score(body: ScoreRequest, request: Request) -> Response:
+    if (body.text is None) == (body.tokens is None):
+        raise refused("give either text or tokens", "text")
+    call = await _house(request).enter(request, body.model)
+    return await call.reply(call.thread(_scored, call, body))
+
+
+def _scored(call: Call, body: ScoreRequest) -> dict[str, Any]:
+    if body.text is not None:
+        call.check_text(body.text)
+    found = call.served.lm.score(
+        body.text if body.text is not None else body.tokens or [], top=body.top
+    )
+    told = found.to_dict()
+    if len(found.logprobs) < 2:
+        told["perplexity"] = None  # of a single token nothing can be said
+    return {**told, "model": call.served.name, "system_fingerprint": call.served.fingerprint}
+
+
+def _house(request: Request) -> House:
+    house: House = request.app.state.house
+    return house

@@ -1,0 +1,247 @@
+"""`alternatives` and `look` of `/v1/tree`: what could stand at a place, and what goes on inside.
+
+All of it runs on a thread, on tokens that were taken from the branch when it was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from unspool.lens.attribution import attribution
+from unspool.lens.logit_lens import logit_lens
+from unspool.lens.look import Look, look
+from unspool.lens.neighbours import neighbours
+from unspool.lens.weights import host
+from unspool.lm import LanguageModel
+from unspool.sampling import log_softmax, score
+from unspool.serve.branch_told import finite, sampling
+from unspool.serve.faults import refused
+from unspool.serve.json_reply import JsonReply
+from unspool.serve.schemas.tree import Place
+from unspool.serve.tree_shared import branches_of, house_of, router
+
+MOST_ALTERNATIVES = 500
+MOST_NUMBERS = 2_000_000  # of attention in one answer
+INCLUDES = ("attention", "lens", "attribution", "neighbours")
+_TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0)
+
+
+@router.get("/{identity}/alternatives", summary="What could stand at a place")
+async def alternatives_at(
+    identity: str,
+    request: Request,
+    at: Annotated[Place | None, Query(description="a step; negative: counted from behind")] = None,
+    top: Annotated[int, Query(ge=0, le=MOST_ALTERNATIVES)] = 10,
+) -> Response:
+    """The likeliest tokens by the model alone, before any sampling stage: enough to work out other
+    settings elsewhere. `rest` sums up all others; its `log_sums` tell, for several temperatures T,
+    the logarithm of the sum of exp(logprob / T) over them."""
+    branch = branches_of(request).get(identity)
+    at = branch.place(at, "at")
+    ids = [*branch.prompt.ids, *branch.generation.tokens[:at]]
+    picked = branch.steps[at].token if at < len(branch.steps) else None
+    told = {"object": "tree.alternatives", "branch": identity, "at": at}
+    settings = sampling(branch.generation.settings)
+    async with house_of(request).visit(request, branch.model) as call:
+        found = await call.thread(alternatives, call.served.lm, ids, picked, top)
+    return JsonReply({**told, **found, "settings": settings})
+
+
+@router.get("/{identity}/look", summary="Inside the model at one position")
+async def look_at(
+    identity: str,
+    request: Request,
+    at: Annotated[Place | None, Query(description="a position of the whole text")] = None,
+    step: Annotated[Place | None, Query(description="how this step was picked")] = None,
+    include: Annotated[str | None, Query(max_length=200)] = None,
+    heads: bool = False,
+    layer: Annotated[Place | None, Query(description="from 1")] = None,
+    head: Annotated[Place | None, Query(description="from 1")] = None,
+    top: Annotated[int, Query(ge=0, le=50)] = 5,
+    token: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None,
+    against: Annotated[str | None, Query(pattern=r"^(mean|\d{1,9})$")] = None,
+) -> Response:
+    """A position is that of the token being read, prompt included, negative ones counted from
+    behind; what the model says there is about the token after it. So `step=N`, how the token of
+    step N came to be picked, is the same as `at` = prompt_tokens + N - 1. Without either, the
+    last position: what comes next."""
+    branch = branches_of(request).get(identity)
+    if at is not None and step is not None:
+        raise refused("give either at or step", "at")
+    position = -1 if at is None else at
+    if step is not None:
+        position = len(branch.prompt.ids) + branch.place(step, "step") - 1
+    lead: int | Literal["mean"] | None = (
+        None if against is None else "mean" if against == "mean" else int(against)
+    )
+    wish = Wish(
+        include=included(include),
+        heads=heads,
+        layer=layer,
+        head=head,
+        top=top,
+        token=token,
+        against=lead,
+    )
+    tokens = branch.tokens
+    told = {"object": "tree.look", "branch": identity, "prompt_tokens": len(branch.prompt.ids)}
+    async with house_of(request).visit(request, branch.model) as call:
+        reply: Response = await call.thread(
+            lambda: JsonReply({**told, **looked(call.served.lm, tokens, position, wish)})
+        )
+    return reply
+
+
+def alternatives(
+    lm: LanguageModel, tokens: Sequence[int], picked: int | None, top: int
+) -> dict[str, Any]:
+    """The likeliest tokens behind these, by the model alone, and the sum of all others."""
+    lm.prompt_ids(tokens)
+    with lm.opened(tokens) as branch:
+        logits = lm.engine.extend(branch)[-1:]
+    found = score(logits, [picked or 0], top)
+    ids, logprobs = found.top_tokens[0], found.top_logprobs[0]
+    candidates = [
+        {
+            "token": int(token),
+            "text": lm.readable(int(token)),
+            "logprob": finite(float(logprob)),
+            "probability": math.exp(logprob),
+        }
+        for token, logprob in zip(ids, logprobs, strict=True)
+    ]
+    others = np.delete(host(log_softmax(logits))[0].astype(np.float64), ids)
+    return {
+        "position": len(tokens),
+        "entropy": max(0.0, float(found.entropies[0])),
+        "candidates": candidates,
+        "picked": None
+        if picked is None
+        else {
+            "token": picked,
+            "text": lm.readable(picked),
+            "logprob": finite(float(found.logprobs[0])),
+            "rank": int(found.ranks[0]),
+        },
+        "rest": {
+            "tokens": others.size,
+            "mass": float(np.exp(others).sum()) if others.size else 0.0,
+            "log_sums": [[t, _log_sum(others / t)] for t in _TEMPERATURES],
+        },
+    }
+
+
+def _log_sum(levels: Any) -> float | None:
+    if not levels.size:
+        return None
+    peak = float(levels.max())
+    return finite(peak + math.log(float(np.exp(levels - peak).sum()))) if peak > -math.inf else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What somebody wants to see."""
+
+    include: frozenset[str]
+    heads: bool = False
+    layer: int | None = None  # from 1, as the lenses count them
+    head: int | None = None  # from 1
+    top: int = 5
+    token: int | None = None
+    against: int | Literal["mean"] | None = None
+
+
+def included(given: str | None) -> frozenset[str]:
+    """From `attention,lens`; without anything, all there is."""
+    if given is None:
+        return frozenset(INCLUDES)
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name not in INCLUDES:
+            raise refused(f"include names {name[:40]!r}; there is {', '.join(INCLUDES)}", "include")
+    return frozenset(names)
+
+
+def looked(lm: LanguageModel, tokens: Sequence[int], position: int, wish: Wish) -> dict[str, Any]:
+    """Inside the model as it read the token at this position."""
+    seen = look(lm, tokens, position)
+    layers = _picked(wish.layer, len(seen.attention), "layer")
+    heads = _picked(wish.head, seen.attention.shape[1], "head")
+    found: dict[str, Any] = {
+        "position": seen.position,
+        "token": _token(lm, seen.tokens[-1]),
+        "picked": None if seen.picked is None else _token(lm, seen.picked),
+        "likeliest": _token(lm, seen.likeliest),
+        "layers": len(seen.attention),
+        "heads": seen.attention.shape[1],
+        "norms": _numbers(seen.norms),
+        "part_norms": _numbers(seen.part_norms),
+    }
+    if "attention" in wish.include:
+        found["tokens"] = [_token(lm, token) for token in seen.tokens]
+        found["attention"] = _attention(seen, wish, layers, heads)
+    if "lens" in wish.include:
+        found["lens"] = logit_lens(lm, seen, top=wish.top, token=wish.token).to_dict()
+    if "attribution" in wish.include:
+        told = attribution(lm, seen, token=wish.token, against=wish.against)
+        found["attribution"] = told.to_dict()
+    if "neighbours" in wish.include:
+        near = neighbours(lm, seen.tokens[-1], wish.top)
+        found["neighbours"] = [each.to_dict() for each in near]
+    return found
+
+
+def _attention(seen: Look, wish: Wish, layers: list[int], heads: list[int]) -> dict[str, Any]:
+    """Rows over the tokens so far; nothing beyond the position is there to be seen."""
+    past = seen.attention.shape[-1]
+    rows = 1 + len(layers) * (1 + (len(heads) if wish.heads else 0))
+    if rows * past > MOST_NUMBERS:
+        raise refused(
+            f"that would be {rows * past:,} numbers, and an answer has at most {MOST_NUMBERS:,}; "
+            "name a layer, or a head, or leave heads out",
+            "layer",
+        )
+    part = seen.attention[layers][:, heads]
+    found: dict[str, Any] = {
+        "layers": [layer + 1 for layer in layers],
+        "heads": [head + 1 for head in heads],
+        "mean": _numbers(part.mean((0, 1), dtype=np.float64)),
+        "by_layer": _numbers(part.mean(1, dtype=np.float64)),
+        # A small map of the heads: where each looks most, how much, and how widely.
+        "map": {
+            "place": part.argmax(-1).tolist(),
+            "weight": _numbers(part.max(-1)),
+            "entropy": _numbers(_entropies(part)),
+        },
+    }
+    if wish.heads:
+        found["by_head"] = _numbers(part)
+    return found
+
+
+def _entropies(rows: Any) -> Any:
+    doubles = rows.astype(np.float64)
+    return -(doubles * np.log(np.maximum(doubles, 1e-30))).sum(-1)
+
+
+def _picked(number: int | None, count: int, name: str) -> list[int]:
+    if number is None:
+        return list(range(count))
+    if not 1 <= number <= count:
+        raise refused(f"{name} is {number}; the model has 1 to {count}", name)
+    return [number - 1]
+
+
+def _token(lm: LanguageModel, token: int) -> dict[str, Any]:
+    return {"id": token, "text": lm.readable(token)}
+
+
+def _numbers(values: Any) -> Any:
+    return np.round(np.asarray(values, np.float64), 6).tolist()

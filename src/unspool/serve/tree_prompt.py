@@ -1,0 +1,124 @@
+"""How a branch begins: a prompt read into tokens, and what in it nobody wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from unspool.serve.branches import MessageSpan, TreeBranch, TreePrompt
+from unspool.serve.chat import message_of
+from unspool.serve.faults import refused
+from unspool.serve.house import Call
+from unspool.serve.schemas.tree import GRAMMARS, USUAL_TOKENS, NewBranch, Writing
+from unspool.serve.tools import ToolUse, chat_prompt
+from unspool.text.chat import ChatPrompt
+from unspool.text.tokenizer import Tokenizer
+
+_KEPT_AS_GIVEN = ("guard", *GRAMMARS, "speculate", "end")
+
+
+def new_branch(call: Call, body: NewBranch) -> TreeBranch:
+    """A branch without steps, all its settings checked; on a thread, since it takes its time."""
+    if (body.prompt is None) == (body.messages is None):
+        raise refused("give either prompt or messages", "prompt")
+    lm = call.served.lm
+    options = {name: value for name, value in body.settings().items() if value is not None}
+    prompt = _from_text(call, body.prompt) if body.prompt is not None else _from_chat(call, body)
+    call.check_prompt(len(prompt.ids))
+    options["stop"] = (*options.get("stop", ()), *prompt.stops)
+    options["max_tokens"] = call.most_tokens(body.max_tokens, len(prompt.ids), USUAL_TOKENS)
+    return TreeBranch(
+        call.served.name,
+        prompt,
+        replace(lm.draft(prompt.ids, **options), source=None),
+        asked_by(body, {}),
+        body.max_tokens,
+        name=body.name,
+    )
+
+
+def asked_by(body: Writing, before: dict[str, Any]) -> dict[str, Any]:
+    """The settings that no sampling stage reads, as they came; a new grammar replaces the old."""
+    given = body.given
+    found = dict(before) if before else dict.fromkeys(_KEPT_AS_GIVEN) | {"end": True}
+    if given & {*GRAMMARS}:
+        found.update(dict.fromkeys(GRAMMARS))
+    found.update({name: getattr(body, name) for name in _KEPT_AS_GIVEN if name in given})
+    return found
+
+
+def _from_text(call: Call, given: str | list[int]) -> TreePrompt:
+    lm = call.served.lm
+    if isinstance(given, str):
+        call.check_text(given)
+    ids = tuple(lm.prompt_ids(given))
+    started = isinstance(given, str) and lm.tokenizer.add_bos
+    return TreePrompt(
+        ids,
+        given if isinstance(given, str) else lm.tokenizer.decode(ids),
+        lm.tokenizer,
+        frozenset({0}) if started else frozenset(),
+    )
+
+
+def _from_chat(call: Call, body: NewBranch) -> TreePrompt:
+    assert body.messages is not None
+    messages = [message_of(message) for message in body.messages]
+    call.check_text(*(str(message.get("content", "")) for message in messages))
+    chat = chat_prompt(call.served, messages, ToolUse(), {})
+    tokenizer = call.served.lm.tokenizer
+    spans = _spans(tokenizer, chat, messages)
+    written = {
+        place for span in spans if span.content is not None for place in range(*span.content)
+    }
+    return TreePrompt(
+        tuple(chat.ids),
+        chat.text,
+        tokenizer,
+        frozenset(range(len(chat.ids))) - written,
+        messages,
+        spans,
+        call.served.lm.chat_template.stops,
+    )
+
+
+def _spans(
+    tokenizer: Tokenizer, chat: ChatPrompt, messages: Sequence[dict[str, Any]]
+) -> tuple[MessageSpan, ...]:
+    contents: list[str | None] = [message.get("content") for message in messages]
+    if len(contents) != len(chat.spans):  # the format has put some messages together
+        contents = [None] * len(chat.spans)
+    found = [
+        MessageSpan(
+            span.role,
+            span.start,
+            span.end,
+            _content(tokenizer, chat.ids, span.start, span.end, words or ""),
+        )
+        for span, words in zip(chat.spans, contents, strict=True)
+    ]
+    asks = chat.generation
+    if asks is not None:
+        found.append(MessageSpan(asks.role, asks.start, asks.end, None))
+    return tuple(found)
+
+
+def _content(
+    tokenizer: Tokenizer, ids: Sequence[int], start: int, end: int, words: str
+) -> tuple[int, int] | None:
+    """The tokens in which a message's own words stand; templates may trim these."""
+    wanted = words.strip().encode("utf-8", "replace")
+    pieces = [tokenizer.token_bytes(token) for token in ids[start:end]]
+    # The last place: a template may say the same words before, of its own accord.
+    place = b"".join(pieces).rfind(wanted) if wanted else -1
+    if place < 0:
+        return None
+    first = last = None
+    at = 0
+    for number, piece in enumerate(pieces, start):
+        if at < place + len(wanted) and at + len(piece) > place:
+            first = number if first is None else first
+            last = number + 1
+        at += len(piece)
+    return None if first is None or last is None else (first, last)

@@ -1,0 +1,165 @@
+"""`resume`, `stop` and `events` of `/v1/tree`: writing, and watching it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import Header, Query, Request
+from starlette.responses import Response
+
+from unspool.engine.generation import Generation
+from unspool.serve.asked import check_choices
+from unspool.serve.branch_told import told_branch, with_steps
+from unspool.serve.branches import MOST_WATCHERS, Branches, Seen, TreeBranch
+from unspool.serve.events import EventStream
+from unspool.serve.faults import ApiError, refused
+from unspool.serve.house import Call, House
+from unspool.serve.schemas.tree import USUAL_TOKENS, Resumed
+from unspool.serve.threads import in_thread
+from unspool.serve.tree_prompt import asked_by
+from unspool.serve.tree_shared import branches_of, house_of, reply, router
+from unspool.serve.tree_write import BranchTexts, BranchWriting, failed, tell, watch
+from unspool.text.stream import TextStream
+
+
+@router.post("/{identity}/resume", summary="Go on writing")
+async def resume(identity: str, body: Resumed, request: Request) -> Response:
+    house, branches = house_of(request), branches_of(request)
+    branch = branches.get(identity)
+    check_choices(body.n, house.settings.most_choices)
+    branches.make_room(body.n if body.n > 1 else 0)
+    with branch.claimed() if body.n == 1 else nullcontext():
+        call = await house.enter(request, branch.model, body.n)
+        async with call.or_leave():
+            writing, seen = await _begun(call, branches, branch, body)
+    if body.stream:
+        return _streamed(call, writing, seen)
+    return await call.reply(_finished(writing, seen))
+
+
+async def _begun(
+    call: Call, branches: Branches, branch: TreeBranch, body: Resumed
+) -> tuple[BranchWriting, list[Seen]]:
+    options = body.settings()
+    if "stop" in options:
+        options["stop"] += branch.prompt.stops
+    options.setdefault("sample", branch.generation.request.limits.sample)
+    draft = branch.at_hand(call.served.lm)
+    usual = USUAL_TOKENS if branch.most is None else branch.most
+    most = call.most_tokens(body.max_tokens, len(branch.tokens), usual)
+    await call.thread(_check_goes_on, draft, options.get("stop"))
+    targets = [branch]
+    if body.n > 1:
+        at = len(draft.steps)
+        branches.make_room(body.n)
+        targets = [branches.fork(branch, draft.fork(), at) for _ in range(body.n)]
+    seen = [Seen(len(each.steps), len(each.cuts), -1, each.ends) for each in targets]
+    arrived, metrics = call.request.state.arrived, call.house.metrics
+    texts = BranchTexts(call.served, metrics, arrived, [branch.tokens], body.n, options)
+    texts.drafts, texts.most = [draft] * body.n, most
+    try:
+        writing = await BranchWriting.begin(call, texts, targets, body.pace)
+    except BaseException:
+        for each in targets:
+            if each is not branch:
+                branches.delete(each)
+        raise
+    for each in targets:
+        each.asked = asked_by(body, each.asked)
+        each.most = each.most if body.max_tokens is None else body.max_tokens
+    return writing, seen
+
+
+def _check_goes_on(draft: Generation, stop: tuple[str, ...] | None) -> None:
+    """A text that holds a stop string would stop again at once, one hidden token further."""
+    stream = TextStream(draft.request.limits.stop if stop is None else stop)
+    for step in draft.steps:
+        stream.push(step.bytes)
+    if stream.stopped is not None:
+        raise refused(
+            f"the text has ended at its stop string {stream.stopped[:80]!r}; rewind it, or "
+            "resume with another stop",
+            "stop",
+            "text_ended",
+        )
+
+
+async def _finished(writing: BranchWriting, seen: list[Seen]) -> dict[str, Any]:
+    try:
+        await writing.over()
+    finally:
+        await writing.stop_all()
+    told = []
+    for branch, before in zip(writing.branches, seen, strict=True):
+        since = min([before.count, *(to for to, _ in branch.cuts[before.cuts :])])
+        steps = branch.steps[since:]
+        told.append(await in_thread(with_steps, told_branch(branch), branch.prompt, steps, since))
+    return told[0] if len(told) == 1 else {"object": "list", "data": told}
+
+
+def _streamed(call: Call, writing: BranchWriting, seen: list[Seen]) -> Response:
+    branches = writing.branches
+
+    async def left(why: BaseException | None) -> None:
+        await writing.stop_all()
+        await call.leave(why)
+
+    events = watch(
+        list(zip(branches, seen, strict=True)),
+        is_over=lambda: all(branch.writing is not writing for branch in branches),
+    )
+    return EventStream(events, until=call.until, failed=failed, left=left)
+
+
+@router.post("/{identity}/stop", summary="Stop the writing that goes on")
+async def stop(identity: str, request: Request) -> Response:
+    branch = branches_of(request).get(identity)
+    writing = branch.writing
+    if writing is not None:
+        writing.stop(branch)
+        await writing.stopped(branch)
+    return await reply(branch, None)
+
+
+@router.get("/{identity}/events", summary="What happens to a branch, as it happens")
+async def events(
+    identity: str,
+    request: Request,
+    since: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response:
+    branches, house = branches_of(request), house_of(request)
+    branch = branches.get(identity)
+    seen = _place_of(branch, since, last_event_id)
+    if branches.watchers >= MOST_WATCHERS:
+        raise ApiError(429, f"{MOST_WATCHERS} watch already, as many as may", retry_after=5)
+    branches.watchers += 1
+
+    async def left(_: BaseException | None) -> None:
+        branches.watchers -= 1
+
+    async def happening() -> AsyncIterator[bytes]:
+        over = partial(_is_over, branch, house)
+        async for piece in watch([(branch, seen)], over):
+            yield piece
+        if branch.deleted:
+            yield tell("delete", branch, {}, seen)
+
+    return EventStream(happening(), until=float("inf"), failed=failed, left=left)
+
+
+def _is_over(branch: TreeBranch, house: House) -> bool:
+    return branch.deleted or house.admission.refusing
+
+
+def _place_of(branch: TreeBranch, since: int | None, last_event_id: str | None) -> Seen:
+    """What a watcher knows already: by the last event it has read, or as it says itself."""
+    cuts, _, count = (last_event_id or "").partition("-")
+    if since is None and cuts.isdecimal() and count.isdecimal() and len(cuts + count) < 20:
+        return Seen(int(count), min(int(cuts), len(branch.cuts)), -1, branch.ends)
+    if since is not None and since > len(branch.steps):
+        raise refused(f"since is {since}, and the branch has {len(branch.steps)} steps", "since")
+    return Seen(since or 0, len(branch.cuts), -1, branch.ends)

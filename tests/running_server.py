@@ -1,0 +1,79 @@
+"""A running server with the default model: the real thing, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from unspool.serve import server as serving
+from unspool.serve.app import create_app
+from unspool.serve.house import House
+from unspool.serve.settings import ServeSettings
+from unspool.serve.shelf import Entry, Shelf
+
+
+@dataclass
+class Running:
+    """A server that listens."""
+
+    url: str
+    house: House
+    stop: Any
+
+    @property
+    def model(self) -> str:
+        return self.house.shelf.first
+
+    @property
+    def pool(self) -> Any:
+        """The pages of the first model."""
+        return self.house.shelf.loaded[self.model].lm.engine.tree.pool
+
+
+@contextlib.contextmanager
+def running(entries: list[Entry], **settings: Any) -> Iterator[Running]:
+    """A server in a thread of this process."""
+    room = settings.pop("room", 1 << 33)
+    wanted = replace(ServeSettings(port=0, drain=2.0), **settings)
+    bound = serving.listening(wanted)
+    app, house = create_app(wanted, Shelf(entries, room=room))
+    address: list[str] = []
+    ready = threading.Event()
+
+    def started(url: str) -> None:
+        address.append(url)
+        ready.set()
+
+    server = serving.Server(app, wanted, stopping=lambda: None, started=started)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+
+    def work() -> None:
+        try:
+            asyncio.run(server.serve([bound]))
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert ready.wait(60) and address, "the server did not start"
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+    try:
+        yield Running(address[0], house, stop)
+    finally:
+        stop()
+
+
+def default_entry(path: Path, name: str = "smollm", **options: Any) -> Entry:
+    import unspool
+
+    return Entry(name, lambda: unspool.load(path, **options), path.stat().st_size)

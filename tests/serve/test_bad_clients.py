@@ -1,0 +1,324 @@
+"""Clients that vanish, stall, flood or lie: nothing leaks, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from running_server import Running, default_entry, running
+
+PROMPT = "Once upon a time"
+LONG = {"prompt": PROMPT, "max_tokens": 2000, "unspool": {"end": False}}
+
+
+def body_of(**given: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 16, "seed": 1, **given}
+
+
+def settled(server: Running, seconds: float = 10.0) -> None:
+    """Wait until nothing runs; every page is free then, but for what is kept to be reused."""
+    lm = server.house.shelf.loaded[server.model].lm
+    until = time.monotonic() + seconds
+    while server.house.admission.running or lm.engine.scheduler.tasks:
+        assert time.monotonic() < until, "something still runs"
+        time.sleep(0.01)
+    lm.engine.call(lambda: lm.engine.tree.index.forget_all())
+    assert lm.engine.tree.pool.used == 0
+    assert not lm.writers.waiting
+
+
+def raw(server: Running, data: bytes) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    found = socket.create_connection((host, int(port)), timeout=10)
+    found.sendall(data)
+    return found
+
+
+def posted(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json",
+             f"Content-Length: {len(body)}", *headers]  # fmt: skip
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+# -- those who leave -------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_frees_its_work_within_a_step(server):
+    for stream in (True, False):
+        body = json.dumps({**LONG, "stream": stream}).encode()
+        lm = server.house.shelf.loaded[server.model].lm
+        gone = raw(server, posted("/v1/completions", body))
+        before, until = lm.engine.runs, time.monotonic() + 10
+        while lm.engine.runs < before + 5 and time.monotonic() < until:
+            time.sleep(0.005)
+        assert server.house.admission.running == 1
+        gone.close()
+        runs, left = lm.engine.runs, time.monotonic()
+        while server.house.admission.running:
+            assert time.monotonic() - left < 5
+            time.sleep(0.002)
+        assert lm.engine.runs - runs < 60  # far from the 2,000 that were asked for
+        settled(server)
+
+
+def test_many_vanish_and_those_who_stay_get_their_texts(server, lm):
+    chance = random.Random(3)
+    wanted = {seed: lm.generate(PROMPT, seed=seed, max_tokens=16).text for seed in range(8)}
+
+    async def vanish(client: httpx.AsyncClient) -> None:
+        body = body_of(max_tokens=200, stream=chance.random() < 0.7, n=chance.choice((1, 1, 3)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(
+                client.post("/v1/completions", json=body), chance.uniform(0.0, 0.4)
+            )
+
+    async def stay(client: httpx.AsyncClient, seed: int) -> None:
+        answer = await client.post("/v1/completions", json=body_of(seed=seed))
+        assert answer.json()["choices"][0]["text"] == wanted[seed]
+
+    async def all_of_them() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            work = [vanish(client) for _ in range(60)] + [stay(client, seed) for seed in range(8)]
+            chance.shuffle(work)
+            await asyncio.gather(*work)
+
+    asyncio.run(all_of_them())
+    settled(server)
+
+
+def test_who_waits_in_line_and_leaves_is_forgotten(default_model):
+    entry = default_entry(default_model, memory=64 << 20)
+    with running([entry], most_running=1, most_queued=2) as server:
+        body = json.dumps({**LONG, "stream": True}).encode()
+        first = raw(server, posted("/v1/completions", body))
+        first.recv(100)
+        waiting = [raw(server, posted("/v1/completions", body)) for _ in range(2)]
+        until = time.monotonic() + 10
+        while server.house.admission.queued < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        full = httpx.post(f"{server.url}/v1/completions", json=body_of())
+        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+        assert full.json()["error"]["code"] == "queue_full"
+        for each in waiting:
+            each.close()
+        while server.house.admission.queued and time.monotonic() < until:
+            time.sleep(0.01)
+        assert server.house.admission.queued == 0
+        first.close()
+        assert httpx.post(f"{server.url}/v1/completions", json=body_of()).status_code == 200
+        several = httpx.post(f"{server.url}/v1/completions", json=body_of(prompt=["a", "b", "c"]))
+        assert len(several.json()["choices"]) == 3  # one after the other
+        too_many = httpx.post(f"{server.url}/v1/completions", json=body_of(n=2))
+        assert too_many.status_code == 400
+        settled(server)
+
+
+def test_deadlines_slow_readers_and_half_requests(default_model):
+    entry = default_entry(default_model, memory=64 << 20)
+    with running([entry], deadline=1.0, body_seconds=0.5) as server:
+        late = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+        assert late.status_code == 504 and late.json()["error"]["type"] == "timeout_error"
+        lines = httpx.post(
+            f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=30
+        ).text.strip().split("\n\n")  # fmt: skip
+        assert "time was up" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
+        # One that never reads, one that sends half a head, one that sends half a body.
+        body = json.dumps({**LONG, "stream": True}).encode()
+        deaf = raw(server, posted("/v1/completions", body))
+        half_head = raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+        half_body = raw(server, posted("/v1/completions", b'{"prompt": "a"}')[:-5])
+        answer = httpx.post(f"{server.url}/v1/completions", json=body_of(), timeout=30)
+        assert answer.status_code == 200
+        assert half_body.recv(1000).startswith(b"HTTP/1.1 408")
+        time.sleep(1.0)
+        settled(server)
+        for each in (deaf, half_head, half_body):
+            each.close()
+
+
+# -- those who send what they should not -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "body"),
+        (b"{", "not JSON"),
+        (b"null", "JSON object"),
+        (b"[]", "JSON object"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+        (b'{"prompt": "a", "temperature": 1e999}', ""),
+        (b'{"prompt": "a", "max_tokens": 1e30}', "max_tokens"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}", "seed"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}", "not JSON"),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", ""),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+        (b'{"prompt": "half \\ud800 a character"}', ""),
+        (b'{"prompt": "a", "unspool": {"regex": "("}}', "regex"),
+        (b'{"prompt": "a", "unspool": {"regex": "(((a{1,99}){1,99}){1,99}){1,99}"}}', "regex"),
+        (b'{"prompt": "a", "unspool": {"guard": "pattern=(a+)+$"}}', "might never end"),
+        (b'{"prompt": "a", "unspool": {"grammar": "root ::= root root"}}', ""),
+        (b'{"prompt": "a", "unspool": {"json_schema": {"$ref": "file:///etc/passwd"}}}', ""),
+        (b'{"prompt": "a", "unspool": {"json_schema": {"$ref": "http://127.0.0.1:1/x"}}}', ""),
+        (b'{"prompt": "a", "chat_template": "{{ 1 }}"}', "chat_template"),
+        (b'{"prompt": "a", "model": "../../etc/passwd"}', "no model"),
+    ],
+)
+def test_bad_bodies_get_a_clear_answer(server, body, words):
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=30,
+                        headers={"content-type": "application/json"})  # fmt: skip
+    assert answer.status_code in (400, 404)
+    error = answer.json()["error"]
+    assert words in error["message"] and error["type"] in (
+        "invalid_request_error",
+        "not_found_error",
+    )
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_body_must_be_json_by_name(server):
+    """A web page may send plain text anywhere without asking; so plain text is not read."""
+    answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}',
+                        headers={"content-type": "text/plain"})  # fmt: skip
+    assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
+
+
+def test_bodies_that_are_too_large(default_model, server):
+    large = httpx.post(f"{server.url}/v1/completions", content=b" " * (5 << 20),
+                       headers={"content-type": "application/json"})  # fmt: skip
+    assert large.status_code == 413
+
+    def pieces():
+        for _ in range(50):
+            yield b" " * 100_000
+
+    try:
+        chunked = httpx.post(f"{server.url}/v1/completions", content=pieces(),
+                             headers={"content-type": "application/json"})  # fmt: skip
+        assert chunked.status_code == 413
+    except httpx.WriteError:
+        pass  # it hung up on us in the middle, which is an answer too
+
+
+def test_explosive_schemas_hold_up_nobody(server):
+    """While schemas that are hard to compile come in, a stream's tokens keep flowing."""
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(9):
+        deep = {"anyOf": [{"type": "object", "properties": {"a": deep, "b": deep}}, deep]}
+    wide = {
+        f"p{i}": {"type": "string", "pattern": f"^(a|b|ab){{{i},{i + 90}}}$"} for i in range(150)
+    }
+    schemas = [deep, {"type": "object", "properties": wide, "required": [*wide]},
+               {"enum": [f"{i}" * 50 for i in range(1500)]}]  # fmt: skip
+    statuses: list[int] = []
+
+    def attack() -> None:
+        for schema in schemas:
+            body = body_of(max_tokens=4, unspool={"json_schema": schema})
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            statuses.append(answer.status_code)
+
+    gaps: list[float] = []
+    thread = threading.Thread(target=attack)
+    with httpx.stream("POST", f"{server.url}/v1/completions", timeout=60,
+                      json={**LONG, "max_tokens": 400, "stream": True}) as answer:  # fmt: skip
+        lines = answer.iter_lines()
+        next(lines)
+        thread.start()
+        last = time.monotonic()
+        for line in lines:
+            if line:
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+            if not thread.is_alive():
+                break
+    thread.join()
+    assert all(status in (200, 400) for status in statuses) and len(statuses) == 3
+    assert max(gaps) < 3.0  # seconds: not a measure of speed, only that nothing stood still
+    settled(server)
+
+
+def test_templates_cannot_be_attacked_through_messages(server, lm):
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for i in range(10**9) %}{% endfor %}"
+    answer = httpx.post(f"{server.url}/apply-template",
+                        json={"messages": [{"role": "user", "content": attack}]})  # fmt: skip
+    assert attack in answer.json()["prompt"]
+
+
+# -- who may ask -----------------------------------------------------------------------------
+
+
+def test_keys_hosts_and_origins(default_model: Path):
+    entry = default_entry(default_model, memory=64 << 20)
+    keys, body = ("first-secret-key", "second-secret-key"), body_of(max_tokens=1)
+    with running([entry], api_keys=keys, cors=("https://page.example",)) as server:
+        url = f"{server.url}/v1/completions"
+        for headers in ({}, {"authorization": "Bearer wrong-key-here"}, {"x-api-key": ""},
+                        {"authorization": "Bearer first-secret-ke"}):  # fmt: skip
+            refused = httpx.post(url, json=body, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        for headers in ({"authorization": f"Bearer {keys[0]}"}, {"x-api-key": keys[1]}):
+            assert httpx.post(url, json=body, headers=headers).status_code == 200
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        asks = {"origin": "https://page.example", "access-control-request-method": "POST",
+                "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+        allowed = httpx.options(url, headers=asks)
+        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+        other = httpx.options(url, headers={**asks, "origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_server_without_a_key_answers_only_to_its_own_name(server):
+    url = f"{server.url}/v1/models"
+    evil = httpx.get(url, headers={"host": "evil.example"})
+    assert evil.status_code == 403 and "localhost" in evil.json()["error"]["message"]
+    assert httpx.get(url, headers={"host": "localhost:1234"}).status_code == 200
+    origin = httpx.get(url, headers={"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in origin.headers
+
+
+# -- several models --------------------------------------------------------------------------
+
+
+def test_models_are_loaded_when_asked_for_and_make_room(default_model: Path):
+    size = default_model.stat().st_size
+    entries = [default_entry(default_model, name, memory=32 << 20) for name in ("one", "two")]
+    with running(entries, room=int(size * 1.5)) as server:
+        url, shelf = f"{server.url}/v1/completions", server.house.shelf
+        assert [*shelf.loaded] == ["one"]
+        first = httpx.post(url, json=body_of(), timeout=60).json()
+        assert first["model"] == "one"
+        body = {**LONG, "max_tokens": 60, "stream": True}
+        with httpx.stream("POST", url, json=body, timeout=60) as busy:
+            lines = busy.iter_lines()
+            next(lines)
+            # The other one must wait until this text is finished; it is never closed under it.
+            answers: list[Any] = []
+            thread = threading.Thread(
+                target=lambda: answers.append(
+                    httpx.post(url, json=body_of(model="two"), timeout=60).json()
+                )
+            )
+            thread.start()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        thread.join()
+        assert answers[0]["choices"] == first["choices"] and answers[0]["model"] == "two"
+        assert [*shelf.loaded] == ["two"]
+        assert httpx.post(url, json=body_of(), timeout=60).json()["choices"] == first["choices"]
+        assert [*shelf.loaded] == ["one"]
+        models = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert {m["id"]: m["unspool"]["loaded"] for m in models} == {"one": True, "two": False}

@@ -1,0 +1,316 @@
+"""Chats through the real `openai` client, against a running server with the default model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+QUESTION = [{"role": "user", "content": "Why do leaves change color in fall?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 20},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def ask(client: openai.OpenAI) -> Any:
+    def asked(**given: Any) -> Any:
+        usual = {"model": "smollm", "messages": QUESTION, "seed": 7, "max_tokens": 24}
+        return client.chat.completions.create(**{**usual, **given})
+
+    return asked
+
+
+def streamed(chunks: Any) -> tuple[str, list[Any]]:
+    every = list(chunks)
+    found = [c.choices[0].delta.content or "" for c in every if c.choices]
+    return "".join(found), every
+
+
+def test_an_answer_is_the_models_own(ask, lm):
+    answer = ask()
+    text = lm.chat(QUESTION, seed=7, max_tokens=24).text
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "chat.completion" and answer.model == "smollm"
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+    assert answer.system_fingerprint == ask(max_tokens=1).system_fingerprint
+
+
+def test_a_stream_is_what_openai_sends(ask):
+    whole = ask().choices[0].message.content
+    text, chunks = streamed(ask(stream=True))
+    assert text == whole
+    first, last = chunks[0], chunks[-1]
+    assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
+    assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:])
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert last.choices[0].delta.content is None
+    assert {chunk.id for chunk in chunks} == {first.id}
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_usage_comes_last_when_it_is_asked_for(ask):
+    _, chunks = streamed(ask(stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_what_was_read_before_is_told_as_cached(ask):
+    messages = [{"role": "user", "content": "A rare question about xylophones, asked twice."}]
+    first = ask(messages=messages).usage
+    again = ask(messages=messages).usage
+    assert first.prompt_tokens_details.cached_tokens < first.prompt_tokens - 5  # the system message
+    assert again.prompt_tokens_details.cached_tokens == first.prompt_tokens - 1
+
+
+def test_choices_share_a_seed_and_differ(ask, lm):
+    answer = ask(n=3)
+    texts = [choice.message.content for choice in answer.choices]
+    prompt = lm.chat_prompt(QUESTION).ids
+    wanted = [lm.generate(prompt, seed=7, max_tokens=24, sample=i).text for i in range(3)]
+    assert texts == wanted and len(set(texts)) == 3
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.completion_tokens == 72
+    found = {0: "", 1: "", 2: ""}
+    for chunk in ask(n=3, stream=True):
+        found[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert [*found.values()] == texts
+
+
+def test_logprobs(ask, lm):
+    answer = ask(logprobs=True, top_logprobs=3, max_tokens=6)
+    content = answer.choices[0].logprobs.content
+    steps = lm.chat(QUESTION, seed=7, max_tokens=6, top=3).steps
+    assert [token.logprob for token in content] == [step.logprob for step in steps]
+    assert b"".join(bytes(token.bytes) for token in content).decode() == "".join(
+        step.text for step in steps
+    )
+    assert all(len(token.top_logprobs) == 3 for token in content)
+    told = [t for c in ask(logprobs=True, max_tokens=6, stream=True) if c.choices[0].logprobs
+            for t in c.choices[0].logprobs.content]  # fmt: skip
+    assert [token.token for token in told] == [token.token for token in content]
+
+
+def test_stops_bias_and_penalties(ask, lm):
+    whole = ask(temperature=0).choices[0].message.content
+    stop = whole[40:46]
+    stopped = ask(stop=[stop, "never"], temperature=0).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.message.content == whole[: whole.index(stop)]
+    token = lm.tokenizer.encode(" leaves")[0]
+    only = ask(logit_bias={str(token): 100}, max_tokens=3).choices[0].message.content
+    assert only == " leaves" * 3
+    never = ask(logit_bias={str(token): -100}, temperature=0).choices[0].message.content
+    assert " leaves" not in never
+    free = ask(logit_bias={str(token): 30.0}, max_tokens=4).choices[0].message.content
+    less = ask(logit_bias={str(token): 30.0}, max_tokens=4, frequency_penalty=2, presence_penalty=2)
+    assert free == " leaves" * 4 and less.choices[0].message.content  # 2 + 2 * count < 30
+
+
+def test_without_a_seed_texts_differ_and_say_how_to_get_them_again(client, ask):
+    body = {"unspool": {}}
+    one = client.chat.completions.create(
+        model="smollm", messages=QUESTION, max_tokens=24, extra_body=body
+    )
+    seed = one.unspool["choices"][0]["seed"]
+    assert ask(seed=seed).choices[0].message.content == one.choices[0].message.content
+    other = client.chat.completions.create(model="smollm", messages=QUESTION, max_tokens=24)
+    assert other.choices[0].message.content != one.choices[0].message.content
+
+
+def test_json(ask):
+    messages = [{"role": "user", "content": "Give me a JSON object about a dog."}]
+    text = ask(messages=messages, response_format={"type": "json_object"}, max_tokens=120)
+    if text.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text.choices[0].message.content), dict)
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=99)
+
+
+def test_structured_output_with_a_pydantic_model(client, ask):
+    schema = Person.model_json_schema()
+    wanted = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": schema}}
+    messages = [{"role": "user", "content": "Invent a person."}]
+    for seed in range(3):
+        text = ask(messages=messages, response_format=wanted, seed=seed, max_tokens=100)
+        assert text.choices[0].finish_reason == "stop"
+        Person.model_validate_json(text.choices[0].message.content)
+    parsed = client.chat.completions.parse(
+        model="smollm",
+        messages=[{"role": "user", "content": "A person named Ada, 36 years old."}],
+        response_format=Person,
+        temperature=0,
+        max_tokens=100,
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+
+
+# -- tools -----------------------------------------------------------------------------------
+
+
+def test_a_required_tool_is_called(ask):
+    answer = ask(tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False,
+                 max_tokens=100)  # fmt: skip
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert call.function.name in ("get_weather", "clock") and call.id.startswith("call_")
+    json.loads(call.function.arguments)
+
+
+def test_a_named_tool_is_called_with_arguments_of_its_schema(ask):
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    options = {"tools": [CLOCK, WEATHER], "tool_choice": named, "max_tokens": 100,
+               "messages": [{"role": "user", "content": "How is the weather in Oslo?"}],
+               "parallel_tool_calls": False}  # fmt: skip
+    whole = ask(**options).choices[0].message.tool_calls[0].function
+    arguments = json.loads(whole.arguments)
+    assert whole.name == "get_weather" and arguments["unit"] in ("celsius", "fahrenheit")
+    name, told, reasons, ids = "", "", [], []
+    for chunk in ask(**options, stream=True):
+        reasons.append(chunk.choices[0].finish_reason)
+        for call in chunk.choices[0].delta.tool_calls or []:
+            assert call.index == 0
+            ids.append(call.id)
+            name += call.function.name or ""
+            told += call.function.arguments or ""
+    assert (name, told) == ("get_weather", whole.arguments)
+    assert reasons[-1] == "tool_calls" and ids[0] and not any(ids[1:])
+
+
+def test_a_conversation_with_tools_goes_on(ask):
+    call = {"id": "call_1", "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+    messages = [
+        {"role": "user", "content": "How is the weather in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
+    ]
+    answer = ask(messages=messages, tools=[WEATHER], tool_choice="none")
+    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
+
+
+# -- beyond OpenAI ---------------------------------------------------------------------------
+
+
+def test_the_extension(ask, lm):
+    own = {"top_k": 3, "min_p": 0.2, "stages": ["top_k", "min_p", "temperature"], "trace": True}
+    answer = ask(extra_body={"unspool": own}, temperature=0.9, max_tokens=8)
+    wanted = lm.chat(QUESTION, seed=7, max_tokens=8, temperature=0.9, top_k=3, min_p=0.2,
+                     stages=("top_k", "min_p", "temperature"))  # fmt: skip
+    assert answer.choices[0].message.content == wanted.text
+    steps = answer.unspool["choices"][0]["steps"]
+    assert [step["token"] for step in steps] == wanted.tokens
+    assert [stage["name"] for stage in steps[0]["stages"]] == ["top_k", "min_p", "temperature"]
+    assert len(steps[0]["candidates"]) == 5 and steps[0]["draw"]["low"] <= steps[0]["draw"]["u"]
+    told = [c.unspool for c in ask(extra_body={"unspool": own}, temperature=0.9, max_tokens=8,
+            stream=True) if getattr(c, "unspool", None)]  # fmt: skip
+    assert [step["token"] for step in told[:-1]] == wanted.tokens
+    assert told[-1]["choices"][0]["seed"] == 7
+
+
+def test_regex_choice_and_guard(ask):
+    text = ask(extra_body={"unspool": {"regex": "[0-9]{3}-[a-z]{2}"}}).choices[0].message.content
+    assert len(text) == 6 and text[3] == "-"
+    yes = ask(extra_body={"unspool": {"choice": ["yes", "no"]}}).choices[0].message.content
+    assert yes in ("yes", "no")
+    body = {"unspool": {"guard": ["ban=leaves"]}}
+    guarded = ask(extra_body=body, temperature=0, max_tokens=60)
+    assert "leaves" not in guarded.choices[0].message.content
+    assert any("took" in note for note in guarded.unspool["choices"][0]["notes"])
+    # A stream sends nothing that is taken back ...
+    text, _ = streamed(ask(extra_body=body, temperature=0, max_tokens=60, stream=True))
+    assert text == guarded.choices[0].message.content
+    # ... unless its reader wants to see every step.
+    body["unspool"]["trace"] = True
+    steps: list[Any] = []
+    for chunk in ask(extra_body=body, temperature=0, max_tokens=60, stream=True):
+        told = getattr(chunk, "unspool", None) or {}
+        if "token" in told:
+            del steps[len(steps) - told["retracts"] :]
+            steps.append(told["text"])
+    assert "".join(steps) == guarded.choices[0].message.content
+
+
+def test_a_prediction_is_a_draft_and_changes_nothing(ask):
+    plain = ask(temperature=0, max_tokens=64)
+    text = plain.choices[0].message.content
+    drafted = ask(temperature=0, max_tokens=64, prediction={"type": "content", "content": text})
+    assert drafted.choices[0].message.content == text
+    details = drafted.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 10
+    wrong = ask(temperature=0, max_tokens=64, prediction={"type": "content", "content": "No. " * 9})
+    assert wrong.choices[0].message.content == text
+
+
+# -- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "words"),
+    [
+        ({"n": 99}, "n", "at most 16"),
+        ({"temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        ({"extra_body": {"top_k": 4}}, "top_k", "unspool.top_k"),
+        ({"extra_body": {"reasoning_effort": "low"}}, "reasoning_effort", "unsupported"),
+        ({"extra_body": {"functions": []}}, "functions", "unsupported"),
+        ({"extra_body": {"store": True}}, "store", ""),
+        ({"extra_body": {"unspool": {"stages": ["nonsense"]}}}, None, "unknown stage"),
+        ({"extra_body": {"unspool": {"guard": "nonsense"}}}, None, "no guard"),
+        ({"extra_body": {"unspool": {"speculate": "corpus:/etc/passwd"}}}, "unspool.speculate", ""),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"stop": [""]}, None, "empty stop string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "no content"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(ask, given, param, words):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(**given)
+    error = caught.value
+    assert words in error.message and error.type == "invalid_request_error"
+    if param is not None:
+        assert error.param == param
+
+
+def test_an_unknown_model_and_a_prompt_that_is_too_long(ask):
+    with pytest.raises(openai.NotFoundError, match="there is smollm"):
+        ask(model="gpt-4")
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(messages=[{"role": "user", "content": "word " * 9000}])
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="characters") as caught:
+        ask(messages=[{"role": "user", "content": "a" * 1_000_000}])
+    assert caught.value.code == "context_length_exceeded"

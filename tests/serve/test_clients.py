@@ -1,0 +1,308 @@
+"""Programs that people point at such a server, really used: `llm`, lm-eval, `openai` for Node.
+
+Open WebUI cannot be installed here; the requests it makes are made by hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import assets
+import httpx
+import numpy as np
+import pytest
+
+from unspool.lens.embedding import embedding
+
+HERE = Path(__file__).parent
+QUESTION = "Why do leaves change color in fall?"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def run(command: list[Any], given: str | None = None, **environment: str) -> str:
+    """What a program printed; all it said, where it failed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
+    done = subprocess.run(
+        [*map(str, command)],
+        input=given,
+        stdin=subprocess.DEVNULL if given is None else None,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean | environment,
+    )
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+# -- llm -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The command `llm`, told of the server as its manual says."""
+    program = Path(sysconfig.get_path("scripts")) / "llm"
+    if not program.exists():
+        pytest.skip("llm is not installed")
+    folder = tmp_path_factory.mktemp("llm")
+    usual = {"model_name": server.model, "api_base": f"{server.url}/v1"}
+    models = [
+        {"model_id": "unspool", **usual, "supports_schema": True, "supports_tools": True},
+        {"model_id": "unspool-raw", **usual, "completion": True},
+        {"model_id": "unspool-responses", **usual, "responses": True},
+    ]
+    # JSON is YAML.
+    (folder / "extra-openai-models.yaml").write_text(json.dumps(models), "utf-8")
+
+    def asked(*arguments: Any) -> str:
+        return run([program, *arguments], LLM_USER_PATH=str(folder)).removesuffix("\n")
+
+    return asked
+
+
+def test_llm_streams_and_goes_on(llm, lm):
+    options = ["-o", "temperature", 0, "-o", "max_tokens", 24]
+    first = lm.chat(QUESTION, temperature=0, max_tokens=24).text
+    assert llm("-m", "unspool", QUESTION, *options) == first
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And in spring?"},
+    ]
+    second = lm.chat(messages, temperature=0, max_tokens=24).text
+    assert llm("--continue", "And in spring?", *options) == second
+
+
+def test_llm_without_streaming_and_with_a_seed(llm, lm):
+    options = ["--no-stream", "-o", "temperature", 0.8, "-o", "seed", 7, "-o", "max_tokens", 24]
+    wanted = lm.chat(QUESTION, temperature=0.8, seed=7, max_tokens=24).text
+    assert llm("-m", "unspool", "--no-log", QUESTION, *options) == wanted
+
+
+def test_llm_with_a_schema(llm, lm):
+    options = ["--schema", json.dumps(PERSON), "-o", "temperature", 0, "-o", "max_tokens", 60]
+    text = llm("-m", "unspool", "--no-log", "Invent a person.", *options)
+    assert text == lm.chat("Invent a person.", json_schema=PERSON, temperature=0).text
+    assert {*json.loads(text)} == {"name", "age"}
+
+
+def test_llm_with_the_other_endpoints(llm, lm):
+    assert {"OpenAI Chat: unspool", "OpenAI Responses: unspool-responses"} <= {
+        *llm("models").splitlines()
+    }
+    raw = llm("-m", "unspool-raw", "--no-log", "The sky is", "-o", "temperature", 0,
+              "-o", "max_tokens", 8)  # fmt: skip
+    assert raw == lm.generate("The sky is", temperature=0, max_tokens=8).text
+    text = llm("-m", "unspool-responses", "--no-log", QUESTION, "-o", "temperature", 0,
+               "-o", "max_tokens", 16)  # fmt: skip
+    assert text == lm.chat(QUESTION, temperature=0, max_tokens=16).text
+
+
+# -- lm-eval ---------------------------------------------------------------------------------
+
+QUIZ = [
+    ("The capital of France is", ["Paris", "Berlin", "Madrid"], 0),
+    ("The opposite of hot is", ["tall", "cold", "quick"], 1),
+    ("A baby dog is called a", ["kitten", "calf", "puppy"], 2),
+    ("Water freezes and becomes", ["ice", "steam", "sand"], 0),
+    ("The color of fresh snow is", ["black", "white", "green"], 1),
+    ("The largest planet of the solar system is", ["Mars", "Venus", "Jupiter"], 2),
+    ("Two plus two makes", ["four", "nine", "eleven"], 0),
+    ("The author of Hamlet is", ["Goethe", "William Shakespeare", "Homer"], 1),
+    ("A spider has", ["two legs", "six legs", "eight legs"], 2),
+    ("Bees make", ["honey", "milk", "wool"], 0),
+    ("The sun rises in the", ["west", "east", "north"], 1),
+    ("Iron that lies in the rain begins to", ["sing", "melt", "rust"], 2),
+]
+
+
+@pytest.fixture(scope="module")
+def evaluated(server: Any, lm: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What lm-eval found through the server in tasks of its three kinds."""
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip("lm-eval is not installed")
+    folder = tmp_path_factory.mktemp("lm-eval")
+    tasks, rows, tokenizer = folder / "tasks", folder / "quiz.json", folder / "tokenizer"
+    tasks.mkdir()
+    lm.tokenizer.save(tokenizer)
+    lines = (json.dumps({"question": q, "choices": c, "answer": a}) for q, c, a in QUIZ)
+    rows.write_text("\n".join(lines), "utf-8")
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
+            "test_split": "test"}  # fmt: skip
+    text = {**data, "doc_to_text": "{{question}}", "doc_to_target": "{{choices[answer]}}"}
+    for task in (
+        {"task": "quiz", **text, "output_type": "multiple_choice", "doc_to_choice": "choices",
+         "doc_to_target": "answer", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+        {"task": "continue", **text, "output_type": "generate_until",
+         "generation_kwargs": {"until": ["."], "max_gen_toks": 8},
+         "metric_list": [{"metric": "exact_match"}]},
+        {"task": "surprise", **text, "output_type": "loglikelihood_rolling", "doc_to_text": "",
+         "doc_to_target": "{{question}} {{choices[answer]}}.",
+         "metric_list": [{"metric": "bits_per_byte"}]},
+    ):  # fmt: skip
+        (tasks / f"{task['task']}.yaml").write_text(json.dumps(task), "utf-8")
+    command = [sys.executable, HERE / "lm_eval_client.py", tasks, server.url, server.model]
+    told = run([*command, tokenizer], HF_HOME=str(folder / "hf"), HF_HUB_OFFLINE="1")
+    return json.loads(told.splitlines()[-1])
+
+
+def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
+    hits, normed_hits = 0, 0
+    samples = sorted(evaluated["samples"]["quiz"], key=lambda sample: sample["doc_id"])
+    for (question, choices, answer), sample in zip(QUIZ, samples, strict=True):
+        start = len(lm.tokenizer.encode(question))
+        scores = [lm.score(f"{question} {choice}", top=1).positions[start:] for choice in choices]
+        wanted = [sum(position.logprob for position in score) for score in scores]
+        greedy = [all(p.token == p.candidates[0].token for p in score) for score in scores]
+        told = [resp for ((resp, _),) in sample["resps"]]
+        assert told == pytest.approx(wanted, rel=0, abs=1e-9)
+        assert [is_greedy for ((_, is_greedy),) in sample["resps"]] == greedy
+        hits += int(np.argmax(wanted)) == answer
+        normed = [score / len(choice) for score, choice in zip(wanted, choices, strict=True)]
+        normed_hits += int(np.argmax(normed)) == answer
+    result = evaluated["results"]["quiz"]
+    assert result["acc,none"] == pytest.approx(hits / len(QUIZ))
+    assert result["acc_norm,none"] == pytest.approx(normed_hits / len(QUIZ))
+    assert hits > len(QUIZ) // 2  # by chance it would be a third
+
+
+def test_lm_eval_reads_texts_that_the_engine_writes(evaluated, lm):
+    for sample in evaluated["samples"]["continue"]:
+        question = sample["doc"]["question"]
+        wanted = lm.generate(question, temperature=0, max_tokens=8, stop=(".",)).text
+        assert sample["resps"] == [[wanted]]
+
+
+def test_lm_eval_measures_the_surprise_that_the_engine_measures(evaluated, lm):
+    total, size = 0.0, 0
+    for question, choices, answer in QUIZ:
+        text = f"{question} {choices[answer]}."
+        total += lm.score([lm.tokenizer.bos_id, *lm.tokenizer.encode(text)]).total
+        size += len(text.encode())
+    told = evaluated["results"]["surprise"]["bits_per_byte,none"]
+    assert told == pytest.approx(-total / size / np.log(2), rel=1e-12)
+
+
+# -- openai for Node -------------------------------------------------------------------------
+
+
+def node_openai() -> Path:
+    """The package, which needs no other."""
+
+    def fill(into: Path) -> None:
+        assets._npm_members("openai@6.49.0", into, r"(\.mjs|package\.json)$")
+
+    return assets._once("node-openai-6.49.0", fill) / "package"
+
+
+def test_openai_for_node(server, lm):
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    chat = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "seed": 7,
+        "max_tokens": 24,
+    }
+    given = {"model": server.model, "chat": chat, "schema": PERSON, "tool": WEATHER}
+    told = run(["node", HERE / "client.mjs", server.url, node_openai()], json.dumps(given))
+    found = json.loads(told)
+    text = lm.chat(QUESTION, seed=7, max_tokens=24).text
+    assert found["models"] == [server.model]
+    assert found["chat"] == found["stream"] == text and found["usage"] == 24
+    assert found["call"] == found["streamedCall"] and found["reason"] == "tool_calls"
+    assert found["call"]["name"] == "get_weather"
+    assert [*json.loads(found["call"]["arguments"])] == ["city"]
+    assert found["json"] == lm.chat(QUESTION, json_schema=PERSON, seed=7, max_tokens=100).text
+    for text, vector in zip(["Leaves fall.", "Snow falls."], found["embeddings"], strict=True):
+        np.testing.assert_allclose(vector, embedding(lm, lm.prompt_ids(text)), atol=1e-6)
+    assert found["response"] == lm.chat(QUESTION, temperature=0, max_tokens=12).text
+    assert (found["error"]["class"], found["error"]["status"]) == ("NotFoundError", 404)
+    assert f"there is {server.model}" in found["error"]["message"]
+
+
+# -- Open WebUI ------------------------------------------------------------------------------
+
+
+def test_what_open_webui_sends(server, lm):
+    """As `routers/openai.py` and `utils/payload.py` of Open WebUI build it."""
+    headers = {
+        "Authorization": "Bearer none",
+        "HTTP-Referer": "https://openwebui.com/",
+        "X-Title": "Open WebUI",
+    }
+    with httpx.Client(base_url=f"{server.url}/v1", headers=headers, timeout=60) as client:
+        listed = client.get("/models").json()["data"]
+        assert [(model["id"], model["object"]) for model in listed] == [(server.model, "model")]
+
+        messages = [
+            {"role": "system", "content": "You are brief."},
+            {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
+        ]
+        params = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["###"], "max_tokens": 24,
+                  "frequency_penalty": 0.0, "presence_penalty": 0.0}  # fmt: skip
+        body = {"stream": True, "model": server.model, "messages": messages, **params}
+        body["stream_options"] = {"include_usage": True}
+        reply = client.post("/chat/completions", json=body)
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        chunks = [json.loads(event) for event in events]
+        told = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
+        plain = [messages[0], {"role": "user", "content": QUESTION}]
+        wanted = lm.chat(plain, temperature=0.7, top_p=0.9, seed=7, stop=("###",), max_tokens=24)
+        assert told == wanted.text and chunks[-1]["usage"]["completion_tokens"] == 24
+
+        # A title for the chat; `metadata` stays in Open WebUI.
+        title = [{"role": "user", "content": f"### Task:\nTitle this chat.\nUSER: {QUESTION}"}]
+        body = {"model": server.model, "messages": title, "stream": False, "max_tokens": 30}
+        answer = client.post("/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"]
+
+        # Tools that it runs itself, and what it sends when one has answered.
+        call = {"index": 0, "id": "call_1", "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
+        ]
+        body = {"stream": True, "model": server.model, "messages": messages, "tools": [WEATHER],
+                "max_tokens": 8}  # fmt: skip
+        assert client.post("/chat/completions", json=body).status_code == 200
+
+        # Documents; and parameters of our own, which "Custom Parameters" of a model can hold.
+        body = {"input": ["Leaves fall.", "Snow falls."], "model": server.model}
+        assert len(client.post("/embeddings", json=body).json()["data"]) == 2
+        body = {"model": server.model, "messages": plain, "stream": False, "max_tokens": 4,
+                "unspool": {"min_p": 0.1}}  # fmt: skip
+        assert client.post("/chat/completions", json=body).status_code == 200

@@ -1,0 +1,219 @@
+"""Completions, embeddings and the endpoints about text, by the real client or plain HTTP."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+PROMPT = "The capital of Germany is"
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def http(server: Any) -> Any:
+    with httpx.Client(base_url=server.url, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def complete(client: openai.OpenAI) -> Any:
+    def completed(**given: Any) -> Any:
+        usual = {"model": "smollm", "prompt": PROMPT, "seed": 5, "max_tokens": 12}
+        return client.completions.create(**{**usual, **given})
+
+    return completed
+
+
+def test_a_text_is_continued(complete, lm):
+    answer = complete()
+    wanted = lm.generate(PROMPT, seed=5, max_tokens=12)
+    assert answer.choices[0].text == wanted.text and answer.object == "text_completion"
+    ids = lm.tokenizer.encode_prompt(PROMPT)
+    assert complete(prompt=ids).choices[0].text == wanted.text
+    chunks = list(complete(stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == wanted.text
+    assert chunks[-1].usage.completion_tokens == 12
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == "length"
+
+
+def test_sixteen_tokens_unless_said(client):
+    answer = client.completions.create(model="smollm", prompt=PROMPT, extra_body={"seed": 5})
+    assert answer.usage.completion_tokens == 16
+
+
+def test_several_prompts_and_choices(complete, lm):
+    prompts = [PROMPT, "Once upon a time", "Two and two make"]
+    answer = complete(prompt=prompts, n=2)
+    wanted = [
+        lm.generate(prompt, seed=5, sample=sample, max_tokens=12).text
+        for prompt in prompts
+        for sample in range(2)
+    ]
+    assert [choice.text for choice in answer.choices] == wanted
+    assert [choice.index for choice in answer.choices] == [*range(6)]
+    streamed = [""] * 6
+    for chunk in complete(prompt=prompts, n=2, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == wanted
+
+
+def test_the_best_of_several(complete, lm):
+    from unspool.decoding.samples import best_of
+
+    ranking = best_of(lm, PROMPT, 4, seed=5, max_tokens=12)
+    answer = complete(best_of=4, n=2)
+    assert [c.text for c in answer.choices] == [g.text for g in ranking.generations[:2]]
+    assert answer.usage.completion_tokens == 48
+
+
+def test_the_prompt_is_scored(complete, lm):
+    text = "The cat sat on the mat. ☂"
+    answer = complete(prompt=text, echo=True, logprobs=2, max_tokens=0).choices[0]
+    score = lm.score(text, top=2)
+    assert answer.text == text and answer.logprobs.token_logprobs == score.logprobs
+    assert answer.logprobs.tokens[-1].startswith("bytes:") or answer.logprobs.tokens[-1] == " ☂"
+    assert answer.logprobs.text_offset[:3] == [0, 3, 7]
+    more = complete(prompt=text, echo=True, logprobs=2, max_tokens=3, temperature=0).choices[0]
+    steps = lm.generate(text, temperature=0, max_tokens=3).steps
+    assert more.logprobs.token_logprobs == score.logprobs + [step.logprob for step in steps]
+    best = [max(top, key=top.get) for top in more.logprobs.top_logprobs[-3:]]
+    assert best == more.logprobs.tokens[-3:]
+    told = list(complete(prompt=text, echo=True, logprobs=2, max_tokens=3, temperature=0,
+                         stream=True))  # fmt: skip
+    found = [p for c in told if c.choices[0].logprobs for p in c.choices[0].logprobs.token_logprobs]
+    assert found == more.logprobs.token_logprobs
+
+
+def test_the_end_can_be_written_over(complete, lm):
+    end = next(iter(lm.end_ids))
+    bias = {str(end): 100}
+    assert complete(logit_bias=bias).choices[0].finish_reason == "stop"
+    on = complete(logit_bias=bias, extra_body={"unspool": {"end": False}})
+    assert on.usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_tokens": 0}, "echo"),
+        ({"best_of": 1, "n": 2}, "n cannot be larger"),
+        ({"best_of": 3, "stream": True}, "cannot be streamed"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99999999]}, "not in the vocabulary"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logprobs": 50}, "20"),
+        ({"prompt": ["a"] * 300}, "prompt"),
+    ],
+)
+def test_what_cannot_be_is_refused(complete, given, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        complete(**given)
+
+
+# -- embeddings ------------------------------------------------------------------------------
+
+
+def test_embeddings_are_the_mean_of_the_final_vectors(client, server, lm):
+    texts = ["The cat sat on the mat", "A cat sits on a mat", "Stock markets fell sharply"]
+    answer = client.embeddings.create(model="smollm", input=texts)  # base64 under the hood
+    one, near, far = (np.array(item.embedding) for item in answer.data)
+    assert abs(np.linalg.norm(one) - 1) < 1e-5 and len(one) == lm.config.width
+    assert one @ near > one @ far
+    from unspool.lens.look import look
+
+    ids = lm.tokenizer.encode_prompt(texts[0])
+    final = [lm.model.normed(look(lm, ids, i).residuals[-1][None])[0] for i in range(len(ids))]
+    mean = np.mean(final, axis=0)
+    assert np.allclose(one, mean / np.linalg.norm(mean), atol=1e-5)
+    assert answer.usage.prompt_tokens == sum(len(lm.tokenizer.encode(t)) for t in texts)
+    plain = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts[0]}).json()
+    assert np.allclose(plain["data"][0]["embedding"], one, atol=1e-7)
+    packed = httpx.post(
+        f"{server.url}/v1/embeddings", json={"input": ids, "encoding_format": "base64"}
+    ).json()
+    assert np.allclose(np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4"), one)
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model="smollm", input="x", dimensions=16)
+
+
+def test_a_long_text_is_embedded_in_pieces(client, lm):
+    from unspool.lens.embedding import embedding
+
+    text = "One word after another. " * 60
+    found = client.embeddings.create(model="smollm", input=text).data[0].embedding
+    assert np.allclose(found, embedding(lm, text), atol=1e-6)
+
+
+# -- text and tokens -------------------------------------------------------------------------
+
+
+def test_text_into_tokens_and_back(http, lm):
+    text = "Grüße, 世界 🙂"
+    found = http.post("/tokenize", json={"content": text, "with_pieces": True}).json()
+    assert found["tokens"] == lm.tokenizer.encode(text)
+    assert bytes(b for piece in found["pieces"] for b in piece["bytes"]).decode() == text
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"content": text}
+    spelled = {"content": "<|im_end|>"}
+    assert len(http.post("/tokenize", json=spelled).json()["tokens"]) > 1
+    read = http.post("/tokenize", json={**spelled, "parse_special": True}).json()["tokens"]
+    assert read == [lm.tokenizer.special_tokens["<|im_end|>"]]
+    assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+def test_a_template_is_applied(http, lm):
+    messages = [{"role": "user", "content": "Hi <|im_end|>"}]
+    found = http.post("/apply-template", json={"messages": messages}).json()
+    wanted = lm.chat_prompt(messages)
+    assert found["prompt"] == wanted.text and found["tokens"] == wanted.ids
+    end = lm.tokenizer.special_tokens["<|im_end|>"]
+    assert found["tokens"].count(end) == 2  # the template's own: what a user spells is text
+    assert found["spans"][0]["role"] == "user" and found["generation"]["end"] == len(wanted.ids)
+
+
+def test_a_text_is_judged(http, lm):
+    found = http.post("/score", json={"text": PROMPT, "top": 3}).json()
+    wanted = lm.score(PROMPT, top=3)
+    assert found["total"] == wanted.total and found["perplexity"] == wanted.perplexity
+    assert len(found["positions"][1]["candidates"]) == 3
+    assert http.post("/score", json={"text": "a"}).json()["perplexity"] is None
+    assert http.post("/score", json={}).status_code == 400
+
+
+def test_the_models(http, server):
+    (model,) = http.get("/v1/models").json()["data"]
+    assert model["id"] == "smollm" and model["unspool"]["loaded"]
+    assert http.get("/v1/models/smollm").json() == model
+    gone = http.get("/v1/models/other")
+    assert gone.status_code == 404 and gone.json()["error"]["code"] == "model_not_found"
+
+
+def test_health_and_metrics(http):
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/ready").json()["status"] == "ready"
+    http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
+    text = http.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['unspool_completion_tokens_total{model="smollm"}']) >= 4
+    assert float(values['unspool_pages{model="smollm",state="total"}']) > 0
+    assert float(values['unspool_requests_total{path="/v1/completions",status="200"}']) >= 1
+    assert float(values["unspool_texts_running"]) == 0
+    for name in ("time_to_first_token_seconds", "time_per_token_seconds"):
+        assert float(values[f'unspool_{name}_count{{model="smollm"}}']) >= 1
+
+
+def test_the_document_and_its_page(http):
+    document = http.get("/openapi.json").json()
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"):
+        assert path in document["paths"]
+    assert "swagger" in http.get("/docs").text.lower()
+    assert json.dumps(document).count("unspool")

@@ -1,0 +1,207 @@
+"""The guide to the server is true: its examples run, its tables name what there is."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ADDRESS, MODEL = "http://127.0.0.1:8000", "SmolLM2-135M-Instruct.Q4_1"
+BETWEEN = "%%% the next block %%%"
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(language, what stands in it) of each fenced block."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def written_in(language: str, text: str = GUIDE) -> list[str]:
+    return [block for name, block in blocks(text) if name == language]
+
+
+def here(block: str, server: Any) -> str:
+    """An example, asking the server of the tests."""
+    return block.replace(ADDRESS, server.url).replace(MODEL, server.model)
+
+
+def is_asking(block: str) -> bool:
+    return "curl " in block
+
+
+def answers(output: str) -> list[Any]:
+    """Those lines that are JSON; streams are not."""
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def shaped(shown: Any, real: Any, place: str = "the answer") -> None:
+    """What is shown is there, and of the same kind; the rest was left out. Numbers and words are
+    the model's, and may differ a little from one processor to another."""
+    if isinstance(shown, dict):
+        assert isinstance(real, dict), place
+        for key, value in shown.items():
+            assert key in real, f"{place} has no {key!r}"
+            shaped(value, real[key], f"{place}.{key}")
+    elif isinstance(shown, list):
+        assert isinstance(real, list) and len(real) >= len(shown), place
+        for number, value in enumerate(shown):
+            shaped(value, real[number], f"{place}[{number}]")
+    elif isinstance(shown, (int, float)) and not isinstance(shown, bool):
+        assert isinstance(real, (int, float)), place
+    else:
+        assert type(shown) is type(real), place
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("page", ["docs/serving.md", "README.md"])
+def test_curl(page: str, server: Any):
+    """One shell for the whole page, as its reader has; every answer is what stands below it."""
+    if shutil.which("curl") is None or shutil.which("bash") is None:
+        pytest.skip("needs curl and bash")
+    every = blocks((ROOT / page).read_text(encoding="utf-8"))
+    asking = [n for n, (name, block) in enumerate(every) if name == "sh" and is_asking(block)]
+    assert asking
+    script = ["set -eo pipefail", 'curl() { command curl -sS --max-time 30 "$@"; echo; }']
+    for n in asking:
+        script += [here(every[n][1], server), f"echo '{BETWEEN}'"]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and not done.stderr, done.stdout[-2000:] + done.stderr
+    outputs = done.stdout.split(BETWEEN)
+    for n, output in zip(asking, outputs, strict=False):
+        found = answers(output)
+        shown = every[n + 1] if n + 1 < len(every) else ("", "")
+        wanted = json.loads(shown[1]) if shown[0] == "json" else None
+        if wanted is not None and "error" in wanted:
+            assert found == [wanted]
+            continue
+        assert not [answer for answer in found if answer.get("error")], output
+        if wanted is not None:
+            shaped(wanted, found[-1])
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("text", [GUIDE, README], ids=["guide", "readme"])
+def test_python(text: str, server: Any, capsys: pytest.CaptureFixture[str]):
+    found = [
+        block for block in written_in("python", text) if ADDRESS in block or "client." in block
+    ]
+    names: dict[str, Any] = {}
+    for block in found:
+        if "langchain" not in block:
+            exec(compile(here(block, server), "an example", "exec"), names)
+    assert names["client"] and len(capsys.readouterr().out) > 20
+
+
+@pytest.mark.real
+def test_langchain(server: Any, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("langchain_openai")
+    (block,) = [block for block in written_in("python") if "langchain" in block]
+    exec(compile(here(block, server), "an example", "exec"), {})
+    assert capsys.readouterr().out.rstrip().endswith("576")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", range(len(written_in("js"))))
+def test_javascript(number: int, server: Any, tmp_path: Path):
+    """What needs no package is run; what does is read."""
+    if shutil.which("node") is None:
+        pytest.skip("needs node")
+    block = written_in("js")[number]
+    file = tmp_path / "example.mjs"
+    file.write_text(here(block, server))
+    command = ["node", "--check", str(file)] if "import " in block else ["node", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    if "import " not in block:
+        assert len(done.stdout) > 40
+
+
+def test_other_languages():
+    assert all(isinstance(json.loads(block), dict) for block in written_in("json"))
+    for block in written_in("ini"):
+        unit = configparser.ConfigParser(strict=False, interpolation=None)
+        unit.read_string(block)
+        assert "serve" in unit["Service"]["ExecStart"]
+    yaml = pytest.importorskip("yaml")
+    assert all(yaml.safe_load(block) for block in written_in("yaml"))
+
+
+# -- tables ----------------------------------------------------------------------------------
+
+
+def rows(head: str) -> list[str]:
+    """The first cells of the table that begins so."""
+    table = GUIDE.split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [line.split("|")[1] for line in table]
+
+
+def test_every_option_is_in_the_table():
+    import typer.main
+
+    from unspool.cli.main import app
+
+    root: Any = typer.main.get_command(app)
+    known = {name for option in root.commands["serve"].params for name in option.opts}
+    told = set(re.findall(r"--[a-z-]+", " ".join(rows("| option |"))))
+    assert told == {name for name in known if name.startswith("--")} - {"--help"}
+    assert set(re.findall(r"(?<![\w-])--(?:max|api|model|log|unload)-[a-z]+", GUIDE)) <= told
+
+
+@pytest.mark.real
+def test_every_endpoint_is_in_the_table(server: Any):
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    told = re.findall(r"`(/[^`]+)`", " ".join(rows("| endpoint |")))
+    for path in told:
+        assert path in document["paths"] or httpx.get(server.url + path).status_code == 200, path
+    for path in document["paths"]:
+        assert any(path == known or path.startswith(known + "/") for known in told), path
+
+
+@pytest.mark.real
+def test_every_metric_is_named(server: Any):
+    text = httpx.get(f"{server.url}/metrics").text
+    there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
+    told = set(re.findall(r"`(unspool_[a-z_]+)`", GUIDE))
+    assert told == {name for name in there if not name.endswith("_created")}
+
+
+# -- the page at /docs -----------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_the_page_asks_nobody_else(server: Any):
+    answer = httpx.get(f"{server.url}/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.findall(r"(?:src|href)=\"?(?:https?:)?//", answer.text)
+    assert len(answer.content) < 15_000
+    assert httpx.get(f"{server.url}/redoc").status_code == 404
+
+
+@pytest.mark.real
+def test_the_examples_of_the_page_work(server: Any):
+    page = httpx.get(f"{server.url}/docs").text
+    examples = json.loads(re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)[1])
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    branch = httpx.post(f"{server.url}/v1/tree", json=examples["/v1/tree"]).json()["id"]
+    methods = [(path, method) for path, found in document["paths"].items() for method in found
+               if "requestBody" in found[method]]  # fmt: skip
+    assert {path for path, _ in methods} == examples.keys()
+    methods.sort(key=lambda each: "resume" not in each[0])  # others need steps
+    for path, method in methods:
+        url = server.url + path.replace("{identity}", branch)
+        answer = httpx.request(method, url, json=examples[path], timeout=60)
+        assert answer.status_code == 200, answer.text
+    httpx.delete(f"{server.url}/v1/tree/{branch}")

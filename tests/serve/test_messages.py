@@ -1,0 +1,165 @@
+"""`/v1/messages`, as the `anthropic` client uses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import pytest
+from pydantic import BaseModel
+
+SEED = {"unspool": {"seed": 7}}
+HELLO = [{"role": "user", "content": "Say hi."}]
+WEATHER = {
+    "name": "weather",
+    "description": "The weather of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+    },
+}
+
+
+class Person(BaseModel):
+    age: int
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def ask(client: anthropic.Anthropic, **given: Any) -> Any:
+    usual = {"model": "smollm", "messages": HELLO, "max_tokens": 8, "extra_body": SEED}
+    return client.messages.create(**{**usual, **given})
+
+
+def test_a_stream_tells_the_same_as_the_whole(client: anthropic.Anthropic) -> None:
+    given = {
+        "system": [
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "Be kind."},
+        ],
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "disabled"},
+    }
+    whole = ask(client, **given)
+    (block,) = whole.content
+    assert block.text and whole.stop_reason == "max_tokens" and whole.stop_sequence is None
+    assert whole.usage.output_tokens == 8
+    assert whole.to_dict()["unspool"]["choices"][0]["seed"] == 7
+    events = list(ask(client, stream=True, **given))
+    deltas = [event for event in events if event.type == "content_block_delta"]
+    assert [event.type for event in events] == [
+        "message_start",
+        "content_block_start",
+        *(event.type for event in deltas),
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert "".join(event.delta.text for event in deltas) == block.text
+    start, end = events[0].message, events[-2]
+    assert start.content == [] and start.stop_reason is None
+    used, again = start.usage, end.usage
+    assert used.cache_read_input_tokens > 0 and used.cache_creation_input_tokens == 0
+    assert again.input_tokens == used.input_tokens and again.output_tokens == 8
+    assert end.delta.stop_reason == "max_tokens"
+    total = used.input_tokens + used.cache_read_input_tokens
+    counted = client.messages.count_tokens(model="smollm", messages=HELLO, system=given["system"])
+    assert counted.input_tokens == total
+    with client.messages.stream(
+        model="smollm", messages=HELLO, max_tokens=8, system=given["system"], extra_body=SEED
+    ) as stream:
+        assert "".join(stream.text_stream) == block.text
+        assert stream.get_final_message().usage.output_tokens == 8
+
+
+def test_stop_sequences_and_a_beginning_to_go_on_with(client: anthropic.Anthropic) -> None:
+    begun = [
+        {"role": "user", "content": "Count to nine."},
+        {"role": "assistant", "content": "1, 2,"},
+    ]
+    found = ask(
+        client,
+        messages=begun,
+        stop_sequences=["5", "6"],
+        max_tokens=30,
+        extra_body={"temperature": 0, "top_k": 1, "top_p": 0.9},
+    )
+    assert found.content[0].text.startswith(" 3, 4")
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "5")
+    halves = [{"role": "user", "content": "Count"}, {"role": "user", "content": "to nine."}]
+    assert ask(client, messages=halves).usage.output_tokens == 8
+
+
+def test_a_tool_is_used_and_its_result_read(client: anthropic.Anthropic) -> None:
+    asked = {"role": "user", "content": "Weather in Ulm?"}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    given = {"messages": [asked], "tools": [WEATHER], "tool_choice": choice, "max_tokens": 80}
+    whole = ask(client, **given)
+    (use,) = whole.content
+    assert use.type == "tool_use" and use.name == "weather" and {*use.input} == {"city"}
+    assert whole.stop_reason == "tool_use"
+    with client.messages.stream(model="smollm", extra_body=SEED, **given) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert kinds.count("input_json") > 1
+    assert final.content[0].input == use.input and final.stop_reason == "tool_use"
+    named = {"tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 24}
+    cut = ask(client, **given | named)
+    assert cut.content[0].name == "weather" and cut.stop_reason == "max_tokens"
+    result = {"type": "tool_result", "tool_use_id": use.id, "is_error": True,
+              "content": [{"type": "text", "text": "no such city"}]}  # fmt: skip
+    turns = [asked, {"role": "assistant", "content": whole.content},
+             {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]}]  # fmt: skip
+    assert ask(client, messages=turns, tools=[WEATHER]).content[0].type == "text"
+    with pytest.raises(anthropic.BadRequestError, match="no message before it makes"):
+        ask(client, messages=[asked, turns[2]])
+
+
+def test_structured_output(client: anthropic.Anthropic) -> None:
+    found = client.messages.parse(
+        model="smollm", messages=HELLO, max_tokens=60, output_format=Person, extra_body=SEED
+    )
+    assert isinstance(found.parsed_output, Person)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "type 'document'"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"stop_sequences": ["x"] * 17}, "stop"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, "context"),
+        ({"seed": 3}, "parameter 'seed'"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(
+    client: anthropic.Anthropic, given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=named) as caught:
+        ask(client, extra_body=SEED | given)
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_an_error_on_the_way_is_an_event(
+    client: anthropic.Anthropic, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.house, "settings", replace(server.house.settings, deadline=0.5))
+    endless = {"max_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
+    with pytest.raises(anthropic.APIStatusError, match="time was up"):
+        list(ask(client, stream=True, **endless))
+
+
+def test_a_model_that_is_not_there(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="no model"):
+        ask(client, model="claude-9")

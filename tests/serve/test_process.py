@@ -1,0 +1,198 @@
+"""`unspool serve` as a process of its own: starting, stopping, dying, and what it logs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from unspool.cli import serve as command
+from unspool.errors import SettingsError
+from unspool.serve.settings import ServeSettings
+
+SECRET = "a sentence that must not be logged"
+
+
+class Process:
+    """A server, and what it has written to stderr."""
+
+    def __init__(self, *options: str) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "unspool", "serve", "--port", "0", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.lines.append(line)
+
+    @property
+    def url(self) -> str:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and self.popen.poll() is None:
+            for line in self.lines:
+                if '"started"' in line:
+                    return str(json.loads(line)["address"])
+            time.sleep(0.02)
+        raise AssertionError(f"the server did not start: {self.lines}")
+
+    def stop(self, sig: int, seconds: float = 30) -> int:
+        self.popen.send_signal(sig)
+        code = self.popen.wait(seconds)
+        self.reader.join(5)
+        return code
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Process]:
+    process = Process(*options)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.popen.kill()
+        process.popen.wait(10)
+
+
+def completed(url: str, **given: Any) -> str:
+    body = {"prompt": SECRET, "max_tokens": 8, "seed": 3, **given}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_two_servers_one_killed_and_one_asked_to_stop():
+    with serving() as one, serving("--drain", "20") as two:
+        text = completed(one.url)
+        assert completed(two.url) == text
+        one.stop(signal.SIGKILL)
+        with serving("--log-prompts") as again:  # nothing to repair
+            assert completed(again.url) == text
+            assert again.stop(signal.SIGINT) == 0
+        assert any(SECRET in line for line in again.lines)
+
+        # What runs is finished; who comes later is turned away.
+        lines: list[str] = []
+        begun = threading.Event()
+
+        def listen() -> None:
+            body = {"prompt": SECRET, "max_tokens": 150, "stream": True, "unspool": {"end": False}}
+            with httpx.stream("POST", f"{two.url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        assert begun.wait(30)
+        code: list[int] = []
+        stopping = threading.Thread(target=lambda: code.append(two.stop(signal.SIGTERM)))
+        stopping.start()
+        until = time.monotonic() + 10
+        while time.monotonic() < until and not any('"stopping"' in line for line in two.lines):
+            time.sleep(0.01)
+        with pytest.raises((httpx.ConnectError, httpx.RemoteProtocolError, AssertionError)):
+            time.sleep(0.3)
+            completed(two.url)
+        listener.join(60)
+        stopping.join(60)
+        assert code == [0]
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert [chunk for chunk in chunks if chunk["choices"]][-1]["choices"][0]["finish_reason"]
+        assert "data: [DONE]" in lines
+
+    told = [json.loads(line) for line in two.lines]
+    assert told[0]["event"] == "started" and told[-1]["event"] == "stopped"
+    requests = [line for line in told if line["event"] == "request"]
+    assert {line["status"] for line in requests} == {200}
+    assert requests[-1]["completion_tokens"] == 150 and requests[-1]["model"]
+    assert not any(SECRET in line for line in two.lines)
+
+
+def test_what_takes_too_long_is_cut_off_and_the_end_is_still_a_good_one():
+    with serving("--drain", "1") as server:
+        body = {"prompt": SECRET, "max_tokens": 4000, "stream": True, "unspool": {"end": False}}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            server.popen.terminate()
+            with suppress(httpx.RemoteProtocolError):
+                assert "data: [DONE]" not in list(lines)
+        assert server.popen.wait(30) == 0 and time.monotonic() - began < 15
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any):
+    from unspool.cli.main import main
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        empty = tmp_path / "keys.txt"
+        empty.write_text("\n# nothing\n")
+        for arguments, words in (
+            (["--port", port], "choose another with --port"),
+            (["--port", "70000"], "port is 70000"),
+            (["--api-key", "short"], "at least 8"),
+            (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
+            (["--api-key-file", str(empty)], "holds no key"),
+            (["--log-level", "loud"], "loud"),
+            (["--max-running", "0"], "at least 1"),
+            (["--model", str(tmp_path / "no.gguf")], "no.gguf"),
+            (["--model", "a=x", "--deadline", "-1"], ""),
+        ):
+            with pytest.raises(SystemExit) as caught:
+                main(["serve", *arguments])
+            told = capsys.readouterr().err
+            assert caught.value.code == 2 and words in told and told.count("\n") == 1
+
+
+def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.MonkeyPatch):
+    from unspool.serve import server
+
+    said: list[str] = []
+    monkeypatch.setattr(server, "listening", lambda settings: None)
+    monkeypatch.setattr(server, "run", lambda *given, **named: None)
+    monkeypatch.setattr(command.o, "say", said.append)
+    from unspool.cli.main import main
+
+    for options, warned in (
+        ([], False),
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--api-key", "long-enough-key"], False),
+        (["--host", "::1"], False),
+    ):
+        said.clear()
+        with pytest.raises(SystemExit) as caught:
+            main(["serve", *options])
+        assert caught.value.code == 0
+        assert any("anyone who can reach" in line for line in said) == warned
+
+
+def test_settings_that_cannot_be():
+    for bad in (
+        {"drain": 0},
+        {"most_queued": -1},
+        {"most_tokens": 0},
+        {"api_keys": ("a b c d e f",)},
+    ):
+        with pytest.raises(SettingsError):
+            ServeSettings(**bad)
+    assert ServeSettings(host="localhost").is_local and ServeSettings(host="::1").is_local
+    assert not ServeSettings(host="192.168.0.7").is_local

@@ -1,0 +1,261 @@
+"""`/v1/responses`, as the `openai` client uses it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from unspool.engine.steps import Step
+from unspool.serve.blocks import Blocks, Change, Closed
+from unspool.serve.kept import KeptResponses
+from unspool.text.tool_calls import ToolCallReader
+from unspool.text.tool_formats import ToolFormat
+
+SEED = {"unspool": {"seed": 7}}
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+class Person(BaseModel):
+    age: int
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, **given: Any) -> Any:
+    usual = {"model": "smollm", "input": "Say hi.", "max_output_tokens": 8, "extra_body": SEED}
+    return client.responses.create(**{**usual, **given})
+
+
+def test_a_stream_tells_the_same_as_the_whole(client: openai.OpenAI) -> None:
+    given = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "metadata": {"a": "b"},
+             "truncation": "disabled", "service_tier": "auto", "user": "u"}  # fmt: skip
+    whole = ask(client, instructions="Be brief.", **given)
+    assert whole.output_text and whole.status == "incomplete" and whole.metadata == {"a": "b"}
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage.output_tokens == 8
+    assert whole.usage.total_tokens == whole.usage.input_tokens + 8
+    assert whole.to_dict()["unspool"]["choices"][0]["seed"] == 7
+    events = list(ask(client, instructions="Be brief.", stream=True, **given))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *(event.type for event in deltas),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert "".join(event.delta for event in deltas) == whole.output_text
+    done, last = events[-4], events[-1].response
+    assert done.text == last.output_text == whole.output_text
+    assert last.usage.input_tokens_details.cached_tokens > 0
+    told = [token.to_dict() for token in whole.output[0].content[0].logprobs]
+    assert len(told) == 8 and all(len(token["top_logprobs"]) == 2 for token in told)
+    assert [token.to_dict() for token in done.logprobs] == told
+    assert sum(len(event.logprobs) for event in deltas) <= 8
+
+
+def test_a_function_is_called_and_its_result_read(client: openai.OpenAI) -> None:
+    tools = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "Weather in Ulm?"}]}
+    given = {"input": [asked], "max_output_tokens": 80, **tools}
+    whole = ask(client, **given)
+    assert whole.status == "completed"
+    (call,) = whole.output
+    assert call.type == "function_call" and call.name == "weather"
+    assert {*json.loads(call.arguments)} == {"city"}
+    events = list(ask(client, stream=True, **given))
+    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1 and "".join(deltas) == call.arguments
+    assert [e.type for e in events if "delta" not in e.type] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    by_hand = ask(client, input=[asked, call, result], tools=[WEATHER])
+    kept = ask(client, input=[result], previous_response_id=whole.id, tools=[WEATHER])
+    assert by_hand.output_text == kept.output_text
+    assert by_hand.usage.input_tokens == kept.usage.input_tokens
+    named = {"tool_choice": {"type": "function", "name": "weather"}}
+    assert ask(client, **given | named).output[0].arguments == call.arguments
+    with pytest.raises(openai.BadRequestError, match="has no result"):
+        ask(client, input=[asked, call])
+
+
+def test_structured_output_and_the_stream_helper(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "smollm", "input": "How old are you?", "extra_body": SEED}
+    parsed = client.responses.parse(**given, text_format=Person)
+    assert isinstance(parsed.output_parsed, Person)
+    assert parsed.to_dict()["text"]["format"]["schema"]["required"] == ["age"]
+    with client.responses.stream(**given, text_format=Person) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert "response.output_text.done" in kinds and final.output_parsed == parsed.output_parsed
+    again = client.responses.parse(**given | {"input": [*parsed.output, {"role": "user",
+        "content": "Again."}]}, text_format=Person)  # fmt: skip
+    assert isinstance(again.output_parsed, Person)
+    free = ask(client, text={"format": {"type": "json_object"}}, max_output_tokens=60)
+    assert free.output_text.lstrip().startswith("{")
+
+
+def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(client: openai.OpenAI) -> None:
+    first = ask(client, input="My name is Ada.", max_output_tokens=4)
+    second = ask(client, input="And yours?", previous_response_id=first.id, store=False)
+    history = [
+        {"role": "user", "content": "My name is Ada."},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And yours?"},
+    ]
+    assert second.output_text == ask(client, input=history).output_text
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    items = list(client.responses.input_items.list(first.id, order="asc"))
+    assert items[0].content[0].text == "My name is Ada."
+    third = ask(client, input="Bye.", previous_response_id=first.id)
+    pages = list(client.responses.input_items.list(third.id, limit=2))
+    assert [item.role for item in pages] == ["user", "assistant", "user"]
+    client.responses.delete(first.id)
+    for gone in (first.id, second.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            client.responses.retrieve(gone)
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(client, previous_response_id=first.id)
+    assert caught.value.code == "previous_response_not_found"
+
+
+def test_the_oldest_responses_go_first() -> None:
+    kept = KeptResponses(most=2, room=1000)
+    for name in "abc":
+        kept.keep({"id": name, "output": []}, [{"type": "message", "id": name}])
+    assert len(kept) == 2 and kept.given("c")[0]["id"] == "c"
+    with pytest.raises(Exception, match="not found"):
+        kept.response("a")
+    kept.keep({"id": "large", "output": [{"text": "x" * 960}]}, [])
+    assert len(kept) == 1
+    kept.forget("large")
+    assert len(kept) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search'"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice of type 'mcp'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
+        (
+            {"input": [{"type": "reasoning", "id": "rs", "summary": []}]},
+            "input of type 'reasoning'",
+        ),
+        ({"input": [{"role": "user", "content": "hi", "what": 1}]}, "input.0.what"),
+        ({"include": ["file_search_call.results"]}, "include of 'file_search_call.results'"),
+        ({"text": {"verbosity": "low"}}, "verbosity"),
+        ({"top_logprobs": 3}, "top_logprobs needs include"),
+        ({"input": "word " * 9000}, "context"),
+        ({"unspool": {"seed": 1, "regex": "a", "choice": ["b"]}}, "only one"),
+        ({"nonsense": 1}, "parameter 'nonsense'"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(
+    client: openai.OpenAI, given: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=named) as caught:
+        ask(client, extra_body=SEED | given)
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_an_error_on_the_way_is_an_event(
+    client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.house, "settings", replace(server.house.settings, deadline=0.5))
+    endless = {"max_output_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
+    last = list(ask(client, stream=True, **endless))[-1]
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert "time was up" in last.response.error.message
+    assert all(item.status == "incomplete" for item in last.response.output)
+
+
+def test_words_that_a_guard_takes_back_are_never_sent(client: openai.OpenAI) -> None:
+    given = {"input": "Name three colors.", "temperature": 0, "max_output_tokens": 24}
+    assert "Green" in ask(client, **given).output_text
+    given["extra_body"] = {"unspool": {"guard": ["ban=Green"]}}
+    whole = ask(client, **given).output_text
+    events = ask(client, stream=True, **given)
+    sent = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(sent) == whole and "Green" not in whole
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+def test_words_and_calls_are_blocks(one_call: bool) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    text = f"Sure. {call}{call}"
+    blocks = Blocks(ToolCallReader(ToolFormat("hermes")), one_call=one_call)
+    changes: list[Change] = []
+    for place, character in enumerate(text):
+        end = "stop" if place == len(text) - 1 else None
+        changes += blocks.take(step_of(character, place, end))
+    found = [(block.name, block.text, block.is_complete) for block in blocks.all]
+    calls = [("f", '{"x": 1}', True)] * (1 if one_call else 2)
+    assert found == [(None, "Sure. ", True), *calls]
+    assert sum(isinstance(change, Closed) for change in changes) == len(found)
+
+
+def step_of(text: str, place: int, finish_reason: str | None) -> Step:
+    return Step(
+        token=10**6,  # no control token
+        bytes=text.encode(),
+        text=text,
+        logprob=-1.0,
+        rank=0,
+        entropy=0.0,
+        probability=1.0,
+        position=place,
+        draw=None,
+        finish_reason=finish_reason,
+    )
+
+
+def test_numbers_beyond_all_bounds_are_refused(server: Any) -> None:
+    tools = '[{"type": "function", "name": "f", "parameters": {"maximum": 1e999}}]'
+    body = f'{{"input": "Hi", "tools": {tools}}}'
+    head = {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/responses", content=body, headers=head)
+    assert answer.status_code == 400 and "too large a number" in answer.text
+
+
+def test_a_model_that_is_not_there(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(client, model="gpt-9")
+    assert caught.value.code == "model_not_found"

@@ -1,0 +1,240 @@
+"""`/v1/tree`: every verb over HTTP, beside the same verbs in process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tree_client import PROMPT, SAMPLING, Tree, read, tokens
+
+from unspool.serve import branches as kept
+from unspool.serve.branches import Branches, TreeBranch
+from unspool.serve.faults import ApiError
+
+
+@pytest.fixture(scope="module")
+def tree(server: Any) -> Iterator[Tree]:
+    found = Tree(server.url)
+    yield found
+    found.http.close()
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+
+def test_the_tree_writes_what_the_library_writes(tree: Tree, lm: Any):
+    alone = lm.generate(PROMPT, max_tokens=24, **SAMPLING)
+    branch = tree.new(max_tokens=10, name="storm")
+    assert branch["steps"] == [] and branch["finish_reason"] is None and branch["name"] == "storm"
+    assert [t["id"] for t in branch["prompt"]["tokens"]] == list(alone.prompt)
+    tree.do("resume", branch)
+    with tree.live(branch, max_tokens=14) as answer:
+        seen = list(read(answer))
+    assert [name for name, *_ in seen] == ["branch", *["step"] * 14, "done"]
+    assert [data["index"] for name, data, _ in seen if name == "step"] == list(range(10, 24))
+    whole = tree.get(branch)
+    assert whole["text"] == alone.text and tokens(whole) == alone.tokens
+    assert whole["finish_reason"] == "length" and whole["logprob"] == pytest.approx(alone.logprob)
+    assert whole["last"]["reused_tokens"] == whole["last"]["tokens_before"] - 1
+    step, own = whole["steps"][3], alone.steps[3].to_dict()
+    assert {name: step[name] for name in own if name not in ("seconds", "stages", "draw")} == {
+        name: value for name, value in own.items() if name not in ("seconds", "stages", "draw")
+    } | {"candidates": [dict(c) for c in own["candidates"]]}
+    assert step["draw"] == own["draw"]
+    assert [s["name"] for s in step["stages"]] == [s["name"] for s in own["stages"]]
+    assert tree.get(branch, steps=False).get("steps") is None
+    assert tokens(tree.get(branch, since=20)) == alone.tokens[20:]
+
+
+def test_the_tree_writes_what_chat_writes(tree: Tree, lm: Any, server: Any):
+    messages = [{"role": "user", "content": "Name a colour."}]
+    wanted = {"messages": messages, "seed": 5, "temperature": 0.7, "max_tokens": 12}
+    told = httpx.post(f"{server.url}/v1/chat/completions", json=wanted, timeout=60).json()
+    branch = tree.do("resume", tree.ask("POST", "", json=wanted))
+    assert branch["text"] == told["choices"][0]["message"]["content"]
+    assert branch["text"] == lm.chat(messages, seed=5, temperature=0.7, max_tokens=12).text
+    prompt = branch["prompt"]
+    written = [token["text"] for token in prompt["tokens"] if not token["added"]]
+    assert "".join(written) == "Name a colour." and prompt["messages"] == messages
+    assert [span["role"] for span in prompt["spans"]] == ["user", "assistant"]
+
+
+def test_several_at_once_share_a_seed(tree: Tree, lm: Any):
+    branch = tree.do("resume", tree.new(max_tokens=4))
+    found = tree.do("resume", branch, n=3, max_tokens=8)
+    start = lm.generate(PROMPT, max_tokens=4, **SAMPLING)
+    for number, each in enumerate(found):
+        assert each["parent"] == branch["id"] and each["forked_at"] == 4
+        assert each["text"] == start.resume(max_tokens=12, sample=number).text
+    assert len(tree.get(branch)["steps"]) == 4
+    with tree.live(branch, n=2, max_tokens=3) as answer:
+        seen = list(read(answer))
+    done = {data["branch"]: data["data"] for name, data, _ in seen if name == "done"}
+    assert sorted(each["text"] for each in done.values()) == sorted(
+        start.resume(max_tokens=7, sample=number).text for number in range(2)
+    )
+    tree.do("resume", branch, 400, n=1000)
+
+
+# -- taking back, choosing, forking ----------------------------------------------------------
+
+
+def test_rewind_choose_and_append_reuse_what_stays(tree: Tree, lm: Any):
+    branch = tree.do("resume", tree.new(max_tokens=12))
+    alone = lm.generate(PROMPT, max_tokens=12, **SAMPLING)
+    other = tree.do("choose", branch, at=5, text=" Bonn 🙂", name="detour")
+    assert (
+        other["parent"] == branch["id"] and other["forked_at"] == 5 and other["id"] != branch["id"]
+    )
+    assert other["steps"][5]["chosen"] and other["steps"][5]["rank"] > 0
+    assert other["text"] == alone.rewind(5).text + " Bonn 🙂"
+    length = len(other["steps"])
+    gone_on = tree.do("resume", other, max_tokens=6)
+    same = alone.rewind(5).choose(" Bonn 🙂").resume(max_tokens=length + 6)
+    assert gone_on["text"] == same.text
+    assert gone_on["last"]["reused_tokens"] == len(alone.prompt) + length - 1
+    assert tokens(tree.get(branch)) == alone.tokens  # nothing was lost
+    # In place, by id; then words and ids at the end.
+    second = alone.steps[2].candidates[1].token
+    tree.do("choose", branch, at=2, token=second, fork=False)
+    tree.do("append", branch, text=" very")
+    found = tree.do("append", branch, tokens=[10, 11])
+    assert tokens(found) == [*alone.tokens[:2], second, *lm.tokenizer.encode(" very"), 10, 11]
+    assert found["finish_reason"] is None and all(s["logprob"] < 0 for s in found["steps"])
+    back = tree.do("rewind", branch, to=-3)
+    assert len(back["steps"]) == len(found["steps"]) - 3
+    tree.do("rewind", branch, to=0)
+    again = tree.do("resume", branch, max_tokens=12)
+    assert again["text"] == alone.text  # as if nothing had happened
+    assert again["last"]["reused_tokens"] >= len(alone.prompt) - 1
+
+
+def test_forks_are_independent(tree: Tree):
+    branch = tree.do("resume", tree.new(max_tokens=6))
+    one, two = tree.do("fork", branch, at=3, name="one"), tree.do("fork", branch)
+    assert tokens(one) == tokens(branch)[:3] and tokens(two) == tokens(branch)
+    tree.do("rewind", branch, to=1)
+    tree.do("resume", one, max_tokens=2, temperature=0, seed=None)
+    assert tokens(tree.get(two)) == tokens(branch)
+    settings = tree.get(one)["settings"]
+    assert settings["temperature"] == 0 and settings["seed"] != 11
+    assert tree.get(two)["settings"]["temperature"] == 0.9
+    inner = tree.do("fork", one, at=2)
+    listed = tree.ask("GET", "")["data"]
+    assert [entry["id"] for entry in listed[:3]] == [inner["id"], two["id"], one["id"]]
+    tree.ask("DELETE", f"/{one['id']}")
+    found = tree.get(inner)
+    assert found["parent"] == branch["id"] and found["forked_at"] == 2
+    assert tree.ask("PATCH", f"/{inner['id']}", json={"name": "left"})["name"] == "left"
+    tree.get(one, 404)
+    tree.ask("DELETE", f"/{one['id']}", 404)
+
+
+def test_settings_change_while_going_on(tree: Tree):
+    branch = tree.do("resume", tree.new(max_tokens=3, mirostat_tau=3.0, top_p=None))
+    found = tree.do("resume", branch, temperature=0.5, top=2, trace=False)
+    assert len(found["steps"][-1]["candidates"]) == 2 and found["steps"][-1]["stages"] == []
+    tree.do("rewind", branch, to=0)
+    digits = tree.do("resume", branch, regex=r" \d\d\d", mirostat_tau=None, max_tokens=8)
+    assert digits["text"].strip().isdigit() and digits["finish_reason"] == "stop"
+    assert digits["settings"]["regex"] == r" \d\d\d"
+    tree.do("append", branch, text=" words")
+    assert "grammar" in tree.do("resume", branch, 400)["error"]["message"]
+    assert not tree.get(branch)["writing"]
+    tree.do("resume", branch, regex=None, max_tokens=1)
+
+
+def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree):
+    branch = tree.do("resume", tree.new(temperature=0, max_tokens=30, stop=[" the"]))
+    assert branch["finish_reason"] == "stop" and branch["last"]["stopped_by"] == " the"
+    assert tree.do("resume", branch, 400)["error"]["code"] == "text_ended"
+    with tree.live(branch, stop=[], max_tokens=2) as answer:
+        seen = [(name, data) for name, data, _ in read(answer)]
+    # What the stop string had hidden is told again.
+    assert "rewind" in [name for name, _ in seen]
+    shown = branch["text"]
+    steps: list[str] = [step["text"] for step in branch["steps"]]
+    for name, data in seen:
+        if name == "rewind":
+            del steps[data["to"] :]
+        elif name == "step":
+            steps.append(data["text"])
+    assert "".join(steps) == tree.get(branch)["text"] and "".join(steps).startswith(shown + " the")
+
+
+# -- what cannot be --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [10**8]},
+        {"prompt": "a", "temperature": -1},
+        {"prompt": "a", "temprature": 1},
+        {"prompt": "a", "regex": "("},
+        {"prompt": "a", "regex": "a", "choice": ["b"]},
+        {"prompt": "a", "guard": []},
+        {"prompt": "a", "speculate": "corpus:/etc/passwd"},
+        {"prompt": "a", "max_tokens": 0},
+        {"prompt": "word " * 20_000},
+        {"messages": []},
+        {"prompt": "a", "name": "x" * 1000},
+    ],
+)
+def test_bad_branches_are_refused(tree: Tree, given: dict[str, Any]):
+    tree.ask("POST", "", 400, json=given)
+
+
+def test_bad_changes_are_refused_and_change_nothing(tree: Tree):
+    branch = tree.do("resume", tree.new(max_tokens=2))
+    for verb, given in (
+        ("append", {}),
+        ("append", {"text": ""}),
+        ("append", {"text": "a", "tokens": [1]}),
+        ("append", {"tokens": [10**7]}),
+        ("append", {"tokens": [5] * 9000}),
+        ("fork", {"at": 3}),
+        ("rewind", {"to": -3}),
+        ("rewind", {}),
+        ("choose", {"at": 0}),
+        ("choose", {"at": 9, "token": 3}),
+        ("resume", {"pace": 0}),
+        ("resume", {"n": 0}),
+        ("resume", {"top_p": 7}),
+        ("resume", {"stages": ["soup"]}),
+        ("resume", {"logit_bias": {"99999999": 1}}),
+    ):
+        tree.do(verb, branch, 400, **given)
+    now = tree.get(branch)
+    assert tokens(now) == tokens(branch) and not now["writing"] and now["settings"]["top_p"] == 0.9
+    for verb in ("append", "fork", "rewind", "choose", "resume", "stop"):
+        tree.do(verb, {"id": "branch-none"}, 404, **({"to": 0} if verb == "rewind" else {}))
+    tree.ask("POST", "", 404, json={"prompt": "a", "model": "none"})
+
+
+def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytest.MonkeyPatch):
+    def branch() -> TreeBranch:
+        generation = lm.draft("a")
+        prompt = kept.TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
+        return TreeBranch("m", prompt, generation, {}, None)
+
+    store = Branches(2)
+    first, second = store.add(branch()), store.add(branch())
+    child_of = store.all[second.id]
+    child_of.parent, child_of.forked_at = first.id, 0
+    with pytest.raises(ApiError) as full:
+        store.add(branch())
+    assert full.value.status == 429 and "delete" in full.value.message
+    first.touched -= kept.STALE_SECONDS
+    third = store.add(branch())
+    assert set(store.all) == {second.id, third.id} and first.deleted and second.parent is None
+    store.delete(second)
+    monkeypatch.setattr(kept, "MOST_WEIGHT", 1)
+    with pytest.raises(ApiError):
+        store.add(branch())
