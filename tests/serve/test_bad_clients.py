@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import threading
@@ -71,30 +72,66 @@ def test_a_client_that_leaves_frees_its_work_within_a_step(server):
         settled(server)
 
 
-def test_many_vanish_and_those_who_stay_get_their_texts(server, lm):
-    chance = random.Random(3)
-    wanted = {seed: lm.generate(PROMPT, seed=seed, max_tokens=16).text for seed in range(8)}
+class Crowd:
+    """Clients that connect and vanish at random moments, and others that want their texts."""
 
-    async def vanish(client: httpx.AsyncClient) -> None:
-        body = body_of(max_tokens=200, stream=chance.random() < 0.7, n=chance.choice((1, 1, 3)))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(
-                client.post("/v1/completions", json=body), chance.uniform(0.0, 0.4)
-            )
+    def __init__(self, server: Running, lm: Any, seed: int) -> None:
+        self.server, self.chance = server, random.Random(seed)
+        self.wanted = {n: lm.generate(PROMPT, seed=n, max_tokens=16).text for n in range(8)}
 
-    async def stay(client: httpx.AsyncClient, seed: int) -> None:
-        answer = await client.post("/v1/completions", json=body_of(seed=seed))
-        assert answer.json()["choices"][0]["text"] == wanted[seed]
+    def visit(self, vanishing: int, staying: int, at_once: int) -> None:
+        asyncio.run(self._visit(vanishing, staying, at_once))
+        settled(self.server, 60)
 
-    async def all_of_them() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-            work = [vanish(client) for _ in range(60)] + [stay(client, seed) for seed in range(8)]
-            chance.shuffle(work)
+    async def _visit(self, vanishing: int, staying: int, at_once: int) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        places = asyncio.Semaphore(at_once)
+        async with httpx.AsyncClient(
+            base_url=self.server.url, timeout=120, limits=limits
+        ) as client:
+            work = [self._vanish(client, places) for _ in range(vanishing)]
+            work += [self._stay(client, places, number % 8) for number in range(staying)]
+            self.chance.shuffle(work)
             await asyncio.gather(*work)
 
-    asyncio.run(all_of_them())
-    settled(server)
+    async def _vanish(self, client: httpx.AsyncClient, places: asyncio.Semaphore) -> None:
+        chance = self.chance
+        body = body_of(max_tokens=200, stream=chance.random() < 0.7, n=chance.choice((1, 1, 3)))
+        async with places:
+            with contextlib.suppress(TimeoutError):
+                moment = chance.choice((0.002, 0.02, 0.2, 0.6)) * chance.random()
+                await asyncio.wait_for(client.post("/v1/completions", json=body), moment)
+
+    async def _stay(self, client: httpx.AsyncClient, places: asyncio.Semaphore, seed: int) -> None:
+        async with places:
+            answer = await client.post("/v1/completions", json=body_of(seed=seed))
+            assert answer.json()["choices"][0]["text"] == self.wanted[seed]
+
+
+def test_many_vanish_and_those_who_stay_get_their_texts(server, lm):
+    Crowd(server, lm, seed=3).visit(vanishing=60, staying=8, at_once=68)
+
+
+@pytest.mark.slow
+def test_five_hundred_vanish_and_memory_stays_flat(server, lm):
+    """With slow readers and half-open connections among them, which never take part."""
+    body = json.dumps({**LONG, "stream": True}).encode()
+    deaf = [raw(server, posted("/v1/completions", body)) for _ in range(4)]
+    half = [raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: loc") for _ in range(20)]
+    crowd = Crowd(server, lm, seed=5)
+    resident: list[int] = []
+    for _ in range(5):
+        asyncio.run(crowd._visit(vanishing=100, staying=16, at_once=50))
+        resident.append(resident_bytes())
+    for each in (*deaf, *half):
+        each.close()
+    settled(server, 60)
+    assert max(resident[1:]) - resident[0] < 32 << 20, resident
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_who_waits_in_line_and_leaves_is_forgotten(default_model):
@@ -174,6 +211,14 @@ def test_deadlines_slow_readers_and_half_requests(default_model):
         (b'{"prompt": "a", "unspool": {"json_schema": {"$ref": "http://127.0.0.1:1/x"}}}', ""),
         (b'{"prompt": "a", "chat_template": "{{ 1 }}"}', "chat_template"),
         (b'{"prompt": "a", "model": "../../etc/passwd"}', "no model"),
+        (b'{"prompt": "a", "unspool": {"guard": "ban=' + b"a|" * 9000 + b'"}}', "guard"),
+        (b'{"prompt": "a", "unspool": {"dry_breakers": [[1e30]], "dry_multiplier": 1}}', "dry"),
+        (
+            b'{"prompt": "a", "logit_bias": {'
+            + b",".join(b'"%d": 1' % i for i in range(2000))
+            + b"}}",
+            "at most 1024",
+        ),
     ],
 )
 def test_bad_bodies_get_a_clear_answer(server, body, words):

@@ -305,6 +305,22 @@ def test_what_cannot_be_is_refused_by_name(ask, given, param, words):
         assert error.param == param
 
 
+def test_what_is_nested_too_deep_is_refused(server):
+    import httpx
+
+    deep = '{"properties": {"a": ' * 400 + "{}" + "}}" * 400
+    body = (
+        '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "response_format": '
+        f'{{"type": "json_schema", "json_schema": {{"strict": true, "schema": {deep}}}}}}}'
+    )
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, timeout=30,
+                        headers={"content-type": "application/json"})  # fmt: skip
+    assert answer.status_code == 400
+    many = [{"role": "user", "content": "a"}] * 9000
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": many}, timeout=30)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_an_unknown_model_and_a_prompt_that_is_too_long(ask):
     with pytest.raises(openai.NotFoundError, match="there is smollm"):
         ask(model="gpt-4")

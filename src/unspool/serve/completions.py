@@ -23,6 +23,7 @@ from unspool.serve.faults import refused
 from unspool.serve.house import Call, House, new_id
 from unspool.serve.logprobs import Speller, joined
 from unspool.serve.routes import new_router
+from unspool.serve.schemas.common import listed
 from unspool.serve.schemas.completions import CompletionRequest
 from unspool.serve.texts import Texts
 from unspool.serve.told import told, told_step
@@ -38,19 +39,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     written = max(n, body.best_of or 0)
     check_choices(written, house.settings.most_choices, "n" if n == written else "best_of")
     _check(body, n)
-    places = written * max(1, min(_prompts(body), house.settings.most_running // written))
+    prompts = len(listed(body.prompt))
+    places = written * max(1, min(prompts, house.settings.most_running // written))
     call = await house.enter(request, body.model, places)
     async with call.or_leave():
-        prompts, options = await call.thread(_asked, call, body)
-        scores = await _scores(call, body, prompts)
-        texts = await call.write(prompts, options, written)
+        ids, options = await call.thread(_asked, call, body)
+        scores = await _scores(call, body, ids)
+        texts = await call.write(ids, options, written)
     answer = _Completion(call, body, texts, scores, n)
     return call.stream(answer.events()) if body.stream else await call.reply(answer.answer())
-
-
-def _prompts(body: CompletionRequest) -> int:
-    given = body.prompt
-    return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
 
 
 def _check(body: CompletionRequest, n: int) -> None:
@@ -65,8 +62,7 @@ def _check(body: CompletionRequest, n: int) -> None:
 
 
 def _asked(call: Call, body: CompletionRequest) -> tuple[list[list[int]], dict[str, Any]]:
-    lm, given = call.served.lm, body.prompt
-    many: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else [*given]
+    lm, many = call.served.lm, listed(body.prompt)
     for text in many:
         if isinstance(text, str):
             call.check_text(text)

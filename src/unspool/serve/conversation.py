@@ -50,6 +50,11 @@ def asked(
     most: int | None,
 ) -> Asked:
     """Messages in OpenAI's form as ids. On a thread: templates and tokenizing take their time."""
+    if len(messages) > call.served.lm.context:
+        raise refused(
+            f"{len(messages):,} messages are more than the model's context can hold",
+            code="context_length_exceeded",
+        )
     if messages and messages[-1].get("tool_calls"):
         first = messages[-1]["tool_calls"][0]
         raise refused(f"the call {first['id'][:80]!r} has no result: give it behind the call")

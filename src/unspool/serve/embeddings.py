@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import Request
@@ -19,22 +19,16 @@ from unspool.lens.embedding import embedding
 from unspool.serve.faults import unsupported
 from unspool.serve.house import Call, House
 from unspool.serve.routes import new_router
-from unspool.serve.schemas.common import ShortText, Strict, Tokens
+from unspool.serve.schemas.common import Prompts, ShortText, Strict, listed
 
 router = new_router("OpenAI")
-MOST_INPUTS = 256
 
 
 class EmbeddingRequest(Strict):
     """Texts, or token ids."""
 
     model: str | None = None
-    input: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_INPUTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_INPUTS)]
-    )
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     user: ShortText | None = None
@@ -53,9 +47,7 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
         raise unsupported(
             "dimensions", f"this model's vectors have {lm.config.width}, and cannot be shortened"
         )
-    given = body.input
-    many: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else [*given]
-    prompts = await call.thread(_ids, call, many)
+    prompts = await call.thread(_ids, call, listed(body.input))
     vectors = await asyncio.gather(*(call.thread(embedding, lm, ids) for ids in prompts))
     count = sum(map(len, prompts))
     packed = body.encoding_format == "base64"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from unspool.serve.faults import ApiError, as_api_error
 from unspool.serve.json_reply import dumped
 
+_LAST_WORDS = 2.0  # seconds to get an error across when the time is up already
 DONE = b"data: [DONE]\n\n"
 
 
@@ -82,7 +84,10 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
             fault = error
-            last = self._failed(as_api_error(error))
-            await send({"type": "http.response.body", "body": last, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with suppress(TimeoutError):  # a client that does not read must not hold us for ever
+            async with asyncio.timeout(_LAST_WORDS if fault else None):
+                if fault is not None:
+                    last = self._failed(as_api_error(fault))
+                    await send({"type": "http.response.body", "body": last, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         return fault

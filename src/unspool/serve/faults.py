@@ -97,6 +97,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return invalid(error.errors())
     if isinstance(error, AnyHTTPException):
         return ApiError(error.status_code, str(error.detail), code=_slug(str(error.detail)))
+    if isinstance(error, RecursionError):
+        return refused("the request is nested too deep")
     if isinstance(error, MemoryError):
         return ApiError(503, "there is not enough memory for this request now", retry_after=5)
     return ApiError(500, "the server met an error of its own; its log has the details")
@@ -106,7 +108,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What validation found, the first of it in words."""
     nothing = {"loc": (), "msg": "the request cannot be read", "type": ""}
     first: Mapping[str, Any] = errors[0] if errors else nothing
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     name = ".".join(part for part in place if not _is_branch(part)) or None
     kind = str(first["type"])
     if kind == "extra_forbidden":

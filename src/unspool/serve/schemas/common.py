@@ -24,6 +24,21 @@ Bias = dict[str, float]
 Seed = Annotated[int, Field(ge=-LARGEST_SEED, le=LARGEST_SEED)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
 MOST_STOPS = 16
+MOST_BIASES = 1024
+MOST_PROMPTS = 256
+Prompts = (
+    str
+    | Tokens
+    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+)
+
+
+def listed(given: Prompts) -> list[str | list[int]]:
+    """One text or several, each as words or as token ids: always as a list."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return [*given]
 
 
 class StreamOptions(Strict):
@@ -64,6 +79,8 @@ def stops(given: StopStrings | None) -> tuple[str, ...]:
 def biases(given: Bias | None) -> dict[int, float]:
     """Token ids come as texts in JSON."""
     found: dict[int, float] = {}
+    if given is not None and len(given) > MOST_BIASES:
+        raise refused(f"logit_bias may name at most {MOST_BIASES} tokens", "logit_bias")
     for token, amount in (given or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise refused(

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
 from unspool.serve.schemas.common import (
     Bias,
+    Prompts,
     Seed,
     ShortText,
     StopStrings,
     StreamOptions,
     Strict,
-    Tokens,
 )
 from unspool.serve.schemas.extension import Extension
-
-MOST_PROMPTS = 256
 
 
 class CompletionRequest(Strict):
     """Texts to be continued."""
 
     model: str | None = None
-    prompt: (
-        str
-        | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
-    )
+    prompt: Prompts
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)

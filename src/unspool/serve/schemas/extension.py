@@ -16,6 +16,9 @@ from unspool.serve.schemas.common import MOST_STOPS, Strict
 Number = float | None
 Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
 MOST_CANDIDATES = 100
+LONGEST_GUARD = 2_000  # characters
+Breaker = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=32)]
+GuardText = Annotated[str, Field(max_length=LONGEST_GUARD)]
 
 
 class Sampling(Strict):
@@ -40,7 +43,7 @@ class Sampling(Strict):
     dry_base: Number = None
     dry_allowed_length: Whole = None
     dry_window: Whole = None
-    dry_breakers: list[list[int]] | None = Field(None, max_length=64)
+    dry_breakers: list[Breaker] | None = Field(None, max_length=64)
     dynatemp_range: Number = None
     dynatemp_exponent: Number = None
     mirostat_tau: Number = None
@@ -57,7 +60,7 @@ assert {*SamplingSettings.__dataclass_fields__} == SAMPLING_NAMES | {"seed", "lo
 class Extension(Sampling):
     """Sampling stages and their order, guards, grammars, and how much of each step to tell."""
 
-    guard: str | list[str] | None = Field(
+    guard: GuardText | list[GuardText] | None = Field(
         None, description="loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; each also :stop"
     )
     regex: str | None = Field(None, description="the text must match this")

@@ -1,0 +1,92 @@
+"""What a reader of steps can know without waiting, and what a generation is gone on with."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from unspool.decoding.draft_corpus import Corpus, PredictedText
+from unspool.engine.stream import StepStream
+from unspool.errors import UnspoolError
+
+
+def told(stream: StepStream, count: int) -> list[int]:
+    """Tokens, as a listener learns of them."""
+    news, found, ended = threading.Event(), list[int](), False
+    stream.listen(news.set)
+    while not ended and len(found) < count:
+        assert news.wait(30)
+        news.clear()
+        steps, ended = stream.waiting()
+        found += [step.token for step in steps]
+    return found
+
+
+def test_a_listener_is_told_of_everything(tiny_lm):
+    options = {"max_tokens": 20, "temperature": 0, "end": False}
+    wanted = tiny_lm.generate([1, 2, 3], **options).tokens
+    assert told(tiny_lm.stream([1, 2, 3], **options), 20) == wanted
+    finished = tiny_lm.stream([1, 2, 3], **options)
+    for step in finished:
+        first = step.token
+        break
+    assert first == wanted[0]
+    steps, _ = finished.waiting()
+    assert [first, *(step.token for step in steps)] == wanted[: len(steps) + 1]
+
+
+def test_an_error_comes_behind_the_steps():
+    stream = StepStream(lambda: None)
+    heard: list[int] = []
+    stream.end(UnspoolError("it broke"))
+    stream.listen(lambda: heard.append(1))  # told at once: there is something already
+    assert heard
+    with pytest.raises(UnspoolError, match="it broke"):
+        stream.waiting()
+    assert stream.waiting() == ([], True)
+
+
+def test_which_stop_string_it_was(lm):
+    whole = lm.generate("Once upon a time", temperature=0, max_tokens=24).text
+    stream = lm.stream("Once upon a time", temperature=0, max_tokens=24, stop=["zzz", whole[20:24]])
+    list(stream)
+    assert stream.stopped_by == whole[20:24]
+    unstopped = lm.stream("Once upon a time", temperature=0, max_tokens=4, stop=["zzz"])
+    list(unstopped)
+    assert unstopped.stopped_by is None
+
+
+def test_a_prediction_is_drafted_and_counted(lm):
+    prompt = lm.tokenizer.encode("Once upon a time")
+    plain = lm.generate(prompt, temperature=0, max_tokens=48)
+    drafter = PredictedText(Corpus([plain.tokens]), plain.tokens, start=len(prompt))
+    stream = lm.stream(prompt, temperature=0, max_tokens=48, speculate=drafter)
+    assert [step.token for step in stream] == plain.tokens
+    assert stream.accepted == stream.drafted >= 40
+
+
+def test_a_prediction_is_picked_up_again_behind_what_differs():
+    ids = [10, 11, 12, 13, 14, 15, 16]
+    drafter = PredictedText(Corpus([ids]), ids, start=2)
+    assert drafter.propose([1, 2], 3) == [10, 11, 12]
+    assert drafter.propose([1, 2, 10, 11], 3) == [12, 13, 14]
+    assert drafter.propose([1, 2, 10, 99, 13, 14], 9) == [15, 16]
+    assert drafter.propose([1, 2, 98, 99], 9) == []
+    assert drafter.propose([1, 2, *ids], 9) == []
+
+
+def test_going_on_step_by_step(lm):
+    draft = lm.draft("The capital of Germany is", temperature=0, max_tokens=6)
+    assert not draft.steps and draft.prompt
+    more, steps = draft.going_on()
+    assert [step.token for step in more.extend(steps)] == lm.generate(
+        "The capital of Germany is", temperature=0, max_tokens=6
+    ).tokens
+    ids = lm.tokenizer.encode(" 🙂!")
+    chosen = more.rewind(2).choose(ids)
+    assert chosen.text.endswith(" 🙂!") and chosen.tokens[2:] == ids
+    hot = chosen.resume(temperature=1.3, top_k=0, seed=4)
+    cold = hot.resume(temperature=0, top_k=None, seed=None)
+    assert cold.settings.top_k == 40 and cold.settings.temperature == 0
+    assert cold.tokens[: len(hot.tokens)] == hot.tokens
