@@ -80,6 +80,16 @@ def llama_cpp_source() -> Path:
 
 
 @cache
+def node_openai() -> Path:
+    """OpenAI's client for Node, which needs no other package."""
+
+    def fill(into: Path) -> None:
+        _npm_members("openai@6.49.0", into, r"(\.mjs|package\.json)$")
+
+    return _once("node-openai-6.49.0", fill) / "package"
+
+
+@cache
 def tokenizer_json_folder() -> Path:
     """`<family>/tokenizer.json` and `tokenizer_config.json` of ten families."""
 

@@ -1,7 +1,7 @@
 """Runs lm-eval on the tasks of one folder, and prints what it found as JSON.
 
 Its command line would do the same, but reads thousands of built-in tasks first, which takes half a
-minute. Usage: lm_eval_client.py FOLDER URL MODEL TOKENIZER
+minute. The server itself is its tokenizer. Usage: lm_eval_client.py FOLDER URL MODEL
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import sys
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-folder, url, model, tokenizer = sys.argv[1:]
+folder, url, model = sys.argv[1:]
 arguments = {
     "model": model,
     "base_url": f"{url}/v1/completions",
-    "tokenizer_backend": "huggingface",
-    "tokenizer": tokenizer,
+    "tokenizer_backend": "remote",
     "num_concurrent": 2,
     "max_retries": 1,
 }

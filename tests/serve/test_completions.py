@@ -162,7 +162,12 @@ def test_text_into_tokens_and_back(http, lm):
     found = http.post("/tokenize", json={"content": text, "with_pieces": True}).json()
     assert found["tokens"] == lm.tokenizer.encode(text)
     assert bytes(b for piece in found["pieces"] for b in piece["bytes"]).decode() == text
-    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"content": text}
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json()["content"] == text
+    # As vLLM has it, and lm-eval asks for it.
+    info = http.get("/tokenizer_info").json()
+    ids = http.post("/tokenize", json={"prompt": info["eos_token"]}).json()["tokens"]
+    assert ids == [lm.tokenizer.eos_id] and info["chat_template"] == lm.tokenizer.chat_template
+    assert http.post("/tokenize", json={"content": "a", "prompt": "b"}).status_code == 400
     spelled = {"content": "<|im_end|>"}
     assert len(http.post("/tokenize", json=spelled).json()["tokens"]) > 1
     read = http.post("/tokenize", json={**spelled, "parse_special": True}).json()["tokens"]

@@ -1,7 +1,7 @@
 """Which branches run in the next batch.
 
 Every task has a branch with tokens that are not computed yet. Next tokens go first, so that texts
-keep flowing; what is left of the batch goes to prompts, in chunks, shared among those that wait.
+keep flowing; beside them prompts are read, in chunks, shared among those that wait.
 When memory runs out, the task that came last is put aside and computed again later: slower, never
 different. A task that cannot begin yet waits; it never pushes aside one that runs.
 """
@@ -16,9 +16,10 @@ from unspool.engine.pages import OutOfPagesError
 from unspool.engine.tree import Branch, Tree
 from unspool.errors import UnspoolError
 
-TOKENS_AT_ONCE = 256  # in one run: bounds how long a prompt can hold up everybody's next token
+TOKENS_AT_ONCE = 256  # of prompts in one run
+TOKENS_BESIDE_TEXTS = 96  # the same while texts are written: bounds how long their tokens wait
 ROWS_AT_ONCE = 64
-SMALLEST_CHUNK = 16  # of a prompt, when many wait
+SMALLEST_CHUNK = 16  # of a prompt that does not end with it
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +56,26 @@ class Row:
 
     task: Task
     count: int
+
+
+def _shares(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
+    """How many tokens of each prompt run next; the prompts come in the order of their turn.
+
+    Half goes to the one that waits longest, so that nobody waits for ever; the other half to those
+    that need least, so that a short question is not held up by a long document.
+    """
+    if not prompts:
+        return []
+    first = prompts[0]
+    kept = min(first.left, max(SMALLEST_CHUNK, budget // 2))
+    room, others = budget - kept, list[tuple[Task, int]]()
+    for task in sorted(prompts[1:], key=lambda task: (-task.priority, task.left, task.number)):
+        count = min(task.left, room)
+        if count < min(task.left, SMALLEST_CHUNK):
+            break
+        others.append((task, count))
+        room -= count
+    return [(first, min(first.left, kept + room)), *others]
 
 
 class Scheduler:
@@ -96,23 +117,18 @@ class Scheduler:
         running = [task for task in order if task.left == 1 and task.started]
         prompts = [task for task in order if not (task.left == 1 and task.started)]
         rows: list[Row] = []
-        budget = TOKENS_AT_ONCE
         for task in running[:ROWS_AT_ONCE]:
-            if budget and self._fits(task, 1, rows):
+            if self._fits(task, 1, rows):
                 rows.append(Row(task, 1))
-                budget -= 1
-        for place, task in enumerate(prompts[:ROWS_AT_ONCE]):
+        for task in prompts:
             if task.started and not task.branch.pages:
                 self.tree.adopt(task.branch)  # put aside before: perhaps its pages are still here
                 self.tree.unwind(task.branch, task.first_needed)
-            share = max(SMALLEST_CHUNK, budget // min(len(prompts) - place, ROWS_AT_ONCE))
-            count = min(task.left, share, budget)
-            if count <= 0 or len(rows) >= ROWS_AT_ONCE:
-                break
+        budget = TOKENS_BESIDE_TEXTS if rows else TOKENS_AT_ONCE
+        for task, count in _shares(prompts, budget)[: ROWS_AT_ONCE - len(rows)]:
             if self._fits(task, count, rows):
                 rows.append(Row(task, count))
                 task.started = True
-                budget -= count
         if not rows and order:  # nobody can go on: the first one may push all others aside
             count = min(order[0].left, SMALLEST_CHUNK)
             order[0].started = True

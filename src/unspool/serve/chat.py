@@ -49,7 +49,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 def _asked(call: Call, body: ChatRequest) -> Asked:
     """What a request comes to; on a thread, since templates and tokenizing take their time."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options needs stream: true", "stream_options")
@@ -105,7 +105,7 @@ def tools_of(given: list[FunctionTool] | None) -> tuple[Tool, ...]:
 def _tool_use(body: ChatRequest) -> ToolUse:
     tools, choice = tools_of(body.tools), body.tool_choice
     named = f"={choice.function.name}" if isinstance(choice, NamedTool) else choice or "auto"
-    return ToolUse(tools, named, body.parallel_tool_calls is True)
+    return ToolUse(tools, named, body.parallel_tool_calls)
 
 
 class _Choice:
@@ -132,7 +132,7 @@ class _Chat:
         self.call, self.body, self.texts, self.served = call, body, texts, call.served
         self.id, self.created = new_id("chatcmpl-"), int(time.time())
         self.speller = Speller(call.served.lm.tokenizer)
-        one_call = body.parallel_tool_calls is False
+        one_call = use.parallel is False
         self.choices = [_Choice(use.reader(call.served), one_call) for _ in range(texts.n)]
         self.is_live = _is_live(body)
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage

@@ -130,7 +130,24 @@ def _unknown(name: str) -> str:
     last = name.rpartition(".")[2]
     if last in SAMPLING_NAMES and "unspool" not in name:
         return f"unknown parameter {name!r}; Unspool's own are under one key: unspool.{last}"
+    if last in _ELSEWHERE:
+        return f"unknown parameter {name!r}; here it is {_ELSEWHERE[last]}"
     return f"unknown or unsupported parameter {name!r}"
+
+
+# What other servers call what this one has.
+_ELSEWHERE = {
+    "repeat_penalty": "unspool.repetition_penalty",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "ignore_eos": "unspool.end, with false",
+    "grammar": "unspool.grammar",
+    "guided_json": "response_format",
+    "guided_regex": "unspool.regex",
+    "guided_choice": "unspool.choice",
+    "guided_grammar": "unspool.grammar",
+}
 
 
 def _is_branch(part: str) -> bool:

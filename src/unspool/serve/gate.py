@@ -20,7 +20,8 @@ from unspool.serve.house import House
 from unspool.serve.json_reply import error_reply
 from unspool.serve.logs import tell
 
-OPEN_PATHS = ("/health", "/ready")  # for those who watch over the server: no key needed
+# No key needed: for those who watch over the server, and a page that asks for the key itself.
+OPEN_PATHS = ("/health", "/ready", "/docs")
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 

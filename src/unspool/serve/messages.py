@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from unspool.serve.asked import options_of
+from unspool.serve.asked import closed, options_of
 from unspool.serve.blocks import Block, Blocks, Change, Grown, Opened
 from unspool.serve.conversation import Asked, asked, called, put_format
 from unspool.serve.events import event
@@ -130,14 +130,18 @@ def _joined(content: TextContent) -> str:
 
 
 def _tool_use(body: CountRequest) -> ToolUse:
-    tools = [Tool(t.name, t.description or "", t.input_schema) for t in body.tools or ()]
+    tools = [
+        Tool(t.name, t.description or "", closed(t.input_schema, t.strict))
+        for t in body.tools or ()
+    ]
     choice = body.tool_choice
     if choice is None:
         return ToolUse(tuple(tools))
     if (choice.type == "tool") != (choice.name is not None):
         raise refused("tool_choice has a name if it is of type tool", "tool_choice.name")
     named = {"any": "required", "tool": f"={choice.name}"}.get(choice.type, choice.type)
-    return ToolUse(tuple(tools), named, not choice.disable_parallel_tool_use)
+    said = "disable_parallel_tool_use" in choice.model_fields_set
+    return ToolUse(tuple(tools), named, not choice.disable_parallel_tool_use if said else None)
 
 
 # -- what is answered ------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class _Answer:
     def __init__(self, call: Call, body: MessagesRequest, texts: Texts, use: ToolUse) -> None:
         self.body, self.texts, self.served = body, texts, call.served
         self.id = new_id("msg_")
-        self.blocks = Blocks(use.reader(call.served), one_call=not use.parallel)
+        self.blocks = Blocks(use.reader(call.served), one_call=use.parallel is False)
 
     # -- whole -------------------------------------------------------------------------------
 

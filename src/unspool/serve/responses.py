@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
-from unspool.serve.asked import options_of
+from unspool.serve.asked import closed, options_of
 from unspool.serve.blocks import Block, Blocks, Change, Grown, Opened, was_cut
 from unspool.serve.conversation import Asked, asked, put_format
 from unspool.serve.events import event
@@ -122,16 +122,19 @@ def _asked(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> As
     )
     wanted = None if body.text is None else body.text.format
     if wanted is not None:
-        put_format(options, wanted.type, wanted.schema_, "text.format")
+        put_format(options, wanted.type, closed(wanted.schema_, wanted.strict), "text.format")
     messages = messages_of(body.instructions, items)
     return asked(call, messages, _tool_use(body), options, body.max_output_tokens)
 
 
 def _tool_use(body: ResponseRequest) -> ToolUse:
-    tools = [Tool(t.name, t.description or "", t.parameters or {}) for t in body.tools or ()]
+    tools = [
+        Tool(t.name, t.description or "", closed(t.parameters or {}, t.strict))
+        for t in body.tools or ()
+    ]
     choice = body.tool_choice or "auto"
     named = f"={choice.name}" if isinstance(choice, NamedFunction) else choice
-    return ToolUse(tuple(tools), named, body.parallel_tool_calls is not False)
+    return ToolUse(tuple(tools), named, body.parallel_tool_calls)
 
 
 # -- what is answered ------------------------------------------------------------------------
@@ -152,7 +155,7 @@ class _Answer:
         self.id, self.created = new_id("resp_"), int(time.time())
         self.speller = Speller(call.served.lm.tokenizer)
         reader = use.reader(call.served)
-        self.blocks = Blocks(reader, one_call=not use.parallel, never_empty=True)
+        self.blocks = Blocks(reader, one_call=use.parallel is False, never_empty=True)
         self.number = 0  # of the next event
 
     # -- whole -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 
 from unspool.errors import UnspoolError
@@ -95,6 +96,7 @@ def run(
 ) -> None:
     """Serve until told to stop."""
     sys.setswitchinterval(_SWITCH_SECONDS)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # series that nobody reads
     server = Server(app, settings, stopping=stopping, started=started)
     # uvicorn raises the signal again once it has stopped: then it shall mean nothing any more.
     before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGTERM, signal.SIGINT)}

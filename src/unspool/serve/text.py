@@ -21,10 +21,12 @@ MOST_TOP = 100
 
 
 class TokenizeRequest(Strict):
-    """Text into tokens."""
+    """Text into tokens. `prompt` is vLLM's form: read as a prompt, control tokens too."""
 
     model: str | None = None
-    content: str
+    content: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = Field(True, description="of `prompt`: begin with a start token")
     add_special: bool = Field(False, description="begin as a prompt does, with a start token")
     parse_special: bool = Field(False, description="read control tokens that the text spells")
     with_pieces: bool = Field(False, description="tell each token's bytes and text too")
@@ -56,15 +58,21 @@ class ScoreRequest(Strict):
 
 @router.post("/tokenize", summary="Text into tokens")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    if (body.content is None) == (body.prompt is None):
+        raise refused("give either content or prompt", "content")
     call = await _house(request).enter(request, body.model)
     return await call.reply(call.thread(_tokenized, call, body))
 
 
 def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = call.served.lm.tokenizer
-    encode = tokenizer.encode_prompt if body.add_special else tokenizer.encode
-    ids = encode(body.content, specials=body.parse_special)
+    text, begins, parses = body.content, body.add_special, body.parse_special
+    if text is None:
+        text, begins, parses = body.prompt or "", body.add_special_tokens, True
+    encode = tokenizer.encode_prompt if begins else tokenizer.encode
+    ids = encode(text, specials=parses)
     found: dict[str, Any] = {"tokens": ids, "count": len(ids)}
+    found["max_model_len"] = call.served.lm.context
     if body.with_pieces:
         found["pieces"] = [
             {
@@ -91,7 +99,31 @@ def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
                 f"token {token} is not in the vocabulary, which ends at {len(tokenizer) - 1}",
                 "tokens",
             )
-    return {"content": tokenizer.decode(tokens)}
+    text = tokenizer.decode(tokens)
+    return {"content": text, "prompt": text}
+
+
+@router.get("/tokenizer_info", summary="The vocabulary's own tokens, and the chat template")
+async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+    call = await _house(request).enter(request, model)
+    return await call.reply(call.thread(_tokenizer_told, call))
+
+
+def _tokenizer_told(call: Call) -> dict[str, Any]:
+    """As vLLM tells it, which lm-eval asks for."""
+    tokenizer = call.served.lm.tokenizer
+
+    def text(token: int | None) -> str | None:
+        return None if token is None else tokenizer.token_text(token)
+
+    return {
+        "eos_token": text(tokenizer.eos_id),
+        "bos_token": text(tokenizer.bos_id),
+        "pad_token": text(tokenizer.pad_id),
+        "unk_token": text(tokenizer.unk_id),
+        "chat_template": tokenizer.chat_template,
+        "vocab_size": len(tokenizer),
+    }
 
 
 @router.post("/apply-template", summary="A conversation as the model reads it")

@@ -20,7 +20,7 @@ class ToolUse:
 
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"  # none, auto, required, or a tool's name behind "="
-    parallel: bool = False  # of required calls: whether there may be several
+    parallel: bool | None = None  # whether there may be several calls; None: not said
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -68,7 +68,7 @@ def chat_prompt(
     if use.required:
         check_one_grammar(options, "a required tool call")
         # A small model that may call several times rarely stops: only who asks for it gets it.
-        several = use.parallel and use.choice == "required"
+        several = use.parallel is True and use.choice == "required"
         wanted = served.tools.grammar(use.required, parallel=several)
         options["grammar"] = GrammarSpec.lark(wanted)
     return prompt

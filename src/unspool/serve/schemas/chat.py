@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from unspool.serve.schemas.common import (
     Strict,
 )
 from unspool.serve.schemas.extension import Extension
+from unspool.serve.schemas.shapes import Reasons, Refusing, Values
 
 MOST_TOP_LOGPROBS = 20
 
@@ -78,8 +79,19 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(Strict):
+class ChatRequest(Refusing):
     """A conversation to be answered."""
+
+    absent: ClassVar[Reasons] = {
+        "audio": "there is only text",
+        "functions": "give tools",
+        "function_call": "give tool_choice",
+        "reasoning_effort": "the model knows no such setting",
+        "verbosity": "the model knows no such setting; ask for it in words",
+        "web_search_options": "this server reaches no network",
+        "store": "nothing is kept here; /v1/responses keeps what it answers",
+    }
+    harmless: ClassVar[Values] = {"function_call": ["none", "auto"]}
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
@@ -110,5 +122,4 @@ class ChatRequest(Strict):
     prompt_cache_retention: ShortText | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from unspool.serve.schemas.common import (
@@ -11,13 +13,15 @@ from unspool.serve.schemas.common import (
     ShortText,
     StopStrings,
     StreamOptions,
-    Strict,
 )
 from unspool.serve.schemas.extension import Extension
+from unspool.serve.schemas.shapes import Reasons, Refusing
 
 
-class CompletionRequest(Strict):
+class CompletionRequest(Refusing):
     """Texts to be continued."""
+
+    absent: ClassVar[Reasons] = {"suffix": "the models here write from the left to the right"}
 
     model: str | None = None
     prompt: Prompts
@@ -26,7 +30,6 @@ class CompletionRequest(Strict):
     n: int | None = Field(None, ge=1)
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
-    suffix: None = None
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)

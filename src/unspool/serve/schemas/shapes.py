@@ -1,9 +1,9 @@
-"""What the requests of `/v1/responses` and `/v1/messages` have in common.
+"""What is known of a request's form before it is checked.
 
-Both APIs have more than is here. A parameter that they know and this server does not have is
-refused by its name and with the reason, unless its value asks for nothing. Where a value may have
-one of several forms, the form is chosen before it is checked, so that an error is about that form
-alone.
+OpenAI's and Anthropic's APIs have more than is here. A parameter that they know and this server
+does not have is refused by its name and with the reason, unless its value asks for nothing. Where a
+value may have one of several forms, the form is chosen before it is checked, so that an error is
+about that form alone.
 """
 
 from __future__ import annotations
