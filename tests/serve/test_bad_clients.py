@@ -178,6 +178,7 @@ def test_deadlines_slow_readers_and_half_requests(default_model):
         answer = httpx.post(f"{server.url}/v1/completions", json=body_of(), timeout=30)
         assert answer.status_code == 200
         assert half_body.recv(1000).startswith(b"HTTP/1.1 408")
+        assert half_head.recv(1000) == b""  # hung up on
         time.sleep(1.0)
         settled(server)
         for each in (deaf, half_head, half_body):

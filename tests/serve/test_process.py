@@ -153,6 +153,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
             (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
             (["--api-key-file", str(empty)], "holds no key"),
             (["--log-level", "loud"], "loud"),
+            (["--log-format", "xml"], "xml"),
             (["--max-running", "0"], "at least 1"),
             (["--model", str(tmp_path / "no.gguf")], "no.gguf"),
             (["--model", "a=x", "--deadline", "-1"], ""),
@@ -183,6 +184,22 @@ def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.Monk
             main(["serve", *options])
         assert caught.value.code == 0
         assert any("anyone who can reach" in line for line in said) == warned
+
+
+def test_a_log_for_people():
+    with serving("--log-format", "text") as server:
+        address = ""
+        until = time.monotonic() + 60
+        while not address and time.monotonic() < until:
+            address = next((w[8:] for line in server.lines for w in line.split()
+                            if w.startswith("address=")), "")  # fmt: skip
+            time.sleep(0.02)
+        completed(address)
+        assert httpx.get(f"{address}/nonsense").status_code == 404
+        assert server.stop(signal.SIGTERM) == 0
+    told = "".join(server.lines)
+    assert "POST /v1/completions 200" in told and "8 written" in told and SECRET not in told
+    assert "GET /nonsense 404" in told and "error=Not Found" in told
 
 
 def test_settings_that_cannot_be():

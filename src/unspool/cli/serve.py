@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +28,18 @@ _WARNING = (
 )
 
 
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """No garbage collection until the server stands: what is made meanwhile stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @o.several_models_options
+@_collecting_later()
 def serve(
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="On which port; 0: any free one.")] = 8000,
@@ -89,6 +103,10 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_OPERATION)
     ] = "info",
+    log_format: Annotated[
+        str,
+        typer.Option(help="json, text, or auto: text on a terminal.", rich_help_panel=_OPERATION),
+    ] = "auto",
     log_prompts: Annotated[
         bool,
         typer.Option(
@@ -111,6 +129,8 @@ def serve(
     """
     if log_level not in ("debug", "info", "warning", "error"):
         raise SettingsError(f"--log-level is {log_level!r}; debug, info, warning or error")
+    if log_format not in ("auto", "json", "text"):
+        raise SettingsError(f"--log-format is {log_format!r}; it may be json, text or auto")
     keys = [*(api_key or ()), *_keys_in(api_key_file), *_keys_in_environment()]
     found = [_found(model, cache_memory) for model in chosen]
     ahead = _Ahead(found[0].choice)  # the first model loads while the web framework is imported
@@ -137,7 +157,7 @@ def serve(
         log_prompts=log_prompts,
     )
     bound = server.listening(settings)
-    set_up(log_level)
+    set_up(log_level, log_format == "json" or not (log_format == "text" or sys.stderr.isatty()))
     loads = [ahead.load, *(model.choice.load for model in found[1:])]
     entries = [
         Entry(model.name, load, model.size) for model, load in zip(found, loads, strict=True)
@@ -150,6 +170,8 @@ def serve(
         tell("stopping", running=house.admission.running, queued=house.admission.queued)
 
     def started(address: str) -> None:
+        gc.freeze()  # so that later collections need not look at it
+        gc.enable()
         tell("started", address=address, models=list(shelf.entries), keys=len(keys))
         if sys.stderr.isatty():
             o.say(f"{', '.join(shelf.entries)} at {address} · {address}/docs · Ctrl-C stops")

@@ -17,7 +17,7 @@ from unspool.engine.tree import Branch, Tree
 from unspool.errors import UnspoolError
 
 TOKENS_AT_ONCE = 256  # of prompts in one run
-TOKENS_BESIDE_TEXTS = 96  # the same while texts are written: bounds how long their tokens wait
+TOKENS_BESIDE_TEXTS = 64  # the same while texts are written: bounds how long their tokens wait
 ROWS_AT_ONCE = 64
 SMALLEST_CHUNK = 16  # of a prompt that does not end with it
 

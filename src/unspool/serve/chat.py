@@ -19,7 +19,7 @@ from unspool.serve.asked import (
 )
 from unspool.serve.blocks import Block, Blocks, Change, Closed, Grown, Opened
 from unspool.serve.conversation import Asked, asked, called, put_format
-from unspool.serve.events import DONE, event
+from unspool.serve.events import DONE, Frame, event
 from unspool.serve.faults import refused
 from unspool.serve.house import Call, House, new_id
 from unspool.serve.logprobs import Speller
@@ -135,6 +135,7 @@ class _Chat:
         one_call = use.parallel is False
         self.choices = [_Choice(use.reader(call.served), one_call) for _ in range(texts.n)]
         self.is_live = _is_live(body)
+        self._frames: dict[int, Frame] = {}
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
@@ -207,10 +208,20 @@ class _Chat:
             if delta is not None:
                 steps = change.steps if isinstance(change, Grown) else []
                 choice.told += len(steps)
-                yield self._chunk(number, delta, self._logprobs(steps), None)
+                if "content" in delta and not self.body.logprobs:
+                    yield self._frame(number)(delta["content"])
+                else:
+                    yield self._chunk(number, delta, self._logprobs(steps), None)
         if step.finish_reason:
             reason = finish_reason(step.finish_reason, choice.calls)
             yield self._chunk(number, {}, self._logprobs(rest), reason)
+
+    def _frame(self, number: int) -> Frame:
+        if number not in self._frames:
+            self._frames[number] = Frame(
+                lambda text: self._chunk(number, {"content": text}, None, None)
+            )
+        return self._frames[number]
 
     def _begin(self, number: int) -> bytes:
         self.choices[number].begun = True

@@ -18,7 +18,7 @@ from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Score, Step
 from unspool.serve.asked import check_choices, finish_reason, sampling_options
-from unspool.serve.events import DONE, event
+from unspool.serve.events import DONE, Frame, event
 from unspool.serve.faults import refused
 from unspool.serve.house import Call, House, new_id
 from unspool.serve.logprobs import Speller, joined
@@ -103,6 +103,7 @@ class _Completion:
         self.id, self.created = new_id("cmpl-"), int(time.time())
         self.speller = Speller(call.served.lm.tokenizer)
         self.offsets: dict[int, int] = {}
+        self._frames: dict[int, Frame] = {}
         self.trace = body.unspool is not None and body.unspool.trace
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
@@ -181,9 +182,14 @@ class _Completion:
             self.offsets[number] = offset + len(step.text)
         reason = finish_reason(step.finish_reason) if step.finish_reason else None
         tell = self.trace or step.retracts
-        if not (step.text or logprobs or reason or tell):
-            return None
+        if not (logprobs or reason or tell):
+            return self._frame(number)(step.text) if step.text else None
         return self._chunk(number, step.text, logprobs, reason, step if tell else None)
+
+    def _frame(self, number: int) -> Frame:
+        if number not in self._frames:
+            self._frames[number] = Frame(lambda text: self._chunk(number, text, None, None))
+        return self._frames[number]
 
     def _chunk(
         self,

@@ -27,6 +27,18 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + dumped(data) + b"\n\n"
 
 
+class Frame:
+    """An event that is always the same but for one text: made once, filled for every token."""
+
+    _HERE = "\u0001"
+
+    def __init__(self, made: Callable[[str], bytes]) -> None:
+        self._before, self._after = made(self._HERE).split(dumped(self._HERE))
+
+    def __call__(self, text: str) -> bytes:
+        return self._before + dumped(text) + self._after
+
+
 async def gone(receive: Receive) -> None:
     """Comes back when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":

@@ -13,8 +13,11 @@ from unspool.serve.faults import ApiError
 
 def dumped(value: Any) -> bytes:
     """JSON as bytes; half a character, which a client may have sent, becomes a question mark."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
+    return _encode(value).encode("utf-8", "replace")
+
+
+# Made once: `json.dumps` would make one for every chunk of every stream.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class JsonReply(Response):

@@ -1,4 +1,6 @@
-"""One line of JSON for every request, on stderr: what was asked, what came of it, how long it took.
+"""One line for every request, on stderr: what was asked, what came of it, how long it took.
+
+In JSON for programs that read logs, in words for a person at a terminal.
 
 What people wrote is not in it, unless the server was told to log prompts.
 """
@@ -30,10 +32,34 @@ class _Lines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def set_up(level: str) -> None:
-    """Send the server's log, and uvicorn's warnings, to stderr as lines of JSON."""
+class _Words(logging.Formatter):
+    """A record for a person at a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = dict(getattr(record, "fields", {}))
+        words = [time.strftime("%H:%M:%S", time.localtime(record.created)), record.getMessage()]
+        if record.getMessage() == "request":
+            words = [words[0], fields["method"], fields["path"], str(fields["status"])]
+            words.append(f"{fields['seconds']:.2f} s")
+            if "prompt_tokens" in fields:
+                words.append(
+                    f"· {fields['prompt_tokens']} tokens read ({fields['cached_tokens']} cached), "
+                    f"{fields['completion_tokens']} written"
+                )
+            fields = {name: fields[name] for name in _ODD if name in fields}
+        words += [f"{name}={value}" for name, value in fields.items()]
+        if record.exc_info:
+            words.append("\n" + self.formatException(record.exc_info))
+        return " ".join(words)
+
+
+_ODD = ("error", "gone", "prompts", "texts")  # of a request: said where they are there
+
+
+def set_up(level: str, as_json: bool) -> None:
+    """Send the server's log, and uvicorn's warnings, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines())
+    handler.setFormatter(_Lines() if as_json else _Words())
     for name in ("unspool.serve", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]

@@ -16,6 +16,7 @@ from types import FrameType
 import uvicorn
 from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from unspool.errors import UnspoolError
 from unspool.serve.logs import tell
@@ -24,6 +25,20 @@ from unspool.serve.settings import ServeSettings
 # A thread that computes gives Python up to others at least this often: at the usual 5 ms an
 # answer that is ready would wait for the next one to be picked.
 _SWITCH_SECONDS = 0.0005
+
+
+class _Patient(H11Protocol):
+    """HTTP, but not for a client that never says what it wants."""
+
+    head_seconds = 30.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(self.head_seconds, self._hang_up_if_silent)
+
+    def _hang_up_if_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -37,9 +52,11 @@ class Server(uvicorn.Server):
         stopping: Callable[[], None],
         started: Callable[[str], None],
     ) -> None:
+        protocol = type("Protocol", (_Patient,), {"head_seconds": settings.body_seconds})
         super().__init__(
             uvicorn.Config(
                 app,
+                http=protocol,
                 host=settings.host,
                 port=settings.port,
                 log_config=None,

@@ -27,7 +27,7 @@ class ServeSettings:
     most_branches: int = 1000  # of the tree, kept for their owners
     deadline: float = 600.0  # seconds for a request, waiting included
     drain: float = 30.0  # seconds that running requests have to finish once asked to stop
-    body_seconds: float = 30.0  # in which a request's body must have come
+    body_seconds: float = 30.0  # in which a request's head, and then its body, must have come
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -188,12 +189,15 @@ class Texts:
         name, metrics = self.served.name, self.metrics
         if not text.counted:
             metrics.first_token.labels(name).observe(perf_counter() - self.arrived)
-        per_token = metrics.per_token.labels(name)
         for step in steps:
             text.generation.take(step)
             if text.counted:
-                per_token.observe(step.seconds)
+                self._per_token.observe(step.seconds)
             text.counted += 1
+
+    @cached_property
+    def _per_token(self) -> Any:
+        return self.metrics.per_token.labels(self.served.name)
 
     def account(self) -> None:
         """Tell the metrics what all of it came to, once."""
