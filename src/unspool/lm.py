@@ -202,6 +202,7 @@ class LanguageModel:
         explain      whether each step tells what the sampling stages did (True).
         end          False: go on when the model writes an end token.
         priority     higher goes first when many wait.
+        cache        False: read the whole text again for every token, to see what the cache saves.
         json, json_schema, regex, choice, grammar
                      what the text must be: any JSON object, JSON of a schema, a match of a
                      regular expression, one of several texts, a Lark or GBNF grammar.

@@ -65,6 +65,7 @@ def build_request(lm: Model, prompt: Sequence[int], options: dict[str, Any]) -> 
         settings=SamplingSettings(),
         limits=limits,
         priority=given.pop("priority", 0),
+        cached=given.pop("cache", True) is not False,
         guards=_guards(given.pop("guard", None)),
         grammar=_grammar(lm, given),
         drafter=None,
@@ -101,6 +102,8 @@ def continued_request(lm: Model, generation: Generation, options: dict[str, Any]
         written=tuple(generation.steps),
         priority=given.pop("priority", before.priority),
     )
+    if "cache" in given:
+        request = replace(request, cached=given.pop("cache") is not False)
     if "guard" in given:
         request = replace(request, guards=_guards(given.pop("guard")))
     if any(name in given for name in _GRAMMARS):

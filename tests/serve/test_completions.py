@@ -175,6 +175,39 @@ def test_text_into_tokens_and_back(http, lm):
     assert http.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
+def test_merges_and_other_vocabularies(http, lm, monkeypatch):
+    found = http.post("/tokenize", json={"content": "unspooling it", "merges": True}).json()
+    words = found["words"]
+    assert [token for word in words for token in word["ids"]] == found["tokens"]
+    first = words[0]
+    assert "".join(first["start"]) == "unspooling" and len(first["start"]) == 10
+    pieces = first["start"]
+    for merge in first["merges"]:
+        assert len(merge["pieces"]) == len(pieces) - 1
+        pieces = merge["pieces"]
+    assert http.post("/tokenize", json={"content": "a" * 3000, "merges": True}).status_code == 400
+    for told in http.get("/vocabularies").json()["data"]:
+        body = {"content": "How do transformers work?", "vocabulary": told["name"]}
+        answer = http.post("/tokenize", json=body)
+        assert answer.status_code == (200 if told["available"] else 400)
+    bad = {"content": "a", "vocabulary": "../../etc/passwd"}
+    assert http.post("/tokenize", json=bad).status_code == 400
+
+
+def test_other_vocabularies_where_they_are_here(http, monkeypatch):
+    import assets
+
+    from unspool.serve.vocabularies import opened
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))
+    opened.cache_clear()
+    body = {"content": "How do transformers work?"}
+    known = {"cl100k": [4438, 656, 87970, 990, 30], "gpt2": [2437, 466, 6121, 364, 670, 30]}
+    for name, ids in known.items():
+        assert http.post("/tokenize", json={**body, "vocabulary": name}).json()["tokens"] == ids
+    opened.cache_clear()
+
+
 def test_a_template_is_applied(http, lm):
     messages = [{"role": "user", "content": "Hi <|im_end|>"}]
     found = http.post("/apply-template", json={"messages": messages}).json()

@@ -41,3 +41,4 @@ class Request:
     drafter: Drafter | Callable[[Request], Drafter] | None = None  # or what makes a fresh one
     guards: GuardPolicy | None = None  # what to watch for, and what to do about it
     grammar: Grammar | None = None  # what the text may be
+    cached: bool = True  # False: the whole text is read again for every token

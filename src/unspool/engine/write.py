@@ -195,7 +195,8 @@ class _Writing:
             return
         try:
             self.branch = self.writers.engine.tree.open(self.history[: self.length].tolist())
-            self.out.prompt_reused = self.branch.reused
+            if self.request.cached:
+                self.out.prompt_reused = self.branch.reused
             self.out.missed_from = self.branch.missed_from
             self._run(wanted=1)
         except BaseException as error:
@@ -209,6 +210,9 @@ class _Writing:
             )
         self.task.wanted = wanted
         self.task.rows.clear()
+        if not self.request.cached:  # as if nothing had ever been computed of it
+            self.writers.engine.tree.put_aside(self.branch)
+            self.task.started = False
         self.writers.engine.scheduler.add(self.task)
 
     def _computed(self, logits: Any, inside: Any) -> None:

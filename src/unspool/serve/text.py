@@ -15,9 +15,13 @@ from unspool.serve.routes import new_router
 from unspool.serve.schemas.chat import FunctionTool, Message
 from unspool.serve.schemas.common import Strict, Tokens
 from unspool.serve.tools import ToolUse, chat_prompt
+from unspool.serve.vocabularies import NAMES, VocabularyName, available, opened
+from unspool.text.merges import merge_steps
+from unspool.text.tokenizer import Tokenizer
 
 router = new_router("Text and tokens")
 MOST_TOP = 100
+LONGEST_MERGED = 2_000
 
 
 class TokenizeRequest(Strict):
@@ -30,6 +34,10 @@ class TokenizeRequest(Strict):
     add_special: bool = Field(False, description="begin as a prompt does, with a start token")
     parse_special: bool = Field(False, description="read control tokens that the text spells")
     with_pieces: bool = Field(False, description="tell each token's bytes and text too")
+    merges: bool = Field(False, description="tell how pieces join into tokens, one by one")
+    vocabulary: VocabularyName | None = Field(
+        None, description="one of OpenAI's instead of the model's, where its ranks are here"
+    )
 
 
 class DetokenizeRequest(Strict):
@@ -66,6 +74,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = call.served.lm.tokenizer
+    if body.vocabulary is not None:
+        tokenizer = opened(body.vocabulary)
     text, begins, parses = body.content, body.add_special, body.parse_special
     if text is None:
         text, begins, parses = body.prompt or "", body.add_special_tokens, True
@@ -82,7 +92,36 @@ def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
             }
             for token in ids
         ]
+    if body.merges:
+        found["words"] = _merged(tokenizer, text)
     return found
+
+
+def _merged(tokenizer: Tokenizer, text: str) -> list[dict[str, Any]]:
+    """Each word from its smallest pieces to its tokens. Plainly done, so only for short texts."""
+    if len(text) > LONGEST_MERGED:
+        raise refused(f"merges are told of at most {LONGEST_MERGED:,} characters", "merges")
+    return [
+        {
+            "start": list(map(_spelled, word.start)),
+            "merges": [
+                {"rank": m.rank, "position": m.position, "pieces": list(map(_spelled, m.pieces))}
+                for m in word.merges
+            ],
+            "ids": list(word.ids),
+        }
+        for word in merge_steps(tokenizer, text)
+    ]
+
+
+def _spelled(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")
+
+
+@router.get("/vocabularies", summary="The vocabularies that /tokenize knows beside the model's")
+async def vocabularies(request: Request) -> Response:
+    call = await _house(request).enter(request, None)
+    return await call.reply(call.thread(lambda: {"data": [available(name) for name in NAMES]}))
 
 
 @router.post("/detokenize", summary="Tokens into text")

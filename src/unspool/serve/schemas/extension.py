@@ -72,6 +72,9 @@ class Extension(Sampling):
     )
     trace: bool = Field(False, description="tell every step: candidates, stages, draw")
     top: int = Field(5, ge=0, le=MOST_CANDIDATES, description="candidates that a trace tells")
+    cache: bool = Field(
+        True, description="false: the whole text is read again for every token, to see the cost"
+    )
     end: bool = Field(True, description="false: go on where the model would end")
     sample: int = Field(0, ge=0, lt=1 << 31, description="which of the seed's many texts")
     priority: int = Field(0, ge=-100, le=100)

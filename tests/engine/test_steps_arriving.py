@@ -76,6 +76,27 @@ def test_a_prediction_is_picked_up_again_behind_what_differs():
     assert drafter.propose([1, 2, *ids], 9) == []
 
 
+def test_without_the_cache_every_token_reads_the_whole_text(tiny_lm, monkeypatch):
+    backend = tiny_lm.engine.backend
+    usual, read = backend.run, list[int]()
+
+    def counted(batch, taps=None):
+        read.append(len(batch.tokens))
+        return usual(batch, taps)
+
+    monkeypatch.setattr(backend, "run", counted)
+    options = {"max_tokens": 6, "temperature": 0, "end": False}
+    cached = tiny_lm.generate([9, 8, 7, 6], **options)
+    assert sum(read) == 4 + 5
+    read.clear()
+    anew = tiny_lm.generate([9, 8, 7, 6], cache=False, **options)
+    assert anew.tokens == cached.tokens and anew.reused == 0
+    assert sum(read) == 4 + 5 + 6 + 7 + 8 + 9
+    read.clear()
+    assert anew.resume(max_tokens=8, cache=True).tokens[:6] == cached.tokens
+    assert sum(read) < 10
+
+
 def test_going_on_step_by_step(lm):
     draft = lm.draft("The capital of Germany is", temperature=0, max_tokens=6)
     assert not draft.steps and draft.prompt
