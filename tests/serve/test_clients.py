@@ -165,7 +165,6 @@ def evaluated(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(told.splitlines()[-1])
 
 
-@pytest.mark.slow  # needs the extra `eval`
 def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
     hits, normed_hits = 0, 0
     samples = sorted(evaluated["samples"]["quiz"], key=lambda sample: sample["doc_id"])
@@ -186,7 +185,6 @@ def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
     assert hits > len(QUIZ) // 2  # by chance it would be a third
 
 
-@pytest.mark.slow  # needs the extra `eval`
 def test_lm_eval_reads_texts_that_the_engine_writes(evaluated, lm):
     for sample in evaluated["samples"]["continue"]:
         question = sample["doc"]["question"]
@@ -194,7 +192,6 @@ def test_lm_eval_reads_texts_that_the_engine_writes(evaluated, lm):
         assert sample["resps"] == [[wanted]]
 
 
-@pytest.mark.slow  # needs the extra `eval`
 def test_lm_eval_measures_the_surprise_that_the_engine_measures(evaluated, lm):
     total, size = 0.0, 0
     for question, choices, answer in QUIZ:
