@@ -37,8 +37,8 @@ from peers.environments import (
     US,
     Ready,
     UnavailableError,
+    draw,
     environment,
-    make_environment,
     prepare,
     say,
 )
@@ -249,19 +249,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def plot(results: Path, folder: Path, environments: Path) -> None:
-    """Plots are drawn in an environment of their own: nothing else needs matplotlib."""
-    try:
-        python = make_environment(environments / "plot", ("matplotlib",), {}, ())
-    except UnavailableError as reason:
-        say(f"no plots: matplotlib {reason}")
-        return
-    script = str(Path(__file__).parent / "peers" / "plot.py")
-    done = subprocess.run([python, script, str(results), str(folder)])
-    if done.returncode:
-        say("no plots: drawing failed")
-
-
 def main() -> int:
     given = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are ended too
@@ -295,7 +282,8 @@ def main() -> int:
     (given.out / "table.md").write_text(table, encoding="utf-8")
     print(table)
     if not code:
-        plot(file, given.out, given.environments)
+        script = Path(__file__).parent / "peers" / "plot.py"
+        draw(script, file, given.out, given.environments)
     return code
 
 

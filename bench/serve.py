@@ -26,7 +26,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,8 +39,8 @@ from peers.environments import (
     US,
     Peer,
     UnavailableError,
+    draw,
     environment,
-    make_environment,
     prepare,
     say,
 )
@@ -135,7 +134,7 @@ class Bench:
         except (ServerError, OSError) as reason:
             self._fail(server.key, f"could not be started: {reason}")
             return
-        self.stack.enter_context(running)
+        self.stack.callback(running.close)
         self.running[server.key] = running
         entry["start_s"] = running.start_s
         try:
@@ -254,18 +253,6 @@ class Bench:
         }
 
 
-def plot(results: Path, folder: Path, environments: Path) -> None:
-    """Plots are drawn in an environment of their own: nothing else needs matplotlib."""
-    try:
-        python = make_environment(environments / "plot", ("matplotlib",), {}, ())
-    except UnavailableError as reason:
-        say(f"no plots: matplotlib {reason}")
-        return
-    script = str(Path(__file__).parent / "serving" / "plot.py")
-    if subprocess.run([python, script, str(results), str(folder)]).returncode:
-        say("no plots: drawing failed")
-
-
 def main() -> int:
     given = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
@@ -297,7 +284,8 @@ def main() -> int:
     (given.out / "table.md").write_text(table, encoding="utf-8")
     print(table)
     if bench.points:
-        plot(file, given.out, given.environments)
+        script = Path(__file__).parent / "serving" / "plot.py"
+        draw(script, file, given.out, given.environments)
     lost = any(entry["failed"] for entry in bench.servers.values())
     return code or int(lost)
 

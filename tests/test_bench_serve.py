@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
     server = servers.Server("fake", "fake", FAKE, {"stream_options": {"include_usage": True}})
-    with servers.Running(server, dict(os.environ), tmp_path / "said") as running:
+    with closing(servers.Running(server, dict(os.environ), tmp_path / "said")) as running:
         assert running.name == "fake"
         running.pause()
         running.resume()

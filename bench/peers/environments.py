@@ -202,3 +202,14 @@ def _do(command: list[str], what: str, more: dict[str, str] | None = None) -> No
 
 def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
+
+
+def draw(script: Path, results: Path, folder: Path, environments: Path) -> None:
+    """Plots are drawn in an environment of their own: nothing else needs matplotlib."""
+    try:
+        python = make_environment(environments / "plot", ("matplotlib",), {}, ())
+    except UnavailableError as reason:
+        say(f"no plots: matplotlib {reason}")
+        return
+    if subprocess.run([python, script, str(results), str(folder)]).returncode:
+        say("no plots: drawing failed")

@@ -236,9 +236,11 @@ def test_looking_changes_nothing(tiny_lm: Any):
 def test_a_long_prompt_does_not_freeze_the_others():
     writers = new_writers(pages=1200, context=5000)
     backend: Any = writers.engine.backend
+    both = threading.Event()
+    writers.engine.tell(lambda: both.wait(30))  # so that neither is done before the other is there
     short = writers.submit(request([1, 2, 3], count=60))
-    next(short)
     long = writers.submit(request([5] * 4000, count=2))
+    both.set()
     list(short)
     mixed = [run for run in backend.runs if max(run) > 1 and 1 in run]
     assert len(mixed) > 5, "chunks of the prompt ran beside next tokens"

@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-
 from running_server import Running, default_entry, running
+
+from unspool.serve.shelf import Entry
 
 PROMPT = "Once upon a time"
 LONG = {"prompt": PROMPT, "max_tokens": 2000, "unspool": {"end": False}}
@@ -337,7 +338,43 @@ def test_a_server_without_a_key_answers_only_to_its_own_name(server):
     assert "access-control-allow-origin" not in origin.headers
 
 
+def test_who_runs_out_of_time_in_line_leaves_nothing_behind(default_model):
+    entry = default_entry(default_model, memory=64 << 20)
+    with running([entry], most_running=1, deadline=0.6) as server:
+        url = f"{server.url}/v1/completions"
+        first = raw(
+            server, posted("/v1/completions", json.dumps({**LONG, "stream": True}).encode())
+        )
+        first.recv(100)
+        late = httpx.post(url, json=body_of(), timeout=30)
+        assert late.status_code == 504
+        first.close()
+        settled(server)
+        assert httpx.post(url, json=body_of(), timeout=30).status_code == 200
+
+
 # -- several models --------------------------------------------------------------------------
+
+
+def test_who_leaves_while_a_model_is_loaded_does_not_stop_it(default_model: Path):
+    usual = default_entry(default_model, "one", memory=32 << 20)
+    loads: list[float] = []
+
+    def slowly() -> Any:
+        loads.append(time.monotonic())
+        time.sleep(1.0)
+        return usual.load()
+
+    with running([usual, Entry("two", slowly, usual.size)]) as server:
+        body = json.dumps(body_of(model="two")).encode()
+        gone = raw(server, posted("/v1/completions", body))
+        until = time.monotonic() + 10
+        while not loads and time.monotonic() < until:
+            time.sleep(0.01)
+        gone.close()
+        answer = httpx.post(f"{server.url}/v1/completions", json=body_of(model="two"), timeout=60)
+        assert answer.status_code == 200 and len(loads) == 1
+        assert server.house.shelf.loaded["two"].users == 0 == server.house.admission.running
 
 
 def test_models_are_loaded_when_asked_for_and_make_room(default_model: Path):

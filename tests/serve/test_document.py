@@ -11,10 +11,10 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
+from running_server import Running, default_entry, running
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from running_server import Running, default_entry, running
 from unspool.serve.app import create_app
 from unspool.serve.settings import ServeSettings
 from unspool.serve.shelf import Entry, Shelf

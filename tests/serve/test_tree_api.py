@@ -111,6 +111,16 @@ def test_rewind_choose_and_append_reuse_what_stays(tree: Tree, lm: Any):
     assert again["last"]["reused_tokens"] >= len(alone.prompt) - 1
 
 
+def test_the_cache_can_be_turned_off_to_see_what_it_saves(tree: Tree):
+    branch = tree.new(max_tokens=4)
+    cached = tree.do("resume", branch)
+    anew = tree.do("resume", tree.new(max_tokens=4), cache=False)
+    assert anew["text"] == cached["text"] and anew["settings"]["cache"] is False
+    assert anew["last"]["reused_tokens"] == 0 and cached["settings"]["cache"] is True
+    on = tree.do("resume", anew, cache=True)
+    assert on["last"]["reused_tokens"] > 0 and on["settings"]["cache"] is True
+
+
 def test_forks_are_independent(tree: Tree):
     branch = tree.do("resume", tree.new(max_tokens=6))
     one, two = tree.do("fork", branch, at=3, name="one"), tree.do("fork", branch)

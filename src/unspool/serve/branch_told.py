@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from unspool.engine.generation import Generation
-from unspool.engine.steps import Candidate, Step
+from unspool.engine.steps import Step
 from unspool.sampling import SamplingSettings
-from unspool.sampling.records import StageReport
 from unspool.serve.branches import MessageSpan, TreeBranch, TreePrompt
 from unspool.serve.schemas.tree import USUAL_TOKENS
+from unspool.serve.told import finite, told_step
 
-Readable = Callable[[int], str]
 _PREVIEW = 80  # characters
 
 
@@ -68,9 +67,7 @@ def with_steps(
         told["prompt"] = told_prompt(begin)
     if steps is not None:
         told["since"] = since
-        told["steps"] = [
-            told_step(step, number, begin.readable) for number, step in enumerate(steps, since)
-        ]
+        told["steps"] = [told_step(step, len(begin.ids), begin.readable) for step in steps]
     return told
 
 
@@ -117,60 +114,6 @@ def sampling(settings: SamplingSettings) -> dict[str, Any]:
         for token, amount in settings.logit_bias.items()
     }
     return found
-
-
-def told_step(step: Step, index: int, readable: Readable) -> dict[str, Any]:
-    """A step in full: as `Step.to_dict`, with its number, and with every token readable.
-
-    `piece` is the token alone; `text` what could be shown once it was there.
-    """
-    return {
-        "index": index,
-        "position": step.position,
-        "token": step.token,
-        "piece": readable(step.token),
-        "text": step.text,
-        "bytes": list(step.bytes),
-        "logprob": finite(step.logprob),
-        "rank": step.rank,
-        "entropy": finite(step.entropy),
-        "probability": step.probability,
-        "draw": None
-        if step.draw is None
-        else {"u": step.draw.u, "low": step.draw.low, "high": step.draw.high},
-        "candidates": [told_candidate(candidate, readable) for candidate in step.candidates],
-        "stages": [_stage(stage, readable) for stage in step.stages],
-        "seconds": step.seconds,
-        "finish_reason": step.finish_reason,
-        "draft": step.draft,
-        "retracts": step.retracts,
-        "chosen": step.chosen,
-    }
-
-
-def told_candidate(candidate: Candidate, readable: Readable) -> dict[str, Any]:
-    return {
-        "token": candidate.token,
-        "text": readable(candidate.token),
-        "logprob": finite(candidate.logprob),
-        "probability": candidate.probability,
-    }
-
-
-def _stage(stage: StageReport, readable: Readable) -> dict[str, Any]:
-    return {
-        "name": stage.name,
-        "kept": stage.kept,
-        "removed": stage.removed,
-        "kept_mass": stage.kept_mass,
-        "changed": stage.changed,
-        "top": [[token, chance, readable(token)] for token, chance in stage.top],
-    }
-
-
-def finite(number: float) -> float | None:
-    """JSON has no infinity: the logarithm of nothing is null."""
-    return number if math.isfinite(number) else None
 
 
 def _preview(branch: TreeBranch) -> str:

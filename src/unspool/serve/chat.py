@@ -19,9 +19,9 @@ from unspool.serve.asked import (
 )
 from unspool.serve.blocks import Block, Blocks, Change, Closed, Grown, Opened
 from unspool.serve.conversation import Asked, asked, called, put_format
-from unspool.serve.events import DONE, Frame, event
+from unspool.serve.events import DONE, Frames, event
 from unspool.serve.faults import refused
-from unspool.serve.house import Call, House, new_id
+from unspool.serve.house import Call, house_of, new_id
 from unspool.serve.logprobs import Speller
 from unspool.serve.routes import new_router
 from unspool.serve.schemas.chat import ChatRequest, FunctionTool, Message, NamedTool
@@ -36,7 +36,7 @@ router = new_router("OpenAI")
 
 @router.post("/v1/chat/completions", summary="Answer a conversation")
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     n = body.n or 1
     check_choices(n, house.settings.most_choices)
     call = await house.enter(request, body.model, n)
@@ -135,7 +135,7 @@ class _Chat:
         one_call = use.parallel is False
         self.choices = [_Choice(use.reader(call.served), one_call) for _ in range(texts.n)]
         self.is_live = _is_live(body)
-        self._frames: dict[int, Frame] = {}
+        self._words = Frames(lambda number, text: self._chunk(number, {"content": text}))
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
@@ -198,7 +198,7 @@ class _Chat:
         if not choice.begun:
             yield self._begin(number)
         if self.is_live:
-            yield self._chunk(number, {"content": ""}, None, None, step)
+            yield self._chunk(number, {"content": ""}, step=step)
         rest: list[Step] = []
         for change in choice.blocks.take(step):
             delta = self._delta(choice, change)
@@ -209,24 +209,17 @@ class _Chat:
                 steps = change.steps if isinstance(change, Grown) else []
                 choice.told += len(steps)
                 if "content" in delta and not self.body.logprobs:
-                    yield self._frame(number)(delta["content"])
+                    yield self._words(number, delta["content"])
                 else:
-                    yield self._chunk(number, delta, self._logprobs(steps), None)
+                    yield self._chunk(number, delta, self._logprobs(steps))
         if step.finish_reason:
             reason = finish_reason(step.finish_reason, choice.calls)
             yield self._chunk(number, {}, self._logprobs(rest), reason)
 
-    def _frame(self, number: int) -> Frame:
-        if number not in self._frames:
-            self._frames[number] = Frame(
-                lambda text: self._chunk(number, {"content": text}, None, None)
-            )
-        return self._frames[number]
-
     def _begin(self, number: int) -> bytes:
         self.choices[number].begun = True
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk(number, delta, None, None)
+        return self._chunk(number, delta)
 
     @staticmethod
     def _delta(choice: _Choice, change: Change) -> dict[str, Any] | None:
@@ -246,14 +239,14 @@ class _Chat:
         self,
         number: int,
         delta: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
         step: Step | None = None,
     ) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = self._outer([choice], None)
         if step is not None:
-            chunk["unspool"] = told_step(step)
+            chunk["unspool"] = told_step(step, len(self.texts.prompts[0]), self.served.lm.readable)
         return event(chunk)
 
     def _outer(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Score, Step
 from unspool.serve.asked import check_choices, finish_reason, sampling_options
-from unspool.serve.events import DONE, Frame, event
+from unspool.serve.events import DONE, Frames, event
 from unspool.serve.faults import refused
-from unspool.serve.house import Call, House, new_id
+from unspool.serve.house import Call, house_of, new_id
 from unspool.serve.logprobs import Speller, joined
 from unspool.serve.routes import new_router
 from unspool.serve.schemas.common import listed
@@ -34,7 +34,7 @@ USUAL_TOKENS = 16  # as OpenAI
 
 @router.post("/v1/completions", summary="Continue a text")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     n = body.n or 1
     written = max(n, body.best_of or 0)
     check_choices(written, house.settings.most_choices, "n" if n == written else "best_of")
@@ -103,7 +103,7 @@ class _Completion:
         self.id, self.created = new_id("cmpl-"), int(time.time())
         self.speller = Speller(call.served.lm.tokenizer)
         self.offsets: dict[int, int] = {}
-        self._frames: dict[int, Frame] = {}
+        self._words = Frames(self._chunk)
         self.trace = body.unspool is not None and body.unspool.trace
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
@@ -183,20 +183,15 @@ class _Completion:
         reason = finish_reason(step.finish_reason) if step.finish_reason else None
         tell = self.trace or step.retracts
         if not (logprobs or reason or tell):
-            return self._frame(number)(step.text) if step.text else None
+            return self._words(number, step.text) if step.text else None
         return self._chunk(number, step.text, logprobs, reason, step if tell else None)
-
-    def _frame(self, number: int) -> Frame:
-        if number not in self._frames:
-            self._frames[number] = Frame(lambda text: self._chunk(number, text, None, None))
-        return self._frames[number]
 
     def _chunk(
         self,
         number: int,
         text: str,
-        logprobs: dict[str, Any] | None,
-        reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
         step: Step | None = None,
     ) -> bytes:
         choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -204,7 +199,8 @@ class _Completion:
         if self.wants_usage:
             chunk["usage"] = None
         if step is not None:
-            chunk["unspool"] = told_step(step)
+            prompt = self.texts.prompts[number // self.texts.n]
+            chunk["unspool"] = told_step(step, len(prompt), self.served.lm.readable)
         return event(chunk)
 
     def _outer(self, kind: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from unspool.lens.embedding import embedding
 from unspool.serve.faults import unsupported
-from unspool.serve.house import Call, House
+from unspool.serve.house import Call, house_of
 from unspool.serve.routes import new_router
 from unspool.serve.schemas.common import Prompts, ShortText, Strict, listed
 
@@ -36,7 +36,7 @@ class EmbeddingRequest(Strict):
 
 @router.post("/v1/embeddings", summary="Texts as vectors (mean-pooled hidden states)")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     call = await house.enter(request, body.model)
     return await call.reply(_answer(call, body))
 

@@ -27,16 +27,21 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + dumped(data) + b"\n\n"
 
 
-class Frame:
-    """An event that is always the same but for one text: made once, filled for every token."""
+class Frames:
+    """Events that are always the same but for one text: made once for each choice, and filled for
+    every token. `made` gives the event of a choice's number and a text."""
 
     _HERE = "\u0001"
 
-    def __init__(self, made: Callable[[str], bytes]) -> None:
-        self._before, self._after = made(self._HERE).split(dumped(self._HERE))
+    def __init__(self, made: Callable[[int, str], bytes]) -> None:
+        self._made = made
+        self._known: dict[int, list[bytes]] = {}
 
-    def __call__(self, text: str) -> bytes:
-        return self._before + dumped(text) + self._after
+    def __call__(self, number: int, text: str) -> bytes:
+        if number not in self._known:
+            self._known[number] = self._made(number, self._HERE).split(dumped(self._HERE))
+        before, after = self._known[number]
+        return before + dumped(text) + after
 
 
 async def gone(receive: Receive) -> None:

@@ -1,7 +1,7 @@
 """The server's state, and the way of one request through it.
 
     call = await house.enter(request, model, places=n)     # waits in line; 429, 503, 404
-    texts = await call.write(prompts, n, options)           # 400 if that cannot be
+    texts = await call.write(prompts, options, n)           # 400 if that cannot be
     return await call.reply(answer(texts))                  # or call.stream(events(texts))
 
 A call holds places and a model, and has a deadline. However it ends (answered, failed, out of
@@ -16,20 +16,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from unspool.serve.admission import Admission
+from unspool.serve.branches import Branches
 from unspool.serve.events import EventStream, event, gone
 from unspool.serve.faults import ApiError, refused
 from unspool.serve.json_reply import JsonReply
+from unspool.serve.kept import KeptResponses
 from unspool.serve.metrics import Metrics
 from unspool.serve.settings import ServeSettings
 from unspool.serve.shelf import Served, Shelf
 from unspool.serve.texts import Texts
 from unspool.serve.threads import in_thread
+
+Result = TypeVar("Result")
 
 
 class House:
@@ -43,17 +47,24 @@ class House:
             lambda: self.admission.queued,
             lambda: list(shelf.loaded.values()),
         )
+        self.branches = Branches(settings.most_branches)  # of /v1/tree
+        self.responses = KeptResponses()  # of /v1/responses
         self.ready = False  # the first model is loaded
 
     async def enter(self, request: Request, model: str | None, places: int = 1) -> Call:
         """Wait for places and for the model. Who waits and goes away leaves the line."""
         self.shelf.entry(model)  # a name that means nothing need not wait
         until = asyncio.get_running_loop().time() + self.settings.deadline
-        await _unless_gone(request, self.admission.enter(places), until)
-        try:
-            served = await _unless_gone(request, self.shelf.take(model), until)
-        except BaseException:
+
+        def leave(_: None = None) -> None:
             self.admission.leave(places, None)
+
+        await _unless_gone(request, self.admission.enter(places), until, undo=leave)
+        try:
+            taking = self.shelf.take(model)
+            served = await _unless_gone(request, taking, until, undo=self.shelf.give_back)
+        except BaseException:
+            leave()
             raise
         request.state.log["model"] = served.name
         return Call(self, request, served, places, until)
@@ -121,7 +132,7 @@ class Call:
         limit = self.settings.most_tokens
         return wanted if limit is None else min(wanted, limit)
 
-    async def unless_gone(self, work: Awaitable[Any]) -> Any:
+    async def unless_gone(self, work: Awaitable[Result]) -> Result:
         """Do the work, unless the client leaves or the time is up."""
         return await _unless_gone(self.request, work, self.until)
 
@@ -187,20 +198,36 @@ class Call:
                 log["texts"] = [text.generation.text for text in texts.all]
 
 
-async def _unless_gone(request: Request, work: Awaitable[Any], until: float) -> Any:
-    """The work's result. Cancelled when the client goes or the time is up."""
+async def _unless_gone(
+    request: Request,
+    work: Awaitable[Result],
+    until: float,
+    undo: Callable[[Result], None] | None = None,
+) -> Result:
+    """The work's result. Cancelled when the client goes or the time is up; `undo` gives back what
+    was had all the same, if that happens in the very moment in which the work is done."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(gone(request.receive))
+    had = False
     try:
         async with asyncio.timeout_at(until):
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ConnectionResetError("the client has gone")
+        had = True
         return working.result()
     finally:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+        if undo is not None and not had and not working.cancelled() and not working.exception():
+            undo(working.result())
+
+
+def house_of(request: Request) -> House:
+    """The house that a request has come to."""
+    house: House = request.app.state.house
+    return house
 
 
 def new_id(prefix: str) -> str:

@@ -16,7 +16,7 @@ from unspool.serve.blocks import Block, Blocks, Change, Grown, Opened
 from unspool.serve.conversation import Asked, asked, called, put_format
 from unspool.serve.events import event
 from unspool.serve.faults import refused
-from unspool.serve.house import Call, House, new_id
+from unspool.serve.house import Call, house_of, new_id
 from unspool.serve.json_reply import JsonReply, dumped
 from unspool.serve.routes import new_router
 from unspool.serve.schemas.common import stops
@@ -40,7 +40,7 @@ _PING = event({"type": "ping"}, "ping")
 
 @router.post("/v1/messages", summary="Answer a conversation")
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     call = await house.enter(request, body.model)
     async with call.or_leave():
         ready = await call.thread(_asked, call, body)
@@ -53,7 +53,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", summary="Count a conversation's tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     async with house.visit(request, body.model) as call:
         ready = await call.thread(_conversation, call, body, {}, None)
         return JsonReply({"input_tokens": len(ready.ids)})

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from unspool.serve.house import House
+from unspool.serve.house import House, house_of
 from unspool.serve.json_reply import JsonReply
 from unspool.serve.routes import new_router
 from unspool.serve.shelf import Entry
@@ -17,14 +17,14 @@ router = new_router("OpenAI")
 
 @router.get("/v1/models", summary="The models this server has")
 async def list_models(request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     found = [_told(house, entry) for entry in house.shelf.entries.values()]
     return JsonReply({"object": "list", "data": found})
 
 
 @router.get("/v1/models/{model:path}", summary="One model")
 async def get_model(model: str, request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     return JsonReply(_told(house, house.shelf.entry(model)))
 
 

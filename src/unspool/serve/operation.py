@@ -6,7 +6,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from unspool.serve.faults import ApiError
-from unspool.serve.house import House
+from unspool.serve.house import house_of
 from unspool.serve.json_reply import JsonReply
 from unspool.serve.routes import new_router
 
@@ -20,7 +20,7 @@ async def health() -> Response:
 
 @router.get("/ready", summary="The server takes requests")
 async def ready(request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     if house.admission.refusing or not house.ready:
         raise ApiError(503, "the server is not ready", code="not_ready", retry_after=1)
     return JsonReply({"status": "ready", "models": list(house.shelf.loaded)})
@@ -28,5 +28,5 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics", summary="Counters for Prometheus")
 async def metrics(request: Request) -> Response:
-    house: House = request.app.state.house
+    house = house_of(request)
     return Response(house.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

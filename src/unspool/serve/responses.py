@@ -17,9 +17,8 @@ from unspool.serve.blocks import Block, Blocks, Change, Grown, Opened, was_cut
 from unspool.serve.conversation import Asked, asked, put_format
 from unspool.serve.events import event
 from unspool.serve.faults import ApiError, refused, unsupported
-from unspool.serve.house import Call, House, new_id
+from unspool.serve.house import Call, house_of, new_id
 from unspool.serve.json_reply import JsonReply
-from unspool.serve.kept import KeptResponses
 from unspool.serve.logprobs import Speller
 from unspool.serve.response_items import items_of, messages_of
 from unspool.serve.routes import new_router
@@ -34,8 +33,8 @@ router = new_router("OpenAI")
 
 @router.post("/v1/responses", summary="Answer, and keep the answer")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
-    house: House = request.app.state.house
-    kept = _kept(request)
+    house = house_of(request)
+    kept = house.responses
     before = body.previous_response_id
     given = [*(kept.so_far(before) if before is not None else ()), *items_of(body.input)]
     call = await house.enter(request, body.model)
@@ -53,12 +52,12 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 async def get_response(response_id: str, request: Request) -> Response:
     for name in request.query_params:
         raise unsupported(name[:80], "a kept response is given as it is")
-    return JsonReply(_kept(request).response(response_id))
+    return JsonReply(house_of(request).responses.response(response_id))
 
 
 @router.delete("/v1/responses/{response_id}", summary="Forget a response")
 async def delete_response(response_id: str, request: Request) -> Response:
-    _kept(request).forget(response_id)
+    house_of(request).responses.forget(response_id)
     return JsonReply({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -73,7 +72,7 @@ async def input_items(
     for name in request.query_params:
         if name not in ("limit", "order", "after"):
             raise unsupported(name[:80], "the items are given as they are")
-    items = [*_kept(request).given(response_id)]
+    items = [*house_of(request).responses.given(response_id)]
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -90,15 +89,6 @@ async def input_items(
         "has_more": len(items) > limit,
     }
     return JsonReply(found)
-
-
-def _kept(request: Request) -> KeptResponses:
-    """One for each server; made with its first use."""
-    state = request.app.state
-    if not hasattr(state, "kept_responses"):
-        state.kept_responses = KeptResponses()
-    found: KeptResponses = state.kept_responses
-    return found
 
 
 # -- what was asked --------------------------------------------------------------------------

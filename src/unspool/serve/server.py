@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=64 << 10,
             )
         )
-        self._settings, self._stopping, self._told_start = settings, stopping, started
+        self._stopping, self._told_start = stopping, started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

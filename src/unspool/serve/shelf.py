@@ -67,6 +67,7 @@ class Shelf:
         self.loaded: dict[str, Served] = {}
         self.created = int(time.time())
         self._loading = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Future[None]] = {}  # of models that are being loaded
         self._freed = asyncio.Condition()
 
     def entry(self, name: str | None) -> Entry:
@@ -94,10 +95,11 @@ class Shelf:
 
     async def take(self, name: str | None) -> Served:
         entry = self.entry(name)
-        served = self.loaded.get(entry.name)
-        if served is None:
-            async with self._loading:
-                served = self.loaded.get(entry.name) or await self._load(entry)
+        while (served := self.loaded.get(entry.name)) is None:
+            if entry.name not in self._tasks:
+                self._tasks[entry.name] = asyncio.ensure_future(self._load(entry))
+            # Who asked for it may leave; the model is loaded all the same, for the next one.
+            await asyncio.shield(self._tasks[entry.name])
         served.users += 1
         served.used = time.monotonic()
         return served
@@ -112,11 +114,13 @@ class Shelf:
         async with self._freed:
             self._freed.notify_all()
 
-    async def _load(self, entry: Entry) -> Served:
-        await self._make_room(entry)
-        served = await in_thread(_opened, entry)
-        self.loaded[entry.name] = served
-        return served
+    async def _load(self, entry: Entry) -> None:
+        try:
+            async with self._loading:
+                await self._make_room(entry)
+                self.loaded[entry.name] = await in_thread(_opened, entry)
+        finally:
+            del self._tasks[entry.name]
 
     async def _make_room(self, entry: Entry) -> None:
         """Close models that nobody uses until this one fits; wait for those that are in use."""

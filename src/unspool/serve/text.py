@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from unspool.serve.chat import message_of, tools_of
 from unspool.serve.faults import refused
-from unspool.serve.house import Call, House
+from unspool.serve.house import Call, house_of
 from unspool.serve.routes import new_router
 from unspool.serve.schemas.chat import FunctionTool, Message
 from unspool.serve.schemas.common import Strict, Tokens
@@ -68,7 +68,7 @@ class ScoreRequest(Strict):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.content is None) == (body.prompt is None):
         raise refused("give either content or prompt", "content")
-    call = await _house(request).enter(request, body.model)
+    call = await house_of(request).enter(request, body.model)
     return await call.reply(call.thread(_tokenized, call, body))
 
 
@@ -120,13 +120,13 @@ def _spelled(piece: bytes) -> str:
 
 @router.get("/vocabularies", summary="The vocabularies that /tokenize knows beside the model's")
 async def vocabularies(request: Request) -> Response:
-    call = await _house(request).enter(request, None)
+    call = await house_of(request).enter(request, None)
     return await call.reply(call.thread(lambda: {"data": [available(name) for name in NAMES]}))
 
 
 @router.post("/detokenize", summary="Tokens into text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    call = await _house(request).enter(request, body.model)
+    call = await house_of(request).enter(request, body.model)
     return await call.reply(call.thread(_detokenized, call, body.tokens))
 
 
@@ -144,7 +144,7 @@ def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
 
 @router.get("/tokenizer_info", summary="The vocabulary's own tokens, and the chat template")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-    call = await _house(request).enter(request, model)
+    call = await house_of(request).enter(request, model)
     return await call.reply(call.thread(_tokenizer_told, call))
 
 
@@ -167,7 +167,7 @@ def _tokenizer_told(call: Call) -> dict[str, Any]:
 
 @router.post("/apply-template", summary="A conversation as the model reads it")
 async def apply_template(body: TemplateRequest, request: Request) -> Response:
-    call = await _house(request).enter(request, body.model)
+    call = await house_of(request).enter(request, body.model)
     return await call.reply(call.thread(_applied, call, body))
 
 
@@ -191,7 +191,7 @@ def _applied(call: Call, body: TemplateRequest) -> dict[str, Any]:
 async def score(body: ScoreRequest, request: Request) -> Response:
     if (body.text is None) == (body.tokens is None):
         raise refused("give either text or tokens", "text")
-    call = await _house(request).enter(request, body.model)
+    call = await house_of(request).enter(request, body.model)
     return await call.reply(call.thread(_scored, call, body))
 
 
@@ -205,8 +205,3 @@ def _scored(call: Call, body: ScoreRequest) -> dict[str, Any]:
     if len(found.logprobs) < 2:
         told["perplexity"] = None  # of a single token nothing can be said
     return {**told, "model": call.served.name, "system_fingerprint": call.served.fingerprint}
-
-
-def _house(request: Request) -> House:
-    house: House = request.app.state.house
-    return house

@@ -165,12 +165,15 @@ class Texts:
     # -- inside ------------------------------------------------------------------------------
 
     async def _start(self, number: int) -> None:
-        prompt, sample = self.prompts[number // self.n], number % self.n
-        options = {**self.options, "sample": self.options.get("sample", 0) + sample}
-        generation, stream = await begun(self.served.lm.begin, prompt, **options)
+        generation, stream = await self._begin(number)
         self.texts[number] = Text(generation, stream)
         loop = asyncio.get_running_loop()
         stream.listen(lambda: self._tell(loop))
+
+    async def _begin(self, number: int) -> tuple[Generation, StepStream]:
+        prompt, sample = self.prompts[number // self.n], number % self.n
+        options = {**self.options, "sample": self.options.get("sample", 0) + sample}
+        return await begun(self.served.lm.begin, prompt, **options)
 
     async def _start_others(self, first: int) -> None:
         if first + 1 not in self.texts:

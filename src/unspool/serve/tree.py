@@ -23,11 +23,11 @@ from unspool.serve import tree_look, tree_resume  # noqa: F401  they put their r
 from unspool.serve.branch_told import summary
 from unspool.serve.branches import TreeBranch
 from unspool.serve.faults import refused
-from unspool.serve.house import Call
+from unspool.serve.house import Call, house_of
 from unspool.serve.json_reply import JsonReply
 from unspool.serve.schemas.tree import Added, Chosen, Forked, NewBranch, Renamed, Rewound
 from unspool.serve.tree_prompt import new_branch
-from unspool.serve.tree_shared import branches_of, house_of, reply, router
+from unspool.serve.tree_shared import branches_of, reply, router
 
 __all__ = ["router"]
 _JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabulary

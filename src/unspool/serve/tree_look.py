@@ -21,11 +21,13 @@ from unspool.lens.neighbours import neighbours
 from unspool.lens.weights import host
 from unspool.lm import LanguageModel
 from unspool.sampling import log_softmax, score
-from unspool.serve.branch_told import finite, sampling
+from unspool.serve.branch_told import sampling
 from unspool.serve.faults import refused
+from unspool.serve.house import house_of
 from unspool.serve.json_reply import JsonReply
 from unspool.serve.schemas.tree import Place
-from unspool.serve.tree_shared import branches_of, house_of, router
+from unspool.serve.told import finite
+from unspool.serve.tree_shared import branches_of, router
 
 MOST_ALTERNATIVES = 500
 MOST_NUMBERS = 2_000_000  # of attention in one answer

@@ -15,7 +15,7 @@ from unspool.serve.tools import ToolUse, chat_prompt
 from unspool.text.chat import ChatPrompt
 from unspool.text.tokenizer import Tokenizer
 
-_KEPT_AS_GIVEN = ("guard", *GRAMMARS, "speculate", "end")
+_KEPT_AS_GIVEN = ("guard", *GRAMMARS, "speculate", "end", "cache")
 
 
 def new_branch(call: Call, body: NewBranch) -> TreeBranch:
@@ -41,7 +41,7 @@ def new_branch(call: Call, body: NewBranch) -> TreeBranch:
 def asked_by(body: Writing, before: dict[str, Any]) -> dict[str, Any]:
     """The settings that no sampling stage reads, as they came; a new grammar replaces the old."""
     given = body.given
-    found = dict(before) if before else dict.fromkeys(_KEPT_AS_GIVEN) | {"end": True}
+    found = dict(before) if before else dict.fromkeys(_KEPT_AS_GIVEN) | {"end": True, "cache": True}
     if given & {*GRAMMARS}:
         found.update(dict.fromkeys(GRAMMARS))
     found.update({name: getattr(body, name) for name in _KEPT_AS_GIVEN if name in given})

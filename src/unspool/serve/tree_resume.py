@@ -16,11 +16,11 @@ from unspool.serve.branch_told import told_branch, with_steps
 from unspool.serve.branches import MOST_WATCHERS, Branches, Seen, TreeBranch
 from unspool.serve.events import EventStream
 from unspool.serve.faults import ApiError, refused
-from unspool.serve.house import Call, House
+from unspool.serve.house import Call, House, house_of
 from unspool.serve.schemas.tree import USUAL_TOKENS, Resumed
 from unspool.serve.threads import in_thread
 from unspool.serve.tree_prompt import asked_by
-from unspool.serve.tree_shared import branches_of, house_of, reply, router
+from unspool.serve.tree_shared import branches_of, reply, router
 from unspool.serve.tree_write import BranchTexts, BranchWriting, failed, tell, watch
 from unspool.text.stream import TextStream
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from unspool.serve.branch_told import told_branch, with_steps
 from unspool.serve.branches import Branches, TreeBranch
-from unspool.serve.house import House
+from unspool.serve.house import house_of
 from unspool.serve.json_reply import JsonReply
 from unspool.serve.routes import new_router
 from unspool.serve.threads import in_thread
@@ -17,18 +17,8 @@ from unspool.serve.threads import in_thread
 router = new_router("The tree of tokens", "/v1/tree")
 
 
-def house_of(request: Request) -> House:
-    house: House = request.app.state.house
-    return house
-
-
 def branches_of(request: Request) -> Branches:
-    """The store of this server, made when first asked for."""
-    state = request.app.state
-    if not hasattr(state, "branches"):
-        state.branches = Branches(state.house.settings.most_branches)
-    branches: Branches = state.branches
-    return branches
+    return house_of(request).branches
 
 
 async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:

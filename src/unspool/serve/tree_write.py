@@ -20,13 +20,15 @@ from typing import Any
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
+from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
-from unspool.serve.branch_told import told_branch, told_step
+from unspool.serve.branch_told import told_branch
 from unspool.serve.branches import Seen, TreeBranch
 from unspool.serve.events import event
 from unspool.serve.faults import ApiError, as_api_error
 from unspool.serve.house import Call
-from unspool.serve.texts import Text, Texts, begun
+from unspool.serve.texts import Texts, begun
+from unspool.serve.told import told_step
 
 HEARTBEAT_SECONDS = 15.0
 _LOOK_AROUND_SECONDS = 1.0  # how soon an idle watcher notices that the server stops
@@ -44,7 +46,7 @@ class BranchTexts(Texts):
     most: int = 0  # tokens that each may have more
     started: Callable[[int, Generation], None] = lambda number, generation: None
 
-    async def _start(self, number: int) -> None:
+    async def _begin(self, number: int) -> tuple[Generation, StepStream]:
         draft = self.drafts[number]
         options = {
             **self.options,
@@ -52,10 +54,8 @@ class BranchTexts(Texts):
             "max_tokens": len(draft.steps) + self.most,
         }
         generation, stream = await begun(draft.going_on, **options)
-        self.texts[number] = Text(generation, stream)
         self.started(number, generation)
-        loop = asyncio.get_running_loop()
-        stream.listen(lambda: self._tell(loop))
+        return generation, stream
 
 
 class BranchWriting:
@@ -265,7 +265,7 @@ def news_of(branch: TreeBranch, seen: Seen) -> bytes:
             taken, seen.count = seen.count - kept, kept
             found.append(tell(verb, branch, {"to": kept, "taken": taken}, seen))
     for step in branch.steps[seen.count : seen.count + _STEPS_AT_ONCE]:
-        told = told_step(step, seen.count, branch.prompt.readable)
+        told = told_step(step, len(branch.prompt.ids), branch.prompt.readable)
         seen.count += 1
         found.append(tell("step", branch, told, seen))
     if seen.ends != branch.ends and seen.count == len(branch.steps):

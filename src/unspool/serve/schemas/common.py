@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from unspool.errors import SettingsError
 from unspool.serve.faults import refused, unsupported
 
 LARGEST_SEED = (1 << 63) - 1
@@ -93,10 +92,3 @@ def biases(given: Bias | None) -> dict[int, float]:
         # As OpenAI says: 100 means only this one, -100 means never.
         found[int(token)] = {100.0: float("inf"), -100.0: float("-inf")}.get(amount, amount)
     return found
-
-
-def one_of(**given: Any) -> None:
-    """At most one of these may be there."""
-    there = [name for name, value in given.items() if value not in (None, False)]
-    if len(there) > 1:
-        raise SettingsError(f"{' and '.join(there)} were given; a text can obey only one of them")
