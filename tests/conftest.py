@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def lm(default_model: Path) -> Any:
     import unspool
 
     return unspool.load(default_model)
+
+
+@pytest.fixture(scope="session")
+def server(default_model: Path) -> Iterator[Any]:
+    """The default model, served: shared by all tests that leave the server as it was."""
+    from running_server import default_entry, running
+
+    with running([default_entry(default_model, memory=256 << 20)]) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,31 @@ def test_the_tree_writes_what_chat_writes(tree: Tree, lm: Any, server: Any):
     assert [span["role"] for span in prompt["spans"]] == ["user", "assistant"]
 
 
+@pytest.mark.parametrize("most", [6, 60])  # cut off in mid-sentence, and ended by the model itself
+def test_a_conversation_goes_on_in_its_branch(tree: Tree, lm: Any, most: int):
+    question = {"role": "user", "content": "Name a colour."}
+    more = {"role": "user", "content": "And another one?"}
+    asked = {"messages": [question], "temperature": 0, "max_tokens": most}
+    branch = tree.do("resume", tree.ask("POST", "", json=asked))
+    ended = branch["finish_reason"] == "stop"
+    assert ended == (most == 60)
+    answer = {"role": "assistant", "content": branch["text"]}
+    whole = lm.chat_template.encode([question, answer, more]).ids
+    found = tree.do("append", branch, message=more)
+    prompt = [token["id"] for token in found["prompt"]["tokens"]]
+    assert prompt + tokens(found) == whole  # as if all of it had been said at once
+    assert tokens(found)[: branch["length"]] == tokens(branch)
+    assert all(step["chosen"] for step in found["steps"][branch["length"] :])
+    again = tree.do("resume", found, max_tokens=8)
+    alone = lm.generate(whole, max_tokens=8, temperature=0)
+    assert tokens(again)[-len(alone.tokens) :] == alone.tokens
+    plain = tree.new()
+    refused = tree.ask("POST", f"/{plain['id']}/append", 400, json={"message": more})
+    assert "did not begin with messages" in refused["error"]["message"]
+    both = {"message": more, "tokens": [5]}
+    tree.ask("POST", f"/{branch['id']}/append", 400, json=both)
+
+
 def test_several_at_once_share_a_seed(tree: Tree, lm: Any):
     branch = tree.do("resume", tree.new(max_tokens=4))
     found = tree.do("resume", branch, n=3, max_tokens=8)

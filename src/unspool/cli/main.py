@@ -17,6 +17,7 @@ from unspool import __version__
 from unspool.cli.chat import chat
 from unspool.cli.explore import explore
 from unspool.cli.models import models
+from unspool.cli.page import page
 from unspool.cli.replay import replay
 from unspool.cli.run import run
 from unspool.cli.score import score
@@ -42,10 +43,11 @@ app.command(rich_help_panel="Write")(replay)
 app.command(rich_help_panel="Look")(explore)
 app.command(rich_help_panel="Look")(tokenize)
 app.command(rich_help_panel="Look")(score)
+app.command(rich_help_panel="Serve")(page)
 app.command(rich_help_panel="Serve")(serve)
 app.add_typer(models, name="models", rich_help_panel="Models")
 
-_COMMANDS = ("run", "chat", "replay", "explore", "tokenize", "score", "serve", "models")
+_COMMANDS = ("run", "chat", "replay", "explore", "tokenize", "score", "page", "serve", "models")
 _OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
 
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from unspool.cli import options as o
+from unspool.cli.starting import Starting, collecting_later
 from unspool.errors import SettingsError, UnspoolError
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from unspool.lm import LanguageModel
 
 _LIMITS, _OPERATION = "Limits", "Operation"
 _WARNING = (
@@ -28,18 +20,8 @@ _WARNING = (
 )
 
 
-@contextmanager
-def _collecting_later() -> Iterator[None]:
-    """No garbage collection until the server stands: what is made meanwhile stays."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @o.several_models_options
-@_collecting_later()
+@collecting_later()
 def serve(
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="On which port; 0: any free one.")] = 8000,
@@ -116,7 +98,7 @@ def serve(
     *,
     chosen: list[o.ModelChoice],
 ) -> None:
-    """Serve a model over HTTP: OpenAI's API, Anthropic's messages, and the tree of tokens.
+    """Serve a model over HTTP: OpenAI's API, Anthropic's messages, the tree of tokens, the page.
 
     [b]Examples[/b]
 
@@ -132,13 +114,9 @@ def serve(
     if log_format not in ("auto", "json", "text"):
         raise SettingsError(f"--log-format is {log_format!r}; it may be json, text or auto")
     keys = [*(api_key or ()), *_keys_in(api_key_file), *_keys_in_environment()]
-    found = [_found(model, cache_memory) for model in chosen]
-    ahead = _Ahead(found[0].choice)  # the first model loads while the web framework is imported
-    from unspool.serve import server
-    from unspool.serve.app import create_app
-    from unspool.serve.logs import set_up, tell
+    starting = Starting(chosen, cache_memory)
+    from unspool.serve.logs import set_up
     from unspool.serve.settings import ServeSettings
-    from unspool.serve.shelf import Entry, Shelf
 
     settings = ServeSettings(
         host=host,
@@ -156,29 +134,15 @@ def serve(
         drain=drain,
         log_prompts=log_prompts,
     )
-    bound = server.listening(settings)
     set_up(log_level, log_format == "json" or not (log_format == "text" or sys.stderr.isatty()))
-    loads = [ahead.load, *(model.choice.load for model in found[1:])]
-    entries = [
-        Entry(model.name, load, model.size) for model, load in zip(found, loads, strict=True)
-    ]
-    shelf = Shelf(entries, room=model_memory or _most_room(), idle=unload_after)
-    app, house = create_app(settings, shelf)
 
-    def stopping() -> None:
-        house.admission.refusing = True
-        tell("stopping", running=house.admission.running, queued=house.admission.queued)
-
-    def started(address: str) -> None:
-        gc.freeze()  # so that later collections need not look at it
-        gc.enable()
-        tell("started", address=address, models=list(shelf.entries), keys=len(keys))
+    def started(address: str, names: list[str]) -> None:
         if sys.stderr.isatty():
-            o.say(f"{', '.join(shelf.entries)} at {address} · {address}/docs · Ctrl-C stops")
+            o.say(f"{', '.join(names)} at {address} · {address}/docs · Ctrl-C stops")
 
     if not settings.is_local and not keys:
         o.say(_WARNING.format(host=host))
-    server.run(app, settings, bound, stopping=stopping, started=started)
+    starting.run(settings, started, model_memory=model_memory, unload_after=unload_after)
 
 
 def _keys_in(file: Path | None) -> list[str]:
@@ -197,51 +161,3 @@ def _keys_in(file: Path | None) -> list[str]:
 def _keys_in_environment() -> list[str]:
     key = os.environ.get("UNSPOOL_API_KEY", "")
     return [key] if key else []
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A model that is here, ready to be loaded."""
-
-    name: str
-    choice: o.ModelChoice
-    size: int
-
-
-class _Ahead:
-    """A model whose loading has begun already."""
-
-    def __init__(self, choice: o.ModelChoice) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        self._choice = choice
-        self._begun: Future[LanguageModel] | None = ThreadPoolExecutor(1).submit(self._load)
-
-    def _load(self) -> LanguageModel:
-        lm = self._choice.load()
-        lm.writers  # noqa: B018  which starts the engine
-        return lm
-
-    def load(self) -> LanguageModel:
-        """What was begun; when that is gone, the model once more."""
-        begun, self._begun = self._begun, None
-        return begun.result() if begun is not None else self._choice.load()
-
-
-def _found(chosen: o.ModelChoice, memory: int | None) -> _Found:
-    """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded."""
-    from unspool.model.hub import find_model
-
-    given = chosen.model or ""
-    name, _, where = given.rpartition("=")
-    offline = bool(chosen.options.get("offline"))
-    path = find_model(where or None, offline=offline)
-    chosen = replace(chosen, model=str(path), options={**chosen.options, "memory": memory})
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return _Found(name or path.stem, chosen, sum(file.stat().st_size for file in files))
-
-
-def _most_room() -> int:
-    from unspool.backends.memory import free_memory
-
-    return free_memory() * 4 // 5

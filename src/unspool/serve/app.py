@@ -25,6 +25,7 @@ from unspool.serve import (
     messages,
     models,
     operation,
+    page_files,
     responses,
     text,
     tree,
@@ -67,6 +68,7 @@ def create_app(settings: ServeSettings, shelf: Shelf) -> tuple[ASGIApp, House]:
     for part in (models, chat, completions, responses, messages, embeddings, text, tree, operation):
         api.include_router(part.router)
     api.include_router(docs_page.router)
+    api.include_router(page_files.router)
     api.openapi = partial(_document, api.openapi)  # type: ignore[method-assign]
     for kind in _KNOWN:
         api.add_exception_handler(kind, _told)

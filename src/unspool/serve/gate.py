@@ -19,9 +19,10 @@ from unspool.serve.faults import ApiError, as_api_error
 from unspool.serve.house import House
 from unspool.serve.json_reply import error_reply
 from unspool.serve.logs import tell
+from unspool.serve.page_files import PREFIX
 
-# No key needed: for those who watch over the server, and a page that asks for the key itself.
-OPEN_PATHS = ("/health", "/ready", "/docs")
+# No key needed: for those who watch over the server, and pages that ask for the key themselves.
+OPEN_PATHS = ("/health", "/ready", "/docs", "/")
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
@@ -67,7 +68,7 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         self._check_host(headers)
-        if self.keys and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if self.keys and not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
             self._check_key(headers)
         size = headers.get(b"content-length", b"0")
         if not size.isdigit() or int(size[:20]) > self.house.settings.most_body:
@@ -132,7 +133,7 @@ class Gate:
         metrics.seconds.labels(path).observe(seconds)
         if left:
             metrics.cancelled.labels(path).inc()
-        if scope["path"] in _QUIET:
+        if scope["path"] in _QUIET or (scope["path"].startswith(PREFIX) and status in (200, 304)):
             return
         client = scope.get("client")
         tell(
@@ -145,6 +146,10 @@ class Gate:
             client=client[0] if client else None,
             **log,
         )
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(PREFIX)
 
 
 class _Answer:

@@ -22,11 +22,12 @@ from unspool.lm import LanguageModel
 from unspool.serve import tree_look, tree_resume  # noqa: F401  they put their routes in too
 from unspool.serve.branch_told import summary
 from unspool.serve.branches import TreeBranch
+from unspool.serve.chat import message_of
 from unspool.serve.faults import refused
 from unspool.serve.house import Call, house_of
 from unspool.serve.json_reply import JsonReply
 from unspool.serve.schemas.tree import Added, Chosen, Forked, NewBranch, Renamed, Rewound
-from unspool.serve.tree_prompt import new_branch
+from unspool.serve.tree_prompt import new_branch, turn
 from unspool.serve.tree_shared import branches_of, reply, router
 
 __all__ = ["router"]
@@ -90,8 +91,12 @@ async def append(identity: str, body: Added, request: Request) -> Response:
     with branch.claimed():
         since = len(branch.steps)
         async with house_of(request).visit(request, branch.model) as call:
-            draft = branch.at_hand(call.served.lm)
-            made = await call.thread(_chosen, call, draft, body.text, body.tokens)
+            draft, tokens = branch.at_hand(call.served.lm), body.tokens
+            if body.message is not None:
+                if tokens is not None:
+                    raise refused("give either a message or the ids of tokens", "message")
+                tokens = await call.thread(turn, call, branch, message_of(body.message))
+            made = await call.thread(_chosen, call, draft, body.text, tokens)
         since = min(since, _put(branch, made, "append"))
     return await reply(branch, since)
 

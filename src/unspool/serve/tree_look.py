@@ -31,7 +31,10 @@ from unspool.serve.tree_shared import branches_of, router
 
 MOST_ALTERNATIVES = 500
 MOST_NUMBERS = 2_000_000  # of attention in one answer
-INCLUDES = ("attention", "lens", "attribution", "neighbours")
+MOST_CELLS = 18_000  # of vectors in one answer: 31 rows of 576 numbers, about 60 KB
+FINEST = 999  # a cell is a whole number from -FINEST to FINEST
+MOST_DIALS = 8
+INCLUDES = ("attention", "lens", "attribution", "neighbours", "vectors")
 _TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 3.0, 5.0)
 
 
@@ -197,7 +200,70 @@ def looked(lm: LanguageModel, tokens: Sequence[int], position: int, wish: Wish) 
     if "neighbours" in wish.include:
         near = neighbours(lm, seen.tokens[-1], wish.top)
         found["neighbours"] = [each.to_dict() for each in near]
+    if "vectors" in wish.include:
+        found["vectors"] = _vectors(seen)
+        found["position_told"] = _position_told(lm, seen.position)
+        found["head"] = _head(lm, seen, wish.top)
     return found
+
+
+def _vectors(seen: Look) -> dict[str, Any]:
+    """The vector before the first layer and after each, coarse enough for a picture.
+
+    A number is its cell times the row's scale. A wide vector is told by the number furthest from
+    zero of each run of `every` neighbours: fewer numbers, and none that is not there.
+    """
+    rows = seen.residuals.astype(np.float64)
+    width = rows.shape[1]
+    every = -(-width * len(rows) // MOST_CELLS)
+    if every > 1:
+        runs = np.pad(rows, ((0, 0), (0, -width % every))).reshape(len(rows), -1, every)
+        furthest = np.abs(runs).argmax(-1)[..., None]
+        rows = np.take_along_axis(runs, furthest, -1)[..., 0]
+    scales = np.abs(rows).max(1) / FINEST
+    cells = np.round(rows / np.where(scales > 0, scales, 1.0)[:, None])
+    return {
+        "width": width,
+        "every": every,
+        "scales": [float(f"{scale:.6g}") for scale in scales],
+        "cells": cells.astype(int).tolist(),
+    }
+
+
+def _position_told(lm: LanguageModel, position: int) -> dict[str, Any]:
+    """How the model is told where the token stands; `dials` are angles, fast pairs first."""
+    rotary = lm.config.rotary
+    if lm.config.positions != "rotary" or rotary is None:
+        return {"way": lm.config.positions, "pairs": 0, "dials": []}
+    turns = rotary.frequencies(lm.context).astype(np.float64)
+    picked = np.unique(np.linspace(0, len(turns) - 1, min(MOST_DIALS, len(turns))).round())
+    dials = [
+        {"pair": int(pair) + 1, "angle": round(float(position * turns[int(pair)]), 6)}
+        for pair in picked
+    ]
+    return {"way": "rotary", "pairs": len(turns), "dials": dials}
+
+
+def _head(lm: LanguageModel, seen: Look, top: int) -> dict[str, Any]:
+    """The end of the way: the length behind the final norm, and what the head makes of it."""
+    followed = seen.likeliest if seen.picked is None else seen.picked
+    found = score(seen.logits[None], [followed], top)
+    normed = lm.model.normed(seen.residuals[-1:])[0].astype(np.float64)
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            **_token(lm, token),
+            "logit": round(float(seen.logits[token]), 6),
+            "probability": math.exp(logprob),
+        }
+
+    best = zip(found.top_tokens[0], found.top_logprobs[0], strict=True)
+    return {
+        "norm": round(float(np.linalg.norm(normed)), 6),
+        "vocabulary": len(seen.logits),
+        "candidates": [told(int(token), float(logprob)) for token, logprob in best],
+        "followed": {**told(followed, float(found.logprobs[0])), "rank": int(found.ranks[0])},
+    }
 
 
 def _attention(seen: Look, wish: Wish, layers: list[int], heads: list[int]) -> dict[str, Any]:
@@ -216,16 +282,26 @@ def _attention(seen: Look, wish: Wish, layers: list[int], heads: list[int]) -> d
         "heads": [head + 1 for head in heads],
         "mean": _numbers(part.mean((0, 1), dtype=np.float64)),
         "by_layer": _numbers(part.mean(1, dtype=np.float64)),
-        # A small map of the heads: where each looks most, how much, and how widely.
-        "map": {
-            "place": part.argmax(-1).tolist(),
-            "weight": _numbers(part.max(-1)),
-            "entropy": _numbers(_entropies(part)),
-        },
+        "map": _map(part),
+        # Many heads rest on the first token when they have nothing to say: the map of the others.
+        "map_without_first": None,
     }
+    if past > 1:
+        others = part[..., 1:].astype(np.float64)
+        sums = np.maximum(others.sum(-1, keepdims=True), 1e-30)
+        found["map_without_first"] = _map(others / sums, first=1)
     if wish.heads:
         found["by_head"] = _numbers(part)
     return found
+
+
+def _map(rows: Any, first: int = 0) -> dict[str, Any]:
+    """A small map of the heads: where each looks most, how much, and how widely."""
+    return {
+        "place": (rows.argmax(-1) + first).tolist(),
+        "weight": _numbers(rows.max(-1)),
+        "entropy": _numbers(_entropies(rows)),
+    }
 
 
 def _entropies(rows: Any) -> Any:

@@ -38,6 +38,26 @@ def new_branch(call: Call, body: NewBranch) -> TreeBranch:
     )
 
 
+def turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list[int]:
+    """What the template puts behind an answer when this message follows it.
+
+    What was written stays as it is, token by token: only what comes behind it is encoded.
+    """
+    if branch.prompt.messages is None:
+        raise refused("the branch did not begin with messages; give text", "message")
+    call.check_text(str(message.get("content", "")))
+    answer = {"role": "assistant", "content": branch.generation.text.strip()}
+    messages = [*branch.prompt.messages, answer, message]
+    template = call.served.lm.chat_template
+    ids = template.encode_after(messages, len(messages) - 2)
+    if ids is None:
+        raise refused("this chat template changes an answer when more follows it", "message")
+    # The answer may have ended with the very token that the template writes after it.
+    ends = call.served.lm.end_ids
+    ended = bool(branch.steps) and branch.steps[-1].token in ends
+    return ids[1:] if ended and ids and ids[0] in ends else ids
+
+
 def asked_by(body: Writing, before: dict[str, Any]) -> dict[str, Any]:
     """The settings that no sampling stage reads, as they came; a new grammar replaces the old."""
     given = body.given

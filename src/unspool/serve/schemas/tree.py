@@ -89,10 +89,13 @@ class Renamed(Strict):
 
 
 class Added(Strict):
-    """Words of a person's own, to stand at the end."""
+    """Words of a person's own, to stand at the end: as they are, or as a turn of a conversation."""
 
     text: Words | None = None
     tokens: Tokens | None = None
+    message: Message | None = Field(
+        None, description="put in as the chat template does, up to where the model's turn begins"
+    )
 
 
 class Forked(Strict):

@@ -1,0 +1,96 @@
+"""What people do on the page."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+from playwright.sync_api import Browser, Locator, Page, expect
+
+PUT_AWAY = "localStorage.setItem('unspool.tour', 'true')"  # the tour
+
+
+def opened(browser: Browser, address: str, **options: Any) -> Page:
+    """The page in a browser window of its own, the tour put away."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+    context.add_init_script(PUT_AWAY)
+    page = context.new_page()
+    page.goto(address)
+    return page
+
+
+def open_panel(page: Page, name: str) -> Locator:
+    """One of Step, Inside, Map, Costs, Settings."""
+    page.get_by_role("tab", name=name, exact=True).click()
+    panel = page.locator("#side-panel")
+    expect(panel).to_have_attribute("aria-labelledby", f"tab-{name.lower()}")
+    return panel
+
+
+def set_settings(page: Page, **settings: Any) -> None:
+    """In the settings panel, as a person types them."""
+    open_panel(page, "Settings")
+    for name, value in settings.items():
+        field = page.locator(f"#set-{name}")
+        if not field.is_visible():
+            page.get_by_text("More", exact=True).click()
+        if isinstance(value, bool):
+            field.set_checked(value)
+        else:
+            field.fill(str(value))
+            field.press("Tab")
+
+
+def write(
+    page: Page, prompt: str, max_tokens: int = 20, mode: str = "plain", **settings: Any
+) -> None:
+    """Type a prompt, write, and wait until the text is there."""
+    set_settings(page, max_tokens=max_tokens, **settings)
+    page.get_by_role("group", name="Mode").get_by_role("button", name=mode.capitalize()).click()
+    before = page.locator("#text").get_attribute("data-branch") or ""
+    page.locator("#prompt").fill(prompt)
+    page.locator("#prompt").press("Enter")
+    expect(page.locator("#text")).not_to_have_attribute("data-branch", before)
+    finished(page)
+    open_panel(page, "Step")
+
+
+def finished(page: Page) -> None:
+    """Wait until nothing is written any more."""
+    expect(page.locator("#text .t").first).to_be_visible()
+    expect(page.locator("#text")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#pause")).to_have_count(0)
+
+
+def drawn(page: Page) -> None:
+    """Wait until what was changed is on the screen: two frames."""
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def until(page: Page, expression: str, seconds: float = 15) -> Any:
+    """Wait until this JavaScript gives something true. (`wait_for_function` would need `eval`,
+    which the page's policy forbids.)"""
+    end = monotonic() + seconds
+    while not (found := page.evaluate(expression)):
+        assert monotonic() < end, f"never came true: {expression}"
+        page.wait_for_timeout(30)
+    return found
+
+
+def tokens(page: Page) -> Locator:
+    """The tokens that the model wrote, or a person chose."""
+    return page.locator("#text .t:not(.prompt)")
+
+
+def text(page: Page) -> str:
+    """What is written, without the prompt."""
+    return "".join(tokens(page).all_text_contents())
+
+
+def branch(page: Page) -> dict[str, Any]:
+    """The branch that is shown, as the server tells it."""
+    identity = page.evaluate("import('/page/code/state.js').then((m) => m.state.current)")
+    answer = page.request.get(f"{page.url.rstrip('/')}/v1/tree/{identity}")
+    assert answer.ok, answer.text()
+    found: dict[str, Any] = answer.json()
+    return found

@@ -1,0 +1,242 @@
+"""The costs of a text: time, chance, loops, certainty, guesses; and what the cache is for."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from acts import branch, finished, open_panel, text, tokens, write
+from playwright.sync_api import Locator, Page, expect
+
+ORDINARY = "The old sailor looked at the sea and"
+ROUND = "The cat sat. The cat sat. The cat sat. The cat sat."  # the model goes on with it for ever
+PATIENCE = 60_000  # without the cache a text takes long, on a busy machine very long
+
+
+def figure(panel: Locator, name: str) -> str:
+    return panel.locator(f"[data-figure={name}]").inner_text()
+
+
+def told_seconds(words: str) -> float:
+    number, unit = words.split()
+    return float(number) / {"ms": 1000, "s": 1}[unit]
+
+
+def meter(panel: Locator) -> int:
+    return int(panel.get_by_role("meter", name="Loop meter").get_attribute("aria-valuenow") or "")
+
+
+def in_page(page: Page, script: str) -> Any:
+    """Run something in the page that has its modules at hand."""
+    return page.evaluate(
+        f"async () => {{ const part = (name) => import(`/page/code/${{name}}.js`); {script} }}"
+    )
+
+
+@pytest.fixture
+def panel(page: Page) -> Locator:
+    """The costs of 24 tokens."""
+    write(page, ORDINARY, max_tokens=24, seed=11)
+    return open_panel(page, "Costs")
+
+
+def test_the_figures_are_those_of_the_text(page: Page, panel: Locator) -> None:
+    told = branch(page)
+    logprob = sum(step["logprob"] for step in told["steps"])
+    assert float(figure(panel, "logprob").replace("−", "-")) == pytest.approx(logprob, abs=0.006)
+    perplexity = math.exp(-logprob / len(told["steps"]))
+    assert float(figure(panel, "perplexity")) == pytest.approx(perplexity, abs=0.006)
+    tens = round(-logprob / math.log(10))
+    expect(panel.get_by_text("This very text had a chance of")).to_contain_text(f"1 in 10{tens}")
+    expect(panel.locator("[data-figure=chance]")).to_have_text(f"10−{tens}")
+
+    assert float(figure(panel, "rate").replace(",", "")) > 0
+    first = told["last"]["first_token_seconds"]
+    assert told_seconds(figure(panel, "first")) == pytest.approx(first, rel=0.1)
+    assert figure(panel, "reused") == str(told["last"]["reused_tokens"])
+    expect(page.locator("[data-live=tokens]")).to_have_text("24 tokens")
+    assert float(page.locator("[data-live=rate]").inner_text().replace(",", "")) > 0
+
+    drift = sum(-step["logprob"] - step["entropy"] for step in told["steps"])
+    shown = panel.locator("[data-drift]")
+    assert float(shown.get_attribute("data-drift") or "") == pytest.approx(drift, abs=1e-3)
+    expect(shown).to_contain_text(f"{abs(drift):.2f} nats")
+
+
+def test_a_chart_points_at_tokens_by_pointer_and_by_keys(page: Page, panel: Locator) -> None:
+    steps = branch(page)["steps"]
+    hand = panel.get_by_role("slider", name="Entropy per token")
+    hand.focus()
+    hand.press("Home")
+    hand.press("ArrowRight")
+    spelled = steps[1]["piece"].replace(" ", "␣")
+    expect(hand).to_have_attribute(
+        "aria-valuetext",
+        re.compile(rf"token 2: {re.escape(spelled)}, entropy {steps[1]['entropy']:.2f},"),
+    )
+    hand.press("Enter")
+    expect(tokens(page).nth(1)).to_have_class(re.compile(r"\bselected\b"))
+
+    times = panel.get_by_role("slider", name="Time per token")
+    times.scroll_into_view_if_needed()
+    box = times.bounding_box()
+    assert box
+    times.hover(position={"x": box["width"] - 8, "y": box["height"] / 2})
+    expect(times).to_have_attribute("aria-valuenow", "24")
+    times.click(position={"x": box["width"] - 8, "y": box["height"] / 2})
+    expect(tokens(page).last).to_have_class(re.compile(r"\bselected\b"))
+
+
+def test_without_the_cache_the_same_text_takes_ever_longer(page: Page, panel: Locator) -> None:
+    before = text(page)
+    panel.get_by_role("button", name="Write the same text without the cache").click()
+    expect(panel.get_by_text("The copy has been deleted.")).to_be_visible(timeout=PATIENCE)
+    expect(panel.get_by_text("Both texts are the same: 24 of 24 tokens compared.")).to_be_visible()
+    verdict = panel.locator("[data-verdict]")
+    expect(verdict).to_contain_text("Without the cache the 24th token took")
+    expect(panel.get_by_role("img", name="Time per token: token 24 took")).to_be_visible()
+
+    found = in_page(
+        page,
+        """const { branchNow } = await part("state"), { measureOf } = await part("costs/measure");
+        const late = (steps) => steps.slice(16).reduce((sum, step) => sum + step.seconds, 0);
+        const { steps } = measureOf(branchNow());
+        const same = steps.map((step) => step.piece).join("");
+        return { on: late(branchNow().steps), off: late(steps), same };""",
+    )
+    assert found["off"] > found["on"]
+    assert found["same"] == before
+    names = [each["name"] for each in page.request.get(f"{page.url}v1/tree").json()["data"]]
+    assert "without cache" not in names
+    assert text(page) == before
+
+
+def test_measuring_can_be_stopped_and_the_cache_be_turned_off(page: Page, panel: Locator) -> None:
+    again = panel.get_by_role("button", name="Write the same text without the cache")
+    again.click()
+    panel.get_by_role("button", name="Stop measuring").click()
+    expect(again).to_be_enabled()
+
+    panel.get_by_role("switch", name="Cache").uncheck()
+    page.locator("#one-step").click()
+    finished(page)
+    expect(tokens(page)).to_have_count(25)
+    assert branch(page)["settings"]["cache"] is False
+    expect(panel.locator(".chart-key", has_text="without").first).to_be_visible()
+    panel.get_by_role("switch", name="Cache").check()
+    page.locator("#one-step").click()
+    finished(page)
+    assert branch(page)["settings"]["cache"] is True
+
+
+def test_a_text_that_goes_round_drives_the_meter_and_the_guard_repairs_it(
+    page: Page, panel: Locator
+) -> None:
+    assert meter(panel) < 25
+    expect(panel.get_by_text("The end of the text does not repeat itself.")).to_be_visible()
+
+    write(page, ROUND, max_tokens=40, temperature=0)
+    open_panel(page, "Costs")
+    expect(panel.get_by_text("The text is going round")).to_contain_text("␣The␣cat␣sat.")
+    expect(panel.locator(".loop-meter.much")).to_be_visible()
+    assert meter(panel) > 60
+
+    panel.get_by_role("button", name="Write on with the guard").click()
+    expect(panel.get_by_role("switch", name="Guard against loops")).to_be_checked()
+    repairs = panel.locator(".repairs button")
+    expect(repairs.first).to_contain_text("The cat sat.")
+    finished(page)
+    expect(panel.locator(".loop-meter.much")).to_have_count(0)
+    steps = branch(page)["steps"]
+    repaired = [step["index"] for step in steps if step["retracts"]]
+    assert repaired
+    expect(repairs).to_have_count(len(repaired))
+    repairs.first.click()
+    place = tokens(page).nth(repaired[0])
+    expect(place).to_have_class(re.compile(r"\bselected\b"))
+    expect(place).to_have_class(re.compile(r"\brepaired\b"))
+
+
+def test_guesses_are_counted_and_change_nothing(page: Page) -> None:
+    write(page, ROUND, max_tokens=32, temperature=0)
+    plain = text(page)
+    panel = open_panel(page, "Costs")
+    expect(panel.get_by_text("In the last writing nothing was guessed.")).to_be_visible()
+    panel.get_by_role("switch", name="Guess ahead").check()
+    write(page, ROUND, max_tokens=32, temperature=0)
+    open_panel(page, "Costs")
+    last = branch(page)["last"]
+    assert last["accepted_tokens"] > 0
+    assert figure(panel, "accepted") == str(last["accepted_tokens"])
+    assert figure(panel, "rejected") == str(last["drafted_tokens"] - last["accepted_tokens"])
+    assert text(page) == plain
+
+
+def test_the_loop_meter_counts_what_stood_before_and_forgets_what_is_cut(page: Page) -> None:
+    found = in_page(
+        page,
+        """const { LoopMeter } = await part("costs/loops");
+        const filled = (count, token) => {
+          const meter = new LoopMeter();
+          for (let i = 0; i < count; i++) meter.push(token(i));
+          return meter;
+        };
+        const fresh = filled(100, (i) => i), round = filled(60, (i) => i % 5);
+        const one = filled(20, () => 7), quoted = filled(30, (i) => (i < 24 ? i : i - 20));
+        const told = { fresh: fresh.share(), round: round.share(), tail: round.tail(),
+          one: one.tail().times, quoted: quoted.tail() };
+        round.cut(6);
+        round.push(50);
+        return { ...told, cut: round.share(), tokens: round.tokens.length,
+          end: round.tail().length };""",
+    )
+    assert found["fresh"] == 0
+    assert found["round"] == pytest.approx(52 / 60)
+    assert found["tail"] == {"length": 55, "distance": 5, "times": 12}
+    assert found["one"] == 20
+    assert found["quoted"] == {"length": 6, "distance": 20, "times": 1}
+    assert (found["cut"], found["tokens"], found["end"]) == (0, 7, 0)
+
+
+def test_figures_follow_a_text_that_is_cut_and_grows_again(page: Page) -> None:
+    found = in_page(
+        page,
+        """const { Tally } = await part("costs/tally");
+        const step = (token, logprob) => ({ token, logprob, entropy: 0.5, seconds: 0.1,
+          chosen: false, draft: "accepted" });
+        const steps = Array.from({ length: 40 }, (_, i) => step(i, -1));
+        const tally = new Tally().follow(steps);
+        const before = [tally.logprob, tally.perplexity, tally.drifts.at(-1), tally.means.at(-1)];
+        tally.follow([...steps.slice(0, 10), step(90, -2), step(91, -2)]);
+        const { accepted } = tally.drafts.at(-1);
+        return { before, after: [tally.length, tally.logprob, tally.drifts.at(-1), accepted] };""",
+    )
+    assert found["before"] == pytest.approx([-40, math.e, 20, 0.5])
+    assert found["after"] == [12, -14, 8, 12]
+
+
+def test_lines_ticks_and_rates(page: Page) -> None:
+    found = in_page(
+        page,
+        """const { line, common, ceiling } = await part("costs/fit");
+        const { ticks } = await part("costs/paint");
+        const { rate } = await part("costs/pace"), { readWithout } = await part("costs/time");
+        const { power } = await part("costs/parts");
+        const texts = (...ids) => ids.map((token) => ({ token }));
+        return { line: line([1, 3, NaN, 7]), none: line([]),
+          common: common(texts(1, 2, 3), texts(1, 2, 4)),
+          ceiling: ceiling([...Array(99).fill(1), 50]), ticks: ticks(-31, 0), flat: ticks(2, 2),
+          rate: [rate(11, 1, 2), rate(1, 1, 2), rate(5, null, 2)],
+          read: readWithout(8, 3), power: power(-31) };""",
+    )
+    assert found["line"] == pytest.approx({"start": 1, "slope": 2})
+    assert found["none"] == {"start": 0, "slope": 0}
+    assert found["common"] == 2
+    assert found["ceiling"] == 1
+    assert found["ticks"] == [-20, 0]
+    assert found["flat"] == [2]
+    assert found["rate"] == [10, None, None]
+    assert found["read"] == 8 + 9 + 10
+    assert found["power"] == "10⁻³¹"

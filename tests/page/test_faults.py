@@ -1,0 +1,100 @@
+"""What goes wrong is said in place, in words, and the page goes on without a reload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acts import branch, finished, open_panel, opened, set_settings, tokens, write
+from playwright.sync_api import Browser, Page, expect
+from running_server import default_entry, running
+
+QUESTION = "Why do leaves change color in fall?"
+
+
+def test_a_bad_setting_is_said_beside_its_field(page: Page, expected_errors: list[str]) -> None:
+    expected_errors.append("400")
+    set_settings(page, temperature=-3)
+    page.locator("#prompt").fill(QUESTION)
+    page.locator("#prompt").press("Enter")
+    fault = page.locator("#fault")
+    expect(fault).to_contain_text("Temperature was -3.0")
+    beside = page.locator("#set-temperature-fault")
+    expect(beside).to_contain_text("it may be a number of 0 or more")
+    page.locator("#set-temperature").fill("0.5")
+    page.locator("#set-temperature").press("Tab")
+    expect(fault).to_have_count(0)
+    page.locator("#write").click()
+    expect(tokens(page).first).to_be_visible()
+
+
+def test_a_prompt_too_long_is_refused_and_a_full_context_is_named(
+    browser: Browser, default_model: Path
+) -> None:
+    with running([default_entry(default_model, context=96)], drain=0.1) as found:
+        page = opened(browser, found.url)
+        page.get_by_role("button", name="Plain").click()
+        page.locator("#prompt").fill("word " * 200)
+        page.locator("#write").click()
+        expect(page.locator("#fault")).to_contain_text("96")
+        page.get_by_role("button", name="Close").click()
+        write(page, "word " * 60, max_tokens=200, temperature=0, end=False)
+        expect(page.locator("#ending")).to_contain_text("The context window is full")
+        assert branch(page)["finish_reason"] == "context"
+        assert page.locator("#text .t").count() == 96
+        page.context.close()
+
+
+@pytest.fixture
+def second(default_model: Path) -> Iterator[Any]:
+    with running([default_entry(default_model, memory=64 << 20)], drain=0.1) as found:
+        yield found
+
+
+def test_a_server_that_goes_and_comes_back(
+    browser: Browser, second: Any, default_model: Path
+) -> None:
+    page = opened(browser, second.url)
+    write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
+    words = tokens(page).all_text_contents()
+    port = int(second.url.rpartition(":")[2])
+    second.stop()
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator("#fault")).to_contain_text("The server does not answer")
+    expect(page.get_by_text("This page asks again every second")).to_be_visible()
+    assert tokens(page).all_text_contents() == words  # what was there stays
+    with running([default_entry(default_model, memory=64 << 20)], port=port, drain=0.1):
+        expect(page.get_by_text("This page asks again every second")).to_have_count(0)
+        expect(page.locator("#fault")).to_have_count(0)
+        write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
+        assert tokens(page).all_text_contents() == words  # the same seed, and the same text
+        page.context.close()
+
+
+def test_a_server_with_a_key_asks_for_it(browser: Browser, default_model: Path) -> None:
+    entries = [default_entry(default_model, memory=64 << 20)]
+    with running(entries, api_keys=("correct-horse",), drain=0.1) as found:
+        page = opened(browser, found.url)
+        page.get_by_label("This server wants a key").fill("wrong one")
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("That key is not right")).to_be_visible()
+        page.get_by_label("This server wants a key").fill("correct-horse")
+        page.keyboard.press("Enter")
+        expect(page.locator("#write")).to_be_enabled()
+        write(page, QUESTION, mode="chat", max_tokens=4)
+        assert tokens(page).count() == 4
+        page.context.close()
+
+
+def test_a_branch_that_the_server_has_lost(page: Page, expected_errors: list[str]) -> None:
+    expected_errors.append("404")
+    write(page, QUESTION, mode="chat", max_tokens=4)
+    page.request.delete(f"{page.url.rstrip('/')}/v1/tree/{branch(page)['id']}")
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator("#fault")).to_contain_text("There is no branch")
+    open_panel(page, "Step")
+    page.locator("#write").click()
+    finished(page)
+    expect(page.locator("#fault")).to_have_count(0)

@@ -1,0 +1,91 @@
+"""Every view in light and dark, wide and narrow: accessible by axe's rules, and nothing sticks out.
+
+The screenshots are kept in the folder that UNSPOOL_SCREENSHOTS names, to be looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from acts import open_panel, opened, tokens, write
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+
+QUESTION = "Why do leaves change color in fall?"
+
+
+def nothing(page: Page) -> None:
+    page.locator("#prompt").focus()
+
+
+def panel(name: str) -> Callable[[Page], None]:
+    def act(page: Page) -> None:
+        write(page, QUESTION, mode="chat", max_tokens=30, seed=7)
+        tokens(page).nth(8).click()
+        open_panel(page, name)
+
+    return act
+
+
+def branches(page: Page) -> None:
+    panel("Step")(page)
+    page.locator("#side-panel .candidate:not(.picked)").first.click()
+    expect(page.locator("#pause")).to_have_count(0)
+    open_panel(page, "Map")
+
+
+def tokens_view(page: Page) -> None:
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    page.locator("textarea").first.fill(f"{QUESTION} 🍁 12345")
+
+
+def compare_view(page: Page) -> None:
+    page.locator("#prompt").fill(QUESTION)
+    page.get_by_role("button", name="Compare", exact=True).click()
+    view = page.get_by_role("region", name="Compare")
+    view.get_by_role("button", name="Write all").click()
+    expect(view.get_by_role("button", name="Stop")).to_have_count(0)
+
+
+def shared(page: Page) -> None:
+    panel("Step")(page)
+    page.get_by_role("button", name="Share").click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+
+
+VIEWS: dict[str, Callable[[Page], None]] = {
+    "first": nothing,
+    "step": panel("Step"),
+    "inside": panel("Inside"),
+    "map": branches,
+    "costs": panel("Costs"),
+    "settings": panel("Settings"),
+    "tokens": tokens_view,
+    "compare": compare_view,
+    "share": shared,
+}
+SIZES = {"wide": (1280, 800), "narrow": (360, 740)}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_accessible_and_fits(
+    browser: Browser, address: str, view: str, theme: str
+) -> None:
+    page = opened(browser, address, color_scheme=theme)
+    VIEWS[view](page)
+    page.wait_for_load_state("networkidle")
+    for size, (width, height) in SIZES.items():
+        page.set_viewport_size({"width": width, "height": height})
+        page.wait_for_timeout(400)  # what is drawn after a resize
+        if folder := os.environ.get("UNSPOOL_SCREENSHOTS"):
+            full = size == "narrow"
+            page.screenshot(path=Path(folder) / f"{view}-{theme}-{size}.png", full_page=full)
+        found = Axe().run(page, options={"resultTypes": ["violations"]})
+        assert not found.response["violations"], found.generate_report()
+        sideways = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert sideways <= 0, f"{size}: {sideways} px to scroll sideways"
+    page.context.close()

@@ -1,0 +1,420 @@
+"""Sharing: a session comes back token for token, a picture and a text are right, programs run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import struct
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acts import branch, finished, open_panel, set_settings, text, tokens, write
+from playwright.sync_api import Error, FilePayload, Locator, Page, Route, expect
+
+import unspool
+
+SAME = "every token the same"
+STATE = "import('/page/code/state.js').then(({state}) => %s)"
+TREE = """[...state.branches.values()].map((branch) => ({
+    name: branch.name, forked_at: branch.forked_at, seed: branch.seed,
+    parent: state.branches.get(branch.parent)?.name ?? null,
+    prompt: branch.prompt.tokens, messages: branch.prompt.messages, text: branch.text,
+    steps: branch.steps.map((step) => [step.token, step.chosen]),
+    runs: branch.runs, retracted: branch.retracted.map(({ at, steps }) => [at, steps.length]),
+}))"""
+
+
+def share(page: Page) -> Locator:
+    page.get_by_role("button", name="Share", exact=True).click()
+    dialog = page.get_by_role("dialog", name="Share")
+    expect(dialog).to_be_visible()
+    return dialog
+
+
+def close(page: Page) -> None:
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog", name="Share")).to_have_count(0)
+
+
+def downloaded(page: Page, button: Locator, folder: Path) -> Path:
+    with page.expect_download() as download:
+        button.click()
+    file = folder / download.value.suggested_filename
+    download.value.save_as(file)
+    return file
+
+
+def saved(page: Page, folder: Path) -> Path:
+    file = downloaded(page, share(page).get_by_role("button", name="Save"), folder)
+    close(page)
+    return file
+
+
+def load(page: Page, file: Path | FilePayload) -> Locator:
+    """Choose a file in the dialog; gives what the dialog says of it."""
+    dialog = page.get_by_role("dialog", name="Share")
+    if not dialog.is_visible():
+        share(page)
+    with page.expect_file_chooser() as chooser:
+        dialog.get_by_role("button", name="Load").click()
+    chooser.value.set_files(file)
+    return dialog.locator(".share-news")
+
+
+def tree(page: Page) -> list[dict[str, Any]]:
+    """All branches that the page has, with their steps."""
+    found: list[dict[str, Any]] = page.evaluate(STATE % TREE)
+    return sorted(found, key=lambda each: each["name"] or "")
+
+
+def name_it(page: Page, name: str) -> None:
+    page.evaluate(
+        """async (name) => {
+            const { rename } = await import("/page/code/actions.js");
+            const { state } = await import("/page/code/state.js");
+            await rename(state.current, name);
+        }""",
+        name,
+    )
+
+
+def begin_anew(page: Page) -> None:
+    """As on another day: the server knows nothing of what was written."""
+    for told in page.request.get(f"{page.url}v1/tree").json()["data"]:
+        page.request.delete(f"{page.url}v1/tree/{told['id']}")
+    page.evaluate("sessionStorage.clear()")
+    page.reload()
+    expect(page.locator("#write")).to_be_enabled()
+    page.evaluate("sessionStorage.clear()")
+    assert tree(page) == []
+
+
+def other_candidate(page: Page, at: int) -> None:
+    """Click a token, and then another one than was picked there."""
+    tokens(page).nth(at).click()
+    panel = open_panel(page, "Step")
+    panel.get_by_role("button", name=re.compile("^Write on with (?!.*picked)")).first.click()
+    expect(tokens(page).nth(at)).to_have_class(re.compile("chosen"))
+    finished(page)
+
+
+# -- sessions ----------------------------------------------------------------------------------
+
+
+def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> None:
+    write(page, "Why do leaves change color?", mode="chat", max_tokens=12, seed=11)
+    name_it(page, "first")
+    other_candidate(page, 4)
+    name_it(page, "second")
+    set_settings(page, temperature=0.2, max_tokens=6)
+    page.locator("#go-on").click()
+    finished(page)
+    write(page, "Once upon a time, it's said,", max_tokens=8, seed=3)
+    name_it(page, "third")
+    page.locator("#tint").select_option("entropy")
+    tokens(page).nth(2).click()
+    file = saved(page, tmp_path)
+    assert re.fullmatch(r"unspool-\d{4}-\d\d-\d\d-[a-z]+\.json", file.name)
+    session = json.loads(file.read_text())
+    assert session["unspool_session"] == 1
+    assert session["model"]["system_fingerprint"].startswith("fp_")
+    before, shown = tree(page), text(page)
+    assert [each["name"] for each in before] == ["first", "second", "third"]
+    assert [[n for n, (_, chosen) in enumerate(each["steps"]) if chosen] for each in before] == [
+        [],
+        [4],
+        [],
+    ]
+
+    begin_anew(page)
+    expect(load(page, file)).to_contain_text(f"Replayed 3 branches, 39 tokens: {SAME}.")
+    page.get_by_role("button", name="To the text").click()
+    assert tree(page) == before
+    assert text(page) == shown == branch(page)["text"]
+    assert branch(page)["name"] == "third"
+    expect(page.locator("#tint")).to_have_value("entropy")
+    expect(tokens(page).nth(2)).to_have_class(re.compile("selected"))
+    page.locator("#go-on").click()  # it lives
+    finished(page)
+    assert tokens(page).count() > 8
+
+
+def test_what_a_guard_took_back_is_taken_back_again(page: Page, tmp_path: Path) -> None:
+    prompt = "la la la la la la la la la la la la la la la la la la"
+    write(page, prompt, max_tokens=40, seed=1, temperature=0, guard=True)
+    before = tree(page)
+    assert before[0]["retracted"]
+    file = saved(page, tmp_path)
+    begin_anew(page)
+    expect(load(page, file)).to_contain_text(SAME)
+    assert tree(page) == before
+
+
+def test_a_changed_file_is_shown_as_recorded(page: Page, tmp_path: Path) -> None:
+    """Words that the model did not write: said, shown as text, and nothing of them is HTML."""
+    write(page, "Once upon a time", max_tokens=6, seed=3)
+    session = json.loads(saved(page, tmp_path).read_text())
+    evil = '<img src=x onerror="window.hurt=1"><script>window.hurt=2</script>'
+    step = session["branches"][0]["steps"][2]
+    step |= {"token": 5, "text": evil, "piece": evil}
+    step["candidates"][0]["text"] = session["branches"][0]["name"] = evil
+    session["branches"][0]["prompt"]["tokens"][0]["text"] = evil
+    begin_anew(page)
+    news = load(page, as_file(session))
+    expect(news).to_contain_text("differs from token 3 on")
+    expect(news).to_contain_text("shown as recorded")
+    page.get_by_role("button", name="To the text").click()
+    expect(tokens(page).nth(2)).to_have_text(evil)
+    tokens(page).nth(2).click()
+    open_panel(page, "Step")
+    open_panel(page, "Map")
+    expect(page.locator("#go-on")).to_be_disabled()
+    assert page.evaluate("window.hurt") is None
+    assert page.locator("img[src=x]").count() == 0
+
+
+def as_file(content: Any) -> FilePayload:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
+
+
+def test_bad_files_are_refused_in_words(page: Page, tmp_path: Path) -> None:
+    write(page, "Once upon a time", max_tokens=4, seed=3)
+    file = saved(page, tmp_path)
+    whole = file.read_text()
+    before = tree(page)
+
+    def changed(**parts: Any) -> str:
+        session = json.loads(whole)
+        session["branches"][0].update(parts)
+        return json.dumps(session)
+
+    step = json.loads(whole)["branches"][0]["steps"][0]
+    bad = {
+        whole[: len(whole) // 2]: "cut off",
+        "[1, 2, 3]": "not a session",
+        '{"hello": 1}': "not a session",
+        whole.replace('"unspool_session":1', '"unspool_session":99'): "version 99",
+        changed(seed="<b>7</b>"): 'seed is "<b>7</b>"',
+        changed(steps=[{**step, "logprob": "low"}]): "steps[0].logprob",
+        changed(steps=[{**step, "index": 7}]): "no step 0",
+        changed(parent="branch-nobody"): "before its parent",
+        changed(id=None): "branches[0].id is null",
+        whole.replace('"seed":', '"__proto__":{"hurt":1},"seed":'): "__proto__",
+    }
+    for content, words in bad.items():
+        expect(load(page, as_file(content)).get_by_role("alert")).to_contain_text(words)
+    binary: FilePayload = {
+        "name": "a.png",
+        "mimeType": "image/png",
+        "buffer": b"\x89PNG\r\n\x1a\n\xff",
+    }
+    expect(load(page, binary).get_by_role("alert")).to_contain_text("not a text file")
+    assert page.evaluate("({}).hurt") is None
+    assert tree(page) == before
+
+
+def test_another_model_is_said_before(page: Page, tmp_path: Path) -> None:
+    write(page, "Once upon a time", max_tokens=4, seed=3)
+    session = json.loads(saved(page, tmp_path).read_text())
+    begin_anew(page)
+    other = {**session, "model": {**session["model"], "system_fingerprint": "fp_other"}}
+    news = load(page, as_file(other))
+    expect(news).to_contain_text("another build")
+    news.get_by_role("button", name="Replay all the same").click()
+    expect(news).to_contain_text(SAME)
+    close(page)
+    session["branches"][0]["model"] = "somebody-else"
+    news = load(page, as_file(session))
+    expect(news).to_contain_text("somebody-else, which this server does not have")
+    news.get_by_role("button", name="Show as recorded").click()
+    expect(news).to_contain_text("shown as recorded")
+    close(page)
+    assert tokens(page).count() == 4
+    page.get_by_role("button", name="Share", exact=True).click()
+    page.get_by_role("button", name="Play at ×4").click()
+    expect(page.get_by_role("group", name="Playing")).to_have_count(0)
+    assert tokens(page).count() == 4
+
+
+def test_a_server_that_goes_in_the_middle(
+    page: Page, tmp_path: Path, expected_errors: list[str]
+) -> None:
+    expected_errors.append("ERR_FAILED")
+    write(page, "Once upon a time", max_tokens=6, seed=3)
+    file = saved(page, tmp_path)
+    before = tree(page)
+    begin_anew(page)
+    page.route("**/resume", lambda route: route.abort())
+    news = load(page, file)
+    expect(news.get_by_role("alert")).to_contain_text("The server does not answer")
+    page.unroute("**/resume")
+    news.get_by_role("button", name="Try again").click()
+    expect(news).to_contain_text(SAME)
+    assert tree(page) == before
+
+
+def test_a_replay_can_be_cancelled(page: Page, tmp_path: Path) -> None:
+    write(page, "Once upon a time", max_tokens=6, seed=3)
+    file = saved(page, tmp_path)
+    begin_anew(page)
+    held: list[Route] = []
+    page.route("**/resume", lambda route: held.append(route))  # not answered
+    news = load(page, file)
+    news.get_by_role("button", name="Cancel").click()
+    expect(news).to_contain_text("Cancelled. Nothing has changed.")
+    assert tree(page) == []
+    for route in held:
+        with contextlib.suppress(Error):  # nobody waits for it any more
+            route.abort()
+
+
+def test_playing(page: Page) -> None:
+    """The text comes once more, without the server."""
+    write(page, "Once upon a time", max_tokens=24, seed=3)
+    whole, there = text(page), tree(page)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    share(page).get_by_role("button", name="Play at ×¼").click()
+    bar = page.get_by_role("group", name="Playing")
+    expect(bar).to_be_visible()
+    assert whole.startswith(text(page)) and tokens(page).count() < 24
+    bar.get_by_role("button", name="×4").click()
+    expect(bar).to_have_count(0)
+    expect(tokens(page)).to_have_count(24)
+    assert text(page) == whole and tree(page) == there
+    assert not [url for url in asked if "/v1/" in url]
+
+
+# -- pictures and the text ---------------------------------------------------------------------
+
+
+def test_pictures(page: Page, tmp_path: Path) -> None:
+    write(page, "Why do leaves change color?", mode="chat", max_tokens=12, seed=7)
+    tokens(page).nth(3).click()
+    expect(page.locator("#side-panel")).to_contain_text("The model weighed")
+    shown = text(page)
+    dialog = share(page)
+    svg = downloaded(page, dialog.get_by_role("button", name="SVG"), tmp_path)
+    png = downloaded(page, dialog.get_by_role("button", name="PNG"), tmp_path)
+    assert svg.suffix == ".svg" and png.suffix == ".png"
+    picture = ElementTree.fromstring(svg.read_text(encoding="utf-8"))
+    space = "{http://www.w3.org/2000/svg}"
+    words = [each.text or "" for each in picture.iter(f"{space}text")]
+    assert re.sub(r"\s", "", shown) in re.sub(r"\s", "", "".join(words))
+    assert any("The model weighed" in each for each in words)
+    assert len(list(picture.iter(f"{space}rect"))) > 20
+    assert not list(picture.iter(f"{space}foreignObject"))
+    width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
+    data = png.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (round(2 * width), round(2 * height))
+    assert len(data) > 30_000  # not an empty sheet
+
+
+def test_markdown(page: Page, tmp_path: Path) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    write(page, "# Five * stars_\n<b>1. done</b>", mode="chat", max_tokens=16, seed=7)
+    told = branch(page)
+    dialog = share(page)
+    file = downloaded(page, dialog.get_by_role("button", name="Markdown"), tmp_path)
+    found = file.read_text(encoding="utf-8")
+    dialog.locator("#copy-markdown").click()
+    expect(dialog.locator("#copy-markdown")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == found
+    assert "> \\# Five \\* stars\\_\\\n> \\<b\\>1. done\\</b\\>" in found
+    assert f"| seed | `{told['seed']}` |" in found
+    assert f"| model | `{told['model']}` |" in found and "| fingerprint | `fp_" in found
+    assert "## The least likely tokens" in found
+    plain = re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", found)
+    assert told["text"].strip().split("\n")[0] in plain
+
+
+# -- programs ----------------------------------------------------------------------------------
+
+QUOTES = "Don't say 'no' to \"it\" & $HOME `x` \\ !"
+
+
+def program(dialog: Locator, name: str) -> str:
+    dialog.get_by_role("tab", name=name).click()
+    return dialog.locator("#program pre").inner_text()
+
+
+def run_shell(code: str) -> dict[str, Any]:
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def run_python(code: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    exec(compile(code, "a program of the page", "exec"), {})
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+@pytest.mark.parametrize("mode", ["chat", "plain"])
+def test_programs_give_the_same_text(
+    mode: str,
+    page: Page,
+    lm: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(page, QUOTES, mode=mode, max_tokens=14, seed=5, temperature=0.9, min_p=0.1, guard=True)
+    told = branch(page)
+    dialog = share(page)
+    (choice,) = run_shell(program(dialog, "curl"))["choices"]
+    assert (choice["message"]["content"] if mode == "chat" else choice["text"]) == told["text"]
+    assert run_python(program(dialog, "Python, openai"), capsys) == told["text"]
+    code = program(dialog, "Python, unspool")
+    assert "unspool.load(" in code and "top_k" not in code
+    monkeypatch.setattr(unspool, "load", lambda *_: lm)
+    assert run_python(code, capsys) == told["text"]
+
+
+def test_programs_with_words_of_a_person(
+    page: Page, lm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(page, QUOTES, mode="chat", max_tokens=10, seed=5)
+    other_candidate(page, 4)
+    set_settings(page, temperature=0.1, max_tokens=5)
+    page.locator("#go-on").click()
+    finished(page)
+    told = branch(page)
+    assert told["length"] == 20 and told["steps"][4]["chosen"]
+    dialog = share(page)
+    answer = run_shell(program(dialog, "curl"))
+    assert answer["text"] == told["text"]
+    page.request.delete(f"{page.url}v1/tree/{answer['id']}")
+    monkeypatch.setattr(unspool, "load", lambda *_: lm)
+    assert run_python(program(dialog, "Python, unspool"), capsys) == told["text"]
+    dialog.get_by_role("tab", name="Python, openai").click()
+    expect(dialog.locator("#program")).to_contain_text("put in by hand")
+    assert dialog.locator("#program pre").count() == 0
+
+
+def test_a_file_can_be_dropped(page: Page) -> None:
+    share(page)
+    page.evaluate(
+        """() => {
+            const data = new DataTransfer();
+            data.items.add(new File(["{}"], "a.json"));
+            const how = { dataTransfer: data, bubbles: true, cancelable: true };
+            document.querySelector("#share-title").dispatchEvent(new DragEvent("drop", how));
+        }"""
+    )
+    expect(page.locator("#session-fault")).to_contain_text("not a session that Unspool saved")
+
+
+def test_with_nothing_written(page: Page) -> None:
+    dialog = share(page)
+    expect(dialog).to_contain_text("Write something first")
+    expect(dialog.get_by_role("button", name="Save")).to_be_disabled()
+    expect(dialog.get_by_role("button", name="Load")).to_be_enabled()
+    close(page)
+    expect(page.get_by_role("button", name="Share", exact=True)).to_be_focused()

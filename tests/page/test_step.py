@@ -1,0 +1,305 @@
+"""A step: what was weighed, what the filters left, where the draw fell, and what else might be."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from acts import branch, finished, open_panel, tokens, write
+from playwright.sync_api import Locator, Page, Request, expect
+
+PROMPT = "The old sailor looked at the sea and"
+USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+
+
+@pytest.fixture
+def panel(page: Page) -> Locator:
+    """The step panel beside twelve tokens."""
+    write(page, PROMPT, max_tokens=12, seed=11)
+    return page.locator("#side-panel")
+
+
+def asked(page: Page, path: str, body: dict[str, Any] | None = None) -> Any:
+    address = f"{page.url.rstrip('/')}/v1/tree{path}"
+    answer = page.request.get(address) if body is None else page.request.post(address, data=body)
+    assert answer.ok, answer.text()
+    return answer.json()
+
+
+def percent(text: str) -> float:
+    found = re.search(r"([\d.]+) %", text)
+    assert found, text
+    return float(found[1]) / 100
+
+
+def move(panel: Locator, name: str, value: float) -> None:
+    """A slider, as a drag moves it."""
+    panel.get_by_role("slider", name=name).fill(str(value))
+
+
+def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
+    page: Page, panel: Locator
+) -> None:
+    expect(panel.get_by_text("Point at a written token")).to_be_visible()
+    step = branch(page)["steps"][3]
+    tokens(page).nth(3).hover()
+    expect(panel.locator(".step-token")).to_have_text(step["piece"].replace(" ", "␣"))
+    facts = panel.locator(".step-facts")
+    expect(facts).to_contain_text(f"{-step['logprob']:.2f} nats")
+    expect(facts).to_contain_text(f"{-step['logprob'] / math.log(2):.2f} bits")
+    expect(facts).to_contain_text(f"{step['entropy']:.2f} nats")
+    expect(facts).to_contain_text("of 49,152")
+    expect(panel.locator(".step-bytes")).to_contain_text(bytes(step["bytes"]).hex(" "))
+    page.locator("#prompt").hover()
+    expect(panel.get_by_text("Point at a written token")).to_be_visible()
+    tokens(page).nth(3).click()
+    page.locator("#prompt").hover()
+    expect(panel.locator(".step-token")).to_be_visible()
+
+
+def test_candidates_show_what_the_model_gave_and_what_was_left(page: Page, panel: Locator) -> None:
+    tokens(page).first.click()
+    step = branch(page)["steps"][0]
+    rows = panel.locator(".candidate")
+    expect(rows).to_have_count(12)
+    for row, one in zip(rows.all(), step["candidates"], strict=True):
+        own, after = row.locator(".number").all_text_contents()
+        assert percent(own) == pytest.approx(math.exp(one["logprob"]), abs=0.006)
+        if one["probability"] > 0:
+            assert percent(after) == pytest.approx(one["probability"], abs=0.006)
+        else:
+            assert re.fullmatch(r"(top-k|top-p|min-p)", after), after
+    expect(panel.locator(".candidate.picked")).to_have_attribute("data-token", str(step["token"]))
+
+    panel.get_by_role("button", name="More").click()
+    expect(rows).to_have_count(100)
+    more = asked(page, f"/{branch(page)['id']}/alternatives?at=0&top=100")["candidates"]
+    shown = [row.get_attribute("data-token") for row in rows.all()]
+    assert shown == [str(one["token"]) for one in more]
+    stages = step["stages"]
+    left = panel.locator(".candidate:not(.removed)")
+    expect(left).to_have_count(stages[-1]["kept"])
+    panel.get_by_role("button", name="Fewer").click()
+    expect(rows).to_have_count(12)
+
+
+def test_the_chain_stands_side_by_side_and_says_what_each_stage_did(
+    page: Page, panel: Locator
+) -> None:
+    tokens(page).first.click()
+    stages = branch(page)["steps"][0]["stages"]
+    names = ["the model", "top-k", "top-p", "min-p", "temperature"]
+    expect(panel.locator(".chain-name")).to_have_text(names)
+    expect(panel.locator(".chain-count")).to_have_text(
+        ["49,152", *(f"{stage['kept']:,}" for stage in stages)]
+    )
+    first = panel.locator(".step-stages li").first
+    expect(first).to_contain_text("keeps the 40 likeliest")
+    expect(first).to_contain_text("−49,112, 40 left")
+    assert panel.locator(".chain-ribbon.picked").count() == 4
+
+
+def test_the_draw_falls_on_the_token_and_greedy_draws_nothing(page: Page, panel: Locator) -> None:
+    tokens(page).first.click()
+    draw = branch(page)["steps"][0]["draw"]
+    drawn = panel.get_by_role("region", name="Chance picks one")
+    expect(drawn).to_contain_text(f"u = {draw['u']:.4f}")
+    expect(drawn).to_contain_text(f"covers {draw['low']:.4f} to {draw['high']:.4f}")
+    line = drawn.locator("svg").bounding_box()
+    ball = drawn.locator(".line-fall circle")
+    expect(ball).to_have_count(1)
+    struck = drawn.locator(".line-struck")
+    assert line is not None
+    at = float(ball.get_attribute("cx") or 0)
+    left = float(struck.get_attribute("x") or 0)
+    assert left <= at <= left + float(struck.get_attribute("width") or 0)
+
+    write(page, PROMPT, max_tokens=3, temperature=0)
+    tokens(page).first.click()
+    expect(drawn).to_contain_text("nothing is drawn")
+    expect(panel.locator(".step-story")).to_contain_text("likeliest was taken")
+
+
+def test_another_candidate_is_written_on_with(page: Page, panel: Locator) -> None:
+    before = branch(page)
+    tokens(page).nth(4).click()
+    other = panel.locator(".candidate:not(.picked)").first
+    token = other.get_attribute("data-token")
+    other.click()
+    expect(tokens(page).nth(4)).to_have_class(re.compile("chosen"))
+    finished(page)
+    after = branch(page)
+    assert after["id"] != before["id"]
+    assert str(after["steps"][4]["token"]) == token
+    assert after["steps"][:4] == before["steps"][:4]
+    expect(panel.get_by_text("you put it here")).to_be_visible()
+    last = after["last"]
+    pen = panel.locator(".step-pen")
+    expect(pen).to_contain_text(f"{last['reused_tokens']} tokens of {last['tokens_before']}")
+    expect(pen).to_contain_text("First new token after")
+    assert last["reused_tokens"] > 0
+    # What the model would have weighed there is asked for, as it was not when this was put there.
+    expect(panel.locator(".candidate")).to_have_count(12)
+
+
+def test_own_words_with_enter(page: Page, panel: Locator) -> None:
+    tokens(page).nth(2).click()
+    words = panel.get_by_role("textbox", name="Your own words at this place")
+    words.fill("Suddenly")
+    expect(panel.get_by_text("Enter writes")).to_contain_text("␣Suddenly")
+    words.press("Enter")
+    expect(tokens(page).nth(2)).to_have_class(re.compile("chosen"))
+    finished(page)
+    told = branch(page)
+    start = "".join(step["text"] for step in told["steps"][:2])
+    assert told["text"].startswith(f"{start} Suddenly")
+
+
+def test_a_token_of_the_prompt_says_whose_it_is(page: Page) -> None:
+    write(page, "Hi", mode="chat", max_tokens=2, seed=1)
+    panel = page.locator("#side-panel")
+    page.locator("#text .t.added").first.click()
+    expect(panel.locator(".step-story")).to_contain_text("chat template")
+    page.locator("#text .t.prompt:not(.added)").first.click()
+    expect(panel.locator(".step-story")).to_contain_text("You wrote this")
+    panel.get_by_role("button", name="Look inside").click()
+    expect(page.get_by_role("tab", name="Inside")).to_have_attribute("aria-selected", "true")
+
+
+WAYS: list[dict[str, Any]] = [
+    USUAL,
+    {**USUAL, "temperature": 0},
+    {**USUAL, "temperature": 2, "min_p": 0.01},
+    {**USUAL, "top_p": 0},
+    {**OFF, "temperature": 0.65},
+    {**OFF, "temperature": 1.55},  # between the temperatures for which the server sums up the rest
+    {**OFF, "temperature": 0.05},
+    {**OFF, "top_p": 0.5},
+    {**OFF, "top_k": 100, "temperature": 1.7},
+    {**OFF, "min_p": 0.0005, "top_p": 0.97, "temperature": 0.8},
+    {
+        **OFF,
+        "temperature": 1.5,
+        "top_k": 50,
+        "top_p": 0.9,
+        "stages": ["temperature", "top_k", "top_p"],
+    },
+]
+
+WHAT_IF = """async ([found, ways, seed]) => {
+  const { startOf, whatIf } = await import("/page/code/step/whatif.js");
+  const { uniform } = await import("/page/code/step/uniform.js");
+  const u = uniform(seed, 0, found.position);
+  return ways.map((settings) => ({ u, ...whatIf(startOf(found), settings, u) }));
+}"""
+
+
+def test_what_if_is_what_the_server_does(page: Page, panel: Locator) -> None:
+    root = branch(page)
+    for at in (0, 5):
+        found = asked(page, f"/{root['id']}/alternatives?at={at}&top=500")
+        results = page.evaluate(WHAT_IF, [found, WAYS, root["seed"]])
+        for settings, made in zip(WAYS, results, strict=True):
+            fork = asked(page, f"/{root['id']}/fork", {"at": at})
+            told = asked(page, f"/{fork['id']}/resume", {**settings, "max_tokens": 1})
+            _same(made, told["steps"][-1], f"step {at} with {settings}")
+
+
+def _same(made: dict[str, Any], step: dict[str, Any], case: str) -> None:
+    assert made["exact"], case
+    assert step["draw"] is None or made["u"] == step["draw"]["u"], case
+    assert _outline(made["stages"]) == _outline(step["stages"]), case
+    for mine, real in zip(made["stages"], step["stages"], strict=True):
+        assert mine["kept_mass"] == pytest.approx(real["kept_mass"], abs=1e-4), case
+    chances = {one["token"]: one["probability"] for one in made["candidates"]}
+    for one in step["candidates"]:
+        assert chances.get(one["token"], 0) == pytest.approx(one["probability"], abs=1e-4), case
+    if made["pick"] is None:  # it fell on the rest, whose tokens have no name here
+        assert step["token"] not in chances, case
+    else:
+        assert made["pick"]["token"] == step["token"], case
+
+
+def _outline(stages: list[dict[str, Any]]) -> list[Any]:
+    return [
+        (stage["name"], stage["kept"], stage["removed"], [token for token, *_ in stage["top"]])
+        for stage in stages
+    ]
+
+
+def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -> None:
+    root = branch(page)
+    tokens(page).first.click()
+    section = panel.get_by_role("region", name="What if")
+    section.hover()
+    expect(section.locator(".step-outcome")).to_contain_text("again.")
+    requests: list[str] = []
+
+    def heard(request: Request) -> None:
+        requests.append(request.url)
+
+    page.on("request", heard)
+    for value in (0.2, 0.9, 1.5):
+        move(panel, "Temperature", value)
+    move(panel, "Min-p", 0)
+    move(panel, "Top-p", 1)
+    expect(section.locator(".step-outcome")).to_contain_text("40 left.")
+    assert requests == []
+    page.remove_listener("request", heard)
+    picked = section.locator("tr.picked, .line-part.hit").first
+    expect(picked).to_be_attached()
+    words = section.locator(".step-outcome p").first.locator(".piece").text_content() or ""
+
+    # The server, asked to write this token with these settings and the same seed, picks the same.
+    fork = asked(page, f"/{root['id']}/fork", {"at": 0})
+    settings = {"temperature": 1.5, "min_p": 0, "top_p": 1, "top_k": 40, "max_tokens": 1}
+    step = asked(page, f"/{fork['id']}/resume", settings)["steps"][0]
+    assert words == step["piece"].replace(" ", "␣")
+
+    section.get_by_role("button", name="Write on like this").click()
+    expect(tokens(page).first).to_have_class(re.compile("chosen"))
+    finished(page)
+    after = branch(page)
+    assert after["id"] != root["id"]
+    assert after["steps"][0]["token"] == step["token"]
+    assert after["settings"]["temperature"] == 1.5
+    assert after["settings"]["min_p"] == 0
+    open_panel(page, "Settings")
+    assert float(page.locator("#set-temperature").input_value()) == 1.5
+
+
+def test_reset_goes_back_to_what_was(page: Page, panel: Locator) -> None:
+    tokens(page).first.click()
+    move(panel, "Temperature", 0)
+    section = panel.get_by_role("region", name="What if")
+    expect(section.locator(".step-outcome")).to_contain_text("1 left.")
+    expect(section).to_contain_text("was 0.80")
+    section.get_by_role("button", name="Reset").click()
+    expect(panel.get_by_role("slider", name="Temperature")).to_have_value("0.8")
+    expect(section.get_by_role("button", name="Reset")).to_have_count(0)
+
+
+def test_what_if_says_what_it_leaves_out(page: Page) -> None:
+    write(page, PROMPT, max_tokens=3, seed=11, repetition_penalty=1.3, xtc_probability=0.5)
+    tokens(page).nth(1).click()
+    panel = page.locator("#side-panel")
+    move(panel, "Temperature", 1)
+    outcome = panel.locator(".step-outcome")
+    expect(outcome).to_contain_text("repetition")
+    expect(outcome).to_contain_text("left out here: XTC")
+
+
+def test_everything_fits_a_narrow_screen(page: Page, panel: Locator) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    tokens(page).first.click()
+    move(panel, "Temperature", 1.2)
+    expect(panel.locator(".step-outcome")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    inside = "(e) => [e.clientWidth, e.scrollWidth]"
+    width, wide = panel.locator(".step-panel").evaluate(inside)
+    assert wide <= width
+    width, wide = panel.locator(".step-chain").evaluate(inside)
+    assert wide > width  # the chain scrolls in a box of its own

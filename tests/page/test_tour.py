@@ -1,0 +1,147 @@
+"""The tour: eight steps that really do what they say, once, and gone as soon as nobody wants it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from acts import finished, tokens
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+
+TITLES = (
+    "Ask something",
+    "One token at a time",
+    "Every token was a choice",
+    "Take the pen",
+    "Nothing is lost",
+    "Look inside",
+    "What it costs",
+    "It reads no letters",
+)
+
+
+@pytest.fixture
+def first_visit(browser: Browser) -> Iterator[BrowserContext]:
+    """A browser that has never seen the page."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, reduced_motion="reduce")
+    yield context
+    context.close()
+
+
+def visit(context: BrowserContext, address: str) -> tuple[Page, Locator]:
+    page = context.new_page()
+    page.goto(address)
+    return page, page.get_by_role("dialog", name=re.compile("|".join(TITLES)))
+
+
+def apart(page: Page) -> None:
+    """The card does not lie over what it speaks of."""
+    page.wait_for_function(
+        """() => {
+            const card = document.querySelector(".tour-card")?.getBoundingClientRect();
+            const ring = document.querySelector(".tour-ring")?.getBoundingClientRect();
+            return card && ring && (card.left >= ring.right || card.right <= ring.left
+                || card.top >= ring.bottom - 1 || card.bottom <= ring.top + 1);
+        }"""
+    )
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (360, 740)], ids=["wide", "narrow"])
+def test_eight_steps(first_visit: BrowserContext, address: str, size: tuple[int, int]) -> None:
+    page, card = visit(first_visit, address)
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    seen = []
+    for number, title in enumerate(TITLES, 1):
+        expect(card).to_contain_text(f"{number} of 8")
+        expect(card.get_by_role("heading")).to_have_text(title)
+        apart(page)
+        if number == 1:
+            expect(page.locator("#prompt")).to_have_value("Why do leaves change color in fall?")
+        elif number == 2:
+            expect(tokens(page).first).to_be_visible()
+        elif number == 3:
+            expect(page.locator("#side-panel")).to_contain_text("The model weighed")
+        elif number == 4:
+            expect(page.locator("#text .t.chosen")).to_have_count(1)
+        elif number in (5, 6, 7):
+            tab = {5: "map", 6: "inside", 7: "costs"}[number]
+            expect(page.locator(f"#tab-{tab}")).to_have_attribute("aria-selected", "true")
+        else:
+            expect(page.locator("#view")).to_have_class("view-tokens")
+        words = card.locator("[aria-live] p").last.inner_text()
+        assert len(words) < 180 and words.count(". ") <= 1
+        seen.append(words)
+        last = number == len(TITLES)
+        page.get_by_role("button", name="Done" if last else "Next").click()
+    expect(card).to_have_count(0)
+    assert len(set(seen)) == 8 and not faults
+    page.reload()
+    expect(page.locator("#write, #tokens-text").first).to_be_visible()
+    expect(card).to_have_count(0)
+
+
+def test_keys_and_focus(first_visit: BrowserContext, address: str) -> None:
+    page, card = visit(first_visit, address)
+    expect(card.get_by_role("button", name="Next")).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    expect(card).to_contain_text("2 of 8")
+    page.keyboard.press("ArrowLeft")
+    expect(card).to_contain_text("1 of 8")
+    expect(card.get_by_role("button", name="Back")).to_be_disabled()
+    page.keyboard.press("Escape")
+    expect(card).to_have_count(0)
+    expect(page.locator("#prompt")).to_be_focused()
+    page.reload()
+    expect(page.locator("#write")).to_be_enabled()
+    expect(card).to_have_count(0)  # never twice by itself
+    page.get_by_role("button", name="Tour").click()  # but whenever it is asked for
+    expect(card).to_contain_text("1 of 8")
+    card.get_by_role("button", name="Skip").click()
+    expect(card).to_have_count(0)
+    assert (
+        page.evaluate("import('/page/code/state.js').then((m) => m.state.settings.seed ?? null)")
+        is None
+    )
+
+
+def test_whoever_takes_over_ends_it(first_visit: BrowserContext, address: str) -> None:
+    page, card = visit(first_visit, address)
+    expect(card).to_be_visible()
+    page.locator("#prompt").click()
+    expect(card).to_have_count(0)
+    page.locator("#prompt").fill("Once upon a time")
+    page.locator("#prompt").press("Enter")
+    expect(tokens(page).first).to_be_visible()
+    page.locator("#stop").click()
+    finished(page)
+
+
+def test_without_a_store(first_visit: BrowserContext, address: str) -> None:
+    """Where the browser keeps nothing, once for each time the page is opened."""
+    first_visit.add_init_script(
+        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('no store'); } })"
+    )
+    page, card = visit(first_visit, address)
+    expect(card).to_contain_text("1 of 8")
+    card.get_by_role("button", name="Skip").click()
+    expect(card).to_have_count(0)
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    page.get_by_role("button", name="Write", exact=True).first.click()
+    expect(card).to_have_count(0)
+
+
+def test_a_server_that_is_gone(first_visit: BrowserContext, address: str) -> None:
+    page, card = visit(first_visit, address)
+    expect(card).to_contain_text("1 of 8")
+    page.route("**/v1/**", lambda route: route.abort())
+    page.get_by_role("button", name="Next").click()
+    expect(card.get_by_role("alert")).to_contain_text("The server does not answer")
+    page.unroute("**/v1/**")
+    card.get_by_role("button", name="Try again").click()
+    expect(card.get_by_role("alert")).to_have_count(0)
+    expect(tokens(page).first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(card).to_have_count(0)

@@ -1,0 +1,204 @@
+"""Writing: a prompt, Enter, and the text comes token by token; pause, step, stop, speed, tints."""
+
+from __future__ import annotations
+
+import re
+
+from acts import branch, drawn, finished, open_panel, set_settings, text, tokens, until, write
+from playwright.sync_api import Page, expect
+
+QUESTION = "Why do leaves change color in fall?"
+
+
+def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
+    write(page, QUESTION, mode="chat", max_tokens=12, seed=7)
+    told = branch(page)
+    assert tokens(page).count() == 12
+    assert text(page) == told["text"]
+    assert told["seed"] == 7
+    expect(page.locator("#ending")).to_have_text("As many tokens as were asked for.")
+
+
+def test_the_template_is_to_be_seen_in_a_chat_and_not_in_plain_mode(page: Page) -> None:
+    write(page, QUESTION, mode="chat", max_tokens=2)
+    told = branch(page)["prompt"]["tokens"]
+    added = page.locator("#text .t.prompt.added")
+    assert added.count() == sum(token["added"] for token in told) > 0
+    assert added.first.text_content() == "<|im_start|>"
+    own = page.locator("#text .t.prompt:not(.added)")
+    assert "".join(own.all_text_contents()) == QUESTION
+    write(page, QUESTION, mode="plain", max_tokens=2)
+    assert page.locator("#text .t.added").count() == 0
+    assert "".join(own.all_text_contents()) == QUESTION
+
+
+def test_a_system_message_replaces_the_templates_own(page: Page) -> None:
+    page.get_by_role("button", name="System").click()
+    page.get_by_label("System message").fill("Answer in French.")
+    write(page, QUESTION, mode="chat", max_tokens=2)
+    prompt = branch(page)["prompt"]
+    assert prompt["messages"][0] == {"role": "system", "content": "Answer in French."}
+    assert "SmolLM" not in prompt["text"]
+
+
+def test_the_same_seed_writes_the_same_text(page: Page) -> None:
+    write(page, "Once upon a time", max_tokens=16, seed=11)
+    once = text(page)
+    write(page, "Once upon a time", max_tokens=16, seed=12)
+    assert text(page) != once
+    write(page, "Once upon a time", max_tokens=16, seed=11)
+    assert text(page) == once
+
+
+def test_pause_step_resume_stop(page: Page) -> None:
+    set_settings(page, max_tokens=40, seed=3, end=False)
+    page.get_by_role("button", name="Plain").click()
+    page.locator("#speed").fill("4")  # 8 tokens a second
+    page.locator("#prompt").fill("Once upon a time")
+    page.locator("#prompt").press("Enter")
+    expect(tokens(page).nth(1)).to_be_visible()
+    page.get_by_role("button", name="Pause").click()
+    finished(page)
+    paused = tokens(page).count()
+    assert 2 <= paused < 40
+    page.get_by_role("button", name="Step").click()
+    expect(tokens(page)).to_have_count(paused + 1)
+    finished(page)
+    page.locator("#speed").fill("9")  # full speed
+    page.get_by_role("button", name=re.compile("Resume|Go on")).click()
+    expect(tokens(page).nth(paused + 5)).to_be_visible()
+    finished(page)
+    whole = text(page)
+    page.reload()
+    write(page, "Once upon a time", max_tokens=40, seed=3, end=False)
+    assert whole.startswith(text(page)) or text(page).startswith(whole)  # pausing changed nothing
+
+
+def test_the_pace_can_be_changed_while_it_writes_and_stop_stops(page: Page) -> None:
+    set_settings(page, max_tokens=300, seed=3, end=False)
+    page.locator("#speed").fill("1")  # one token a second
+    page.locator("#prompt").fill(QUESTION)
+    page.locator("#prompt").press("Enter")
+    expect(tokens(page).first).to_be_visible()
+    page.locator("#speed").fill("9")
+    expect(tokens(page).nth(20)).to_be_visible()
+    page.get_by_role("button", name="Stop").click()
+    finished(page)
+    assert tokens(page).count() < 300
+    expect(page.get_by_role("button", name="Stop")).to_be_disabled()
+    expect(page.get_by_role("button", name="Go on")).to_be_visible()
+
+
+def test_one_step_a_key_press(page: Page) -> None:
+    set_settings(page, seed=3)
+    page.locator("#speed").fill("0")
+    page.locator("#prompt").fill(QUESTION)
+    page.locator("#prompt").press("Enter")
+    expect(tokens(page)).to_have_count(1)
+    finished(page)
+    page.locator("#text").focus()
+    for count in (2, 3):
+        page.keyboard.press("Space")
+        expect(tokens(page)).to_have_count(count)
+        finished(page)
+    page.keyboard.press(".")
+    expect(tokens(page)).to_have_count(4)
+
+
+def test_tints_follow_what_is_chosen(page: Page) -> None:
+    write(page, "Once upon a time", max_tokens=24, seed=5)
+    steps = branch(page)["steps"]
+    tint = re.compile(r"tint-(\d)")
+
+    def tints() -> list[int]:
+        names = tokens(page).evaluate_all("(all) => all.map((t) => t.className)")
+        return [int(found[1]) if (found := tint.search(name)) else 0 for name in names]
+
+    for by, value in (
+        ("probability", lambda step: -step["logprob"]),
+        ("entropy", lambda step: step["entropy"]),
+        ("rank", lambda step: step["rank"]),
+    ):
+        page.get_by_label("Color by").select_option(by)
+        drawn(page)
+        shown = tints()
+        assert len(set(shown)) > 1
+        pairs = sorted(zip(map(value, steps), shown, strict=True))
+        assert [each for _, each in pairs] == sorted(shown)  # the stronger, the more
+    page.get_by_label("Color by").select_option("none")
+    drawn(page)
+    assert set(tints()) == {0}
+
+
+def test_keys_move_from_token_to_token_and_are_heard(page: Page) -> None:
+    write(page, "Once upon a time", max_tokens=30, seed=5)
+    page.locator("#text").focus()
+    page.keyboard.press("ArrowRight")
+    first = tokens(page).first
+    expect(first).to_have_class(re.compile("selected"))
+    page.keyboard.press("ArrowRight")
+    expect(tokens(page).nth(1)).to_have_class(re.compile("selected"))
+    expect(page.locator("#text [role=status]")).to_contain_text("probability")
+    page.keyboard.press("ArrowLeft")
+    expect(first).to_have_class(re.compile("selected"))
+    page.keyboard.press("End")
+    expect(tokens(page).last).to_have_class(re.compile("selected"))
+    page.keyboard.press("ArrowUp")
+    expect(tokens(page).last).not_to_have_class(re.compile("selected"))
+    page.keyboard.press("Escape")
+    expect(page.locator("#text .t.selected")).to_have_count(0)
+    page.keyboard.press("5")
+    expect(page.get_by_role("heading", name="Settings")).to_be_visible()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+
+
+def test_a_reply_goes_on_with_the_conversation(page: Page) -> None:
+    write(page, "Name a color.", mode="chat", max_tokens=40, temperature=0)
+    before = branch(page)
+    page.get_by_label("Reply").fill("Name another one.")
+    page.get_by_label("Reply").press("Enter")
+    expect(page.locator("#text .t.chosen:not(.added)").first).to_be_visible()
+    finished(page)
+    after = branch(page)
+    assert after["id"] == before["id"] and after["text"].startswith(before["text"])
+    assert "<|im_start|>user\nName another one.<|im_end|>" in "".join(
+        step["piece"] for step in after["steps"]
+    )
+    own = [step["piece"] for step in after["steps"] if step["chosen"]]
+    shown = page.locator("#text .t.chosen:not(.added)").all_text_contents()
+    assert "".join(shown) == "Name another one." and "".join(own) != "Name another one."
+    page.locator("#text").focus()
+    page.keyboard.press("Control+z")
+    expect(tokens(page)).to_have_count(before["length"])
+
+
+def test_own_words_in_a_plain_text(page: Page) -> None:
+    write(page, "The capital of Germany", max_tokens=3, temperature=0)
+    page.get_by_label("Your own words").fill(" and of Prussia was")
+    page.get_by_role("button", name="Add").click()
+    expect(page.locator("#text .t.chosen").last).to_be_visible()
+    finished(page)
+    assert " and of Prussia was" in text(page)
+    assert branch(page)["length"] > 7
+
+
+def test_a_reload_brings_everything_back(page: Page) -> None:
+    write(page, QUESTION, mode="chat", max_tokens=12, seed=7)
+    open_panel(page, "Costs")
+    whole = text(page)
+    until(page, "sessionStorage.getItem('unspool.session')?.includes('costs')")
+    page.reload()
+    expect(tokens(page)).to_have_count(12)
+    assert text(page) == whole
+    expect(page.get_by_role("tab", name="Costs")).to_have_attribute("aria-selected", "true")
+
+
+def test_halves_of_characters_and_control_tokens_can_be_pointed_at(page: Page) -> None:
+    write(page, "🦜🦜🦜🦜🦜🦜", max_tokens=4, temperature=0)
+    own = page.locator("#text .t.prompt")
+    assert own.count() == len(branch(page)["prompt"]["tokens"])
+    for number in range(own.count()):
+        assert own.nth(number).bounding_box()["width"] > 1
+    shown = page.locator("#text").inner_text()
+    assert "�" not in shown or "🦜" in shown
