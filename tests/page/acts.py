@@ -5,14 +5,15 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any
 
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, ViewportSize, expect
 
+WIDE: ViewportSize = {"width": 1280, "height": 800}
 PUT_AWAY = "localStorage.setItem('unspool.tour', 'true')"  # the tour
 
 
 def opened(browser: Browser, address: str, **options: Any) -> Page:
     """The page in a browser window of its own, the tour put away."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+    context = browser.new_context(**{"viewport": WIDE, **options})
     context.add_init_script(PUT_AWAY)
     page = context.new_page()
     page.goto(address)

@@ -46,20 +46,42 @@ def expected_errors() -> list[str]:
     return []
 
 
-@pytest.fixture
-def page(browser: Browser, address: str, expected_errors: list[str]) -> Iterator[Page]:
-    """The page as a person opens it, the tour put away; nothing may go wrong in it unseen."""
-    opened = acts.opened(browser, "about:blank")
-    faults: list[str] = []
+class Window:
+    """One browser window for a module's tests: opening a new one takes a second."""
 
-    def heard(message: ConsoleMessage) -> None:
+    def __init__(self, browser: Browser) -> None:
+        self.page = acts.opened(browser, "about:blank")
+        self.faults: list[str] = []
+        self.page.on("console", self._heard)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+
+    def _heard(self, message: ConsoleMessage) -> None:
         if message.type == "error":
-            faults.append(f"{message.text} ({message.location.get('url', '')})")
+            self.faults.append(f"{message.text} ({message.location.get('url', '')})")
 
-    opened.on("console", heard)
-    opened.on("pageerror", lambda error: faults.append(str(error)))
-    opened.goto(address)
-    expect(opened.locator("#write")).to_be_enabled()
-    yield opened
-    opened.context.close()
-    assert not [fault for fault in faults if not any(word in fault for word in expected_errors)]
+    def renew(self, address: str) -> None:
+        """As if nobody had been here before, but for the files that the browser keeps."""
+        self.page.unroute_all(behavior="ignoreErrors")
+        self.page.goto(f"{address}page/icon.svg")  # the same origin, without the page's code
+        self.page.evaluate("() => { sessionStorage.clear(); localStorage.clear(); }")
+        self.page.emulate_media(color_scheme="light", reduced_motion="no-preference")
+        self.page.set_viewport_size(acts.WIDE)
+        self.faults.clear()
+        self.page.goto(address)
+        expect(self.page.locator("#write")).to_be_enabled()
+
+
+@pytest.fixture(scope="module")
+def window(browser: Browser) -> Iterator[Window]:
+    found = Window(browser)
+    yield found
+    found.page.context.close()
+
+
+@pytest.fixture
+def page(window: Window, address: str, expected_errors: list[str]) -> Iterator[Page]:
+    """The page as a person opens it, the tour put away; nothing may go wrong in it unseen."""
+    window.renew(address)
+    yield window.page
+    faults = [f for f in window.faults if not any(word in f for word in expected_errors)]
+    assert not faults

@@ -22,7 +22,7 @@ from unspool.serve.logs import tell
 from unspool.serve.page_files import PREFIX
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
-OPEN_PATHS = ("/health", "/ready", "/docs", "/")
+OPEN_PATHS = ("/health", "/ready", "/docs", "/", "/favicon.ico")
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 

@@ -66,6 +66,12 @@ async def page(request: Request) -> Response:
     return _sent("index.html", request)
 
 
+@router.get("/favicon.ico", include_in_schema=False)
+async def icon(request: Request) -> Response:
+    """Browsers ask for it wherever a page names none, as when JSON is opened."""
+    return _sent("icon.svg", request)
+
+
 @router.get(PREFIX + "{name:path}", include_in_schema=False)
 async def page_file(name: str, request: Request) -> Response:
     return _sent(name, request)

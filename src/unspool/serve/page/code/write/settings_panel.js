@@ -45,23 +45,33 @@ function Field({ field }) {
   </div>`;
 }
 
+/** A field whose words are taken when they are done; what happens meanwhile does not touch them. */
+function Typed({ value, commit, ...rest }) {
+  const [typed, setTyped] = useState(null);
+  const take = (event) => {
+    setTyped(null);
+    commit(event.target.value);
+  };
+  return html`<input class="field" ...${rest} value=${typed ?? value ?? ""} onChange=${take}
+    onInput=${(event) => setTyped(event.target.value)} onBlur=${() => setTyped(null)} />`;
+}
+
+const asNumber = (text) => (text === "" ? null : Number(text));
+
 function NumberField({ field, id, set, describedBy }) {
   const value = valueOf(field);
-  const put = (event) => {
-    const given = event.target.value === "" ? null : Number(event.target.value);
-    set(given === field.usual ? null : given);
-  };
+  const put = (text) => set(asNumber(text) === field.usual ? null : asNumber(text));
   const { least, most, step } = field;
   return html`<div class="row spread"><label for=${id}>${field.title}</label>
-      <input id=${id} class="field number" type="number" step="any" value=${value} onChange=${put} aria-describedby=${describedBy} /></div>
-    <input type="range" min=${least} max=${most} step=${step} value=${value} onInput=${put} aria-label=${`${field.title}, slider`} />`;
+      <${Typed} id=${id} class="field number" type="number" step="any" value=${value} commit=${put} aria-describedby=${describedBy} /></div>
+    <input type="range" min=${least} max=${most} step=${step} value=${value} aria-label=${`${field.title}, slider`}
+      onInput=${(event) => put(event.target.value)} />`;
 }
 
 function WholeField({ field, id, set, describedBy }) {
-  const put = (event) => set(event.target.value === "" ? null : Number(event.target.value));
   return html`<div class="row spread"><label for=${id}>${field.title}</label>
-    <input id=${id} class="field number" type="number" step="1" placeholder=${field.placeholder} aria-describedby=${describedBy}
-      value=${state.settings[field.name] ?? ""} onChange=${put} /></div>`;
+    <${Typed} id=${id} class="field number" type="number" step="1" placeholder=${field.placeholder} aria-describedby=${describedBy}
+      value=${state.settings[field.name]} commit=${(text) => set(asNumber(text))} /></div>`;
 }
 
 function SwitchField({ field, id, set, describedBy }) {
@@ -73,6 +83,6 @@ function SwitchField({ field, id, set, describedBy }) {
 
 function TextField({ field, id, set, describedBy }) {
   return html`<label for=${id}>${field.title}</label>
-    <input id=${id} class="field mono" value=${state.settings[field.name] ?? ""} placeholder=${field.placeholder}
-      aria-describedby=${describedBy} onChange=${(event) => set(event.target.value || null)} />`;
+    <${Typed} id=${id} class="field mono" value=${state.settings[field.name]} placeholder=${field.placeholder}
+      aria-describedby=${describedBy} commit=${(text) => set(text || null)} />`;
 }
