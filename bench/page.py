@@ -65,11 +65,12 @@ def ask(page: Page, prompt: str, **settings: object) -> None:
     page.evaluate(_SETTINGS, settings)
     page.locator("#prompt").fill(prompt)
     page.locator("#prompt").press("Enter")
-    expect(page.locator("#pause")).to_be_visible()
+    page.locator("#pause").wait_for()
 
 
 def finished(page: Page) -> None:
-    expect(page.locator("#go-on")).to_be_visible(timeout=300_000)
+    # Not `expect`: it reads the whole page again and again while it waits, and stops its frames.
+    page.locator("#go-on").wait_for(timeout=300_000)
 
 
 def frames(page: Page, tokens: int, panel: str) -> None:

@@ -134,20 +134,25 @@ export async function say(words) {
   const branch = branchNow();
   if (!branch || !words) return false;
   await pause();
-  return tried(async () => {
-    const isChat = Boolean(branch.prompt?.messages);
-    const body = isChat ? { message: { role: "user", content: words } } : { text: words };
-    const length = branch.steps.length;
-    const told = await api.post(`/v1/tree/${branch.id}/append`, body);
-    adopt(told);
+  const isChat = Boolean(branch.prompt?.messages);
+  const body = isChat ? { message: { role: "user", content: words } } : { text: words };
+  const length = branch.steps.length;
+  const put = async () => {
+    adopt(await api.post(`/v1/tree/${branch.id}/append`, body));
     if (isChat) markTurn(branch, length, words);
-    pushUndo({
-      label: `say “${short(words)}”`,
-      undo: () => takeBack(branch, length),
-      redo: () => {},
-    });
-    await run(branch);
+  };
+  const goes = await tried(put);
+  if (!goes) return false;
+  pushUndo({
+    label: `say “${short(words)}”`,
+    undo: () => takeBack(branch, length),
+    redo: () => tried(async () => {
+      await jump(branch.id);
+      await put();
+      await run(branch);
+    }),
   });
+  return tried(() => run(branch));
 }
 
 /** Which of the steps of a turn are the template's: those in which the words do not stand. */
@@ -214,10 +219,11 @@ async function run(branch, n = null) {
     };
     const path = `/v1/tree/${branch.id}/resume`;
     for await (const { event, data } of api.stream(path, body, { signal: control.signal })) {
+      adoptEvent(event, data);
       if (event === "step" && writing.first === null) {
         writing.first = (performance.now() - writing.began) / 1000;
+        changed("writing"); // the first word shows at once
       }
-      adoptEvent(event, data);
     }
     if (branch.error) throw new ApiFault(500, branch.error.message, branch.error);
   } finally {

@@ -21,6 +21,7 @@ export function keepSession(on) {
       /* not kept: a reload begins anew */
     }
   };
+  addEventListener("pagehide", put); // what changed in the last moment counts too
   for (const topic of TOPICS) {
     on(topic, () => {
       clearTimeout(timer);

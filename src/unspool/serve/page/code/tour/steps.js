@@ -22,7 +22,7 @@ export const STEPS = [
   },
   {
     title: "One token at a time",
-    says: "The answer comes in small pieces, tokens: each is picked, put at the end, and the whole text is read again. "
+    says: "The answer comes in small pieces, tokens: each is picked and put at the end, and then the next is weighed. "
       + "The warmer its color, the less it was expected.",
     target: "#text",
     async act(tour) {

@@ -65,7 +65,7 @@ export function mountPane(element) {
 function draw() {
   if (!body) return;
   const branch = branchNow();
-  if (drawn.id !== (branch?.id ?? null)) clear(branch?.id ?? null);
+  if (drawn.id !== (branch?.id ?? null)) turnTo(branch);
   if (branch?.prompt) {
     const own = promptLength(branch);
     const tokenOf = (at) => (at < own ? branch.prompt.tokens[at] : branch.steps[at - own]);
@@ -78,10 +78,13 @@ function draw() {
   mark();
 }
 
-function clear(id) {
-  drawn = { id, tokens: [], spans: [], line: null };
-  body.replaceChildren();
-  box.scrollTop = 0;
+/** Another branch: what it has in common with the one before stays where it is. */
+function turnTo(branch) {
+  drawn.id = branch?.id ?? null;
+  if (drawn.tokens[0] !== branch?.prompt?.tokens[0]) {
+    cut(0);
+    box.scrollTop = 0;
+  }
   follows = true;
   light(null);
 }

@@ -41,6 +41,21 @@ def test_a_system_message_replaces_the_templates_own(page: Page) -> None:
     assert "SmolLM" not in prompt["text"]
 
 
+def test_the_usual_settings_are_the_servers(page: Page) -> None:
+    fields, usual = page.evaluate(
+        """() => Promise.all(
+            [import('/page/code/settings.js'), import('/page/code/share/settings.js')]
+        ).then(([ours, shared]) => [ours.FIELDS, shared.USUAL])"""
+    )
+    asked = page.request.post(f"{page.url}v1/tree", data={"prompt": "Hi"})
+    served = asked.json()["settings"]
+    for name, value in usual.items():
+        assert served[name] == value, name
+    for field in fields:
+        if field["name"] not in ("seed", "max_tokens", "stop"):
+            assert served[field["name"]] == field["usual"], field["name"]
+
+
 def test_the_same_seed_writes_the_same_text(page: Page) -> None:
     write(page, "Once upon a time", max_tokens=16, seed=11)
     once = text(page)
