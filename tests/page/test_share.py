@@ -143,6 +143,7 @@ def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> Non
     assert tokens(page).count() > 8
 
 
+@pytest.mark.slow
 def test_what_a_guard_took_back_is_taken_back_again(page: Page, tmp_path: Path) -> None:
     prompt = "la la la la la la la la la la la la la la la la la la"
     write(page, prompt, max_tokens=40, seed=1, temperature=0, guard=True)

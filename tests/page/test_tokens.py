@@ -242,6 +242,7 @@ def test_the_context_fills_warms_and_overflows(view, server):
         expect(bar).to_have_attribute("aria-valuenow", str(min(tokens, total)))
 
 
+@pytest.mark.slow
 def test_a_long_text_is_drawn_in_part_until_asked(view, tokenizer):
     text = "The quick brown fox jumps over the lazy dog. " * 440
     wanted = tokenizer.encode(text)

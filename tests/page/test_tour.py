@@ -47,7 +47,9 @@ def apart(page: Page) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [(1280, 800), (360, 740)], ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    "size", [(1280, 800), pytest.param((360, 740), marks=pytest.mark.slow)], ids=["wide", "narrow"]
+)
 def test_eight_steps(first_visit: BrowserContext, address: str, size: tuple[int, int]) -> None:
     page, card = visit(first_visit, address)
     page.set_viewport_size({"width": size[0], "height": size[1]})

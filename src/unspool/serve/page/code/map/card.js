@@ -43,6 +43,7 @@ export function Card({ item, from, now, others, isEditing, onEdit, onName, onJum
 function NameForm({ branch, onName, onEdit }) {
   const field = useRef(null);
   useLayoutEffect(() => {
+    field.current.value = branch.name ?? ""; // once: what is typed stays, whatever is drawn meanwhile
     field.current.focus();
     field.current.select();
   }, []);
@@ -58,7 +59,7 @@ function NameForm({ branch, onName, onEdit }) {
   };
   return html`<form class="row" onSubmit=${keep} onKeyDown=${leave}>
     <input class="field map-field" ref=${field} aria-label="Name of the branch" maxlength=${MOST_LETTERS}
-      value=${branch.name ?? ""} placeholder=${ownWords(branch, 40)} autocomplete="off" />
+      placeholder=${ownWords(branch, 40)} autocomplete="off" />
     <button class="button tiny" type="submit">Save</button>
     <button class="button tiny plain" type="button" onClick=${() => onEdit(null)}>Cancel</button>
   </form>`;
