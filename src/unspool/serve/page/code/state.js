@@ -45,16 +45,18 @@ export function changed(...topics) {
   for (const topic of topics) pending.add(topic);
   if (frame) return;
   const wait = topics.every((topic) => STREAMED.has(topic)) ? last + CALM - performance.now() : 0;
-  if (wait <= 0) {
-    clearTimeout(timer);
-    timer = 0;
-    // A page in the background gets no frames, and must go on reading all the same.
-    frame = document.hidden ? setTimeout(tell, 50) : requestAnimationFrame(tell);
-  } else timer ||= setTimeout(() => changed(), wait);
+  // A page in the background gets no frames, and must go on reading all the same.
+  if (wait <= 0) frame = document.hidden ? setTimeout(tell, 50) : requestAnimationFrame(tell);
+  else timer ||= setTimeout(later, wait);
+}
+
+function later() {
+  timer = 0; // first: timers may come early, and then another is needed
+  changed();
 }
 
 function tell() {
-  frame = timer = 0;
+  frame = 0;
   last = performance.now();
   const topics = [...pending];
   pending.clear();
