@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from unspool.text.tool_calls import (
+from unspool.text.tools.calls import (
     CallArguments,
     CallBegun,
     CallEnded,
@@ -14,7 +14,7 @@ from unspool.text.tool_calls import (
     TextPiece,
     ToolCallReader,
 )
-from unspool.text.tool_formats import Tool, ToolFormat, tool_format
+from unspool.text.tools.formats import Tool, ToolFormat, tool_format
 
 CITY = {
     "type": "object",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Score, Step
     from unspool.lm import LanguageModel, load
-    from unspool.text.tokenizer import Tokenizer
+    from unspool.text.tokenizer.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _HOME_OF = {
     "Generation": "unspool.engine.generation",
     "Score": "unspool.engine.steps",
     "Step": "unspool.engine.steps",
-    "Tokenizer": "unspool.text.tokenizer",
+    "Tokenizer": "unspool.text.tokenizer.tokenizer",
 }
 
 

@@ -38,8 +38,8 @@ from unspool.model.hub import find_model
 from unspool.request_options import build_request, continued_request, strings
 from unspool.sampling import GrammarVocabulary
 from unspool.sampling import score as score_logits
-from unspool.text.chat import ChatPrompt, ChatTemplate
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.chat.template import ChatPrompt, ChatTemplate
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from unspool.model.transformer import Transformer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from unspool.backends.base import Loaded
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.checkpoint import Checkpoint, GGUFCheckpoint, load_transformer
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 BACKENDS = ("auto", "native", "torch")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from unspool.text.merges import merge_steps
+from unspool.text.tokenizer.merges import merge_steps
 
 QUESTION = "How do transformers work?"
 LONG_WORD = "antidisestablishmentarianism"

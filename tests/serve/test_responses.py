@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from unspool.engine.steps import Step
 from unspool.serve.blocks import Blocks, Change, Closed
 from unspool.serve.kept import KeptResponses
-from unspool.text.tool_calls import ToolCallReader
-from unspool.text.tool_formats import ToolFormat
+from unspool.text.tools.calls import ToolCallReader
+from unspool.text.tools.formats import ToolFormat
 
 SEED = {"unspool": {"seed": 7}}
 WEATHER = {

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
-from unspool.text.chat import ChatPrompt, ChatTemplate
-from unspool.text.marks import Marks
-from unspool.text.template_sandbox import SandboxedTemplate
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.chat.marks import Marks
+from unspool.text.chat.sandbox import SandboxedTemplate
+from unspool.text.chat.template import ChatPrompt, ChatTemplate
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 CHATML = """{% for message in messages %}{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
 

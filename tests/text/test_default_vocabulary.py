@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.model.gguf import GGUFFile
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real
 

@@ -12,8 +12,8 @@ from test_tokenizer_json import ours as from_json
 from test_tokenizer_tiktoken import ours as from_tiktoken
 
 from unspool.errors import UnspoolError
-from unspool.text.merges import Merge, merge_steps, merge_word
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.merges import Merge, merge_steps, merge_word
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 VOCABULARIES = {
     "gpt-2": (from_gguf, "gpt-2"),

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from unspool.model.gguf import GGUFFile
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
     "Why do leaves change color in fall?",

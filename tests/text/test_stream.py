@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from unspool.errors import SettingsError
-from unspool.text.stream import TextStream
+from unspool.text.tokenizer.stream import TextStream
 
 
 def whole_answer(data: bytes, stops: list[str]) -> tuple[str, str | None]:

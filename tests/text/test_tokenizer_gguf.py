@@ -14,9 +14,9 @@ from sample_texts import SAME_EVERY_RUN, TEXTS
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.gguf import GGUFFile
-from unspool.text.pieces import byte_characters
-from unspool.text.pretokenizers import PRETOKENIZERS
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.pieces import byte_characters
+from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 WITH_VECTORS = (  # noqa: SIM905
     "bert-bge command-r deepseek-coder deepseek-llm falcon gemma-4 gpt-2 llama-bpe llama-spm mpt "

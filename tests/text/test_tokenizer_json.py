@@ -18,8 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from unspool.errors import ModelFileError
-from unspool.text.pieces import byte_characters
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.pieces import byte_characters
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 FAMILIES = "bert cl100k deepseek gemma llama2 llama3 mistral o200k qwen t5".split()  # noqa: SIM905
 KINDS = {"bert": "WordPiece", "t5": "Unigram"} | dict.fromkeys(

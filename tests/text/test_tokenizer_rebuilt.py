@@ -18,7 +18,7 @@ from hypothesis import given
 from sample_texts import SAME_EVERY_RUN, TEXTS
 from test_tokenizer_json import ours as from_json
 
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 
 def described(family: str) -> dict[str, Any]:

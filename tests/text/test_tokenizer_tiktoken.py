@@ -15,7 +15,7 @@ from sample_texts import SAME_EVERY_RUN, TEXTS
 from tiktoken_ext import openai_public
 
 from unspool.errors import ModelFileError, SettingsError
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 FACTS = {
     "cl100k": [4438, 656, 87970, 990, 30],

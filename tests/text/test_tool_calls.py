@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_families import TEMPLATES, format_of, read, told
 
-from unspool.text.json_scan import JsonScan
-from unspool.text.tool_calls import (
+from unspool.text.tools.calls import (
     CallArguments,
     CallBegun,
     CallEnded,
@@ -21,6 +20,7 @@ from unspool.text.tool_calls import (
     ToolCall,
     ToolCallReader,
 )
+from unspool.text.tools.json_scan import JsonScan
 
 H = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 F = ("f", '{"a": [1, "}"]}')

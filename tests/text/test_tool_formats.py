@@ -23,10 +23,10 @@ from tool_families import (
 
 from unspool.errors import UnspoolError
 from unspool.sampling import Grammar, GrammarSpec
-from unspool.text.chat import ChatTemplate
-from unspool.text.tokenizer import Tokenizer
-from unspool.text.tool_calls import TextPiece, ToolCallReader
-from unspool.text.tool_formats import Tool, tool_format
+from unspool.text.chat.template import ChatTemplate
+from unspool.text.tokenizer.tokenizer import Tokenizer
+from unspool.text.tools.calls import TextPiece, ToolCallReader
+from unspool.text.tools.formats import Tool, tool_format
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Rain?"},

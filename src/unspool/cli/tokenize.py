@@ -10,7 +10,7 @@ import typer
 from unspool.cli import options as o
 
 if TYPE_CHECKING:
-    from unspool.text.tokenizer import Tokenizer
+    from unspool.text.tokenizer.tokenizer import Tokenizer
 
 
 def tokenize(
@@ -59,7 +59,7 @@ def tokenize(
 
 def _open(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer:
     from unspool.errors import ModelFileError, SettingsError
-    from unspool.text.tokenizer import Tokenizer
+    from unspool.text.tokenizer.tokenizer import Tokenizer
 
     if vocabulary is not None:
         if model is not None:
@@ -85,7 +85,7 @@ def _show_pieces(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style, quoted
-    from unspool.text.stream import TextStream
+    from unspool.text.tokenizer.stream import TextStream
 
     console = out()
     line, stream = Text(), TextStream()
@@ -110,7 +110,7 @@ def _show_merges(tokenizer: Tokenizer, text: str) -> None:
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style, quoted
-    from unspool.text.merges import merge_steps
+    from unspool.text.tokenizer.merges import merge_steps
 
     def drawn(pieces: tuple[bytes, ...]) -> Text:
         line = Text()

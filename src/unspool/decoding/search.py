@@ -20,7 +20,7 @@ from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
 from unspool.sampling import score
-from unspool.text.stream import TextStream
+from unspool.text.tokenizer.stream import TextStream
 
 if TYPE_CHECKING:
     from rich.tree import Tree as RichTree

@@ -25,7 +25,7 @@ from unspool.engine.tree import Branch
 from unspool.engine.write import Writers
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import Candidate, Pick, Scores, score
-from unspool.text.stream import TextStream
+from unspool.text.tokenizer.stream import TextStream
 
 Prompt = str | Sequence[int]
 Scorer = Callable[[Generation], float]

@@ -19,7 +19,7 @@ from unspool.engine.steps import Candidate, Step, Usage
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.settings import SamplingSettings
-from unspool.text.stream import TextStream
+from unspool.text.tokenizer.stream import TextStream
 
 
 class Source(Protocol):

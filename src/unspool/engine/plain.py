@@ -16,7 +16,7 @@ import numpy.typing as npt
 from unspool.engine.steps import Candidate, Step
 from unspool.errors import ContextError
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings
-from unspool.text.stream import TextStream
+from unspool.text.tokenizer.stream import TextStream
 
 
 class RunningText(Protocol):

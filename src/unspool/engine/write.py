@@ -33,7 +33,7 @@ from unspool.sampling import (
     StageState,
     next_state,
 )
-from unspool.text.stream import TextStream
+from unspool.text.tokenizer.stream import TextStream
 
 
 class Writers:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unspool.engine.write import Writers
     from unspool.model.config import ModelConfig
     from unspool.sampling import GrammarVocabulary
-    from unspool.text.tokenizer import Tokenizer
+    from unspool.text.tokenizer.tokenizer import Tokenizer
 
 Text = str | Sequence[int] | Generation
 """A text, its token ids, or a generation: prompt and new tokens together."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.house import new_id
-from unspool.text.tool_calls import (
+from unspool.text.tools.calls import (
     CallArguments,
     CallBegun,
     CallEnded,

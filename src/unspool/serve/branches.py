@@ -22,7 +22,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.lm import LanguageModel
 from unspool.serve.faults import ApiError, refused
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from unspool.serve.tree_write import BranchWriting

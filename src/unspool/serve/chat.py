@@ -29,7 +29,7 @@ from unspool.serve.schemas.common import joined
 from unspool.serve.texts import Texts
 from unspool.serve.told import told, told_step
 from unspool.serve.tools import ToolUse
-from unspool.text.tool_calls import Tool, ToolCallReader
+from unspool.text.tools.calls import Tool, ToolCallReader
 
 router = new_router("OpenAI")
 

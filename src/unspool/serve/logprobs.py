@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unspool.engine.steps import Candidate, Score, Step
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 LEAST = -9999.0  # OpenAI's word for "impossible": JSON has no infinity
 

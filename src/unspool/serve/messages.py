@@ -32,7 +32,7 @@ from unspool.serve.schemas.messages import (
 from unspool.serve.texts import Texts
 from unspool.serve.told import told
 from unspool.serve.tools import ToolUse
-from unspool.text.tool_formats import Tool
+from unspool.text.tools.formats import Tool
 
 router = new_router("Anthropic")
 _PING = event({"type": "ping"}, "ping")

@@ -26,7 +26,7 @@ from unspool.serve.schemas.responses import LOGPROBS, NamedFunction, ResponseReq
 from unspool.serve.texts import Texts
 from unspool.serve.told import told
 from unspool.serve.tools import ToolUse
-from unspool.text.tool_formats import Tool
+from unspool.text.tools.formats import Tool
 
 router = new_router("OpenAI")
 

@@ -23,7 +23,7 @@ from unspool.errors import UnspoolError
 from unspool.lm import LanguageModel
 from unspool.serve.faults import ApiError
 from unspool.serve.threads import in_thread
-from unspool.text.tool_formats import ToolFormat, tool_format
+from unspool.text.tools.formats import ToolFormat, tool_format
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from unspool.serve.schemas.chat import FunctionTool, Message
 from unspool.serve.schemas.common import Strict, Tokens
 from unspool.serve.tools import ToolUse, chat_prompt
 from unspool.serve.vocabularies import NAMES, VocabularyName, available, opened
-from unspool.text.merges import merge_steps
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.merges import merge_steps
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 router = new_router("Text and tokens")
 MOST_TOP = 100

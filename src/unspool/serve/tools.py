@@ -10,8 +10,8 @@ from unspool.sampling import GrammarSpec
 from unspool.serve.asked import check_one_grammar
 from unspool.serve.faults import refused
 from unspool.serve.shelf import Served
-from unspool.text.chat import ChatPrompt
-from unspool.text.tool_calls import Tool, ToolCallReader
+from unspool.text.chat.template import ChatPrompt
+from unspool.text.tools.calls import Tool, ToolCallReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from unspool.serve.faults import refused
 from unspool.serve.house import Call
 from unspool.serve.schemas.tree import GRAMMARS, USUAL_TOKENS, NewBranch, Writing
 from unspool.serve.tools import ToolUse, chat_prompt
-from unspool.text.chat import ChatPrompt
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.chat.template import ChatPrompt
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 _KEPT_AS_GIVEN = ("guard", *GRAMMARS, "speculate", "end", "cache")
 

@@ -22,7 +22,7 @@ from unspool.serve.threads import in_thread
 from unspool.serve.tree_prompt import asked_by
 from unspool.serve.tree_shared import branches_of, reply, router
 from unspool.serve.tree_write import BranchTexts, BranchWriting, failed, tell, watch
-from unspool.text.stream import TextStream
+from unspool.text.tokenizer.stream import TextStream
 
 
 @router.post("/{identity}/resume", summary="Go on writing")

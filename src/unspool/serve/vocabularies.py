@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from unspool.errors import UnspoolError
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 VocabularyName = Literal["gpt2", "cl100k", "o200k"]
 NAMES: tuple[VocabularyName, ...] = get_args(VocabularyName)

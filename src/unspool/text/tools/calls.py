@@ -21,9 +21,9 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from unspool.text.json_scan import BLANK
-from unspool.text.tool_formats import Tool, ToolFormat
-from unspool.text.tool_object import CallObject
+from unspool.text.tools.call_object import CallObject
+from unspool.text.tools.formats import Tool, ToolFormat
+from unspool.text.tools.json_scan import BLANK
 
 __all__ = [
     "CallArguments",

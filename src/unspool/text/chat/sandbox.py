@@ -26,9 +26,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, sa
 from jinja2.utils import Namespace
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.text.marks import Marks, words
-from unspool.text.template_budget import TemplateLimitError
-from unspool.text.template_rewrite import (
+from unspool.text.chat.budget import TemplateLimitError
+from unspool.text.chat.marks import Marks, words
+from unspool.text.chat.rewrite import (
     CALLED_BY_TEMPLATE,
     Rewriter,
     Run,

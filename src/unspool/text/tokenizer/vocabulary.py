@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from unspool.text.encoders import Encoder
-from unspool.text.pieces import PieceToBytes
+from unspool.text.tokenizer.encoders import Encoder
+from unspool.text.tokenizer.pieces import PieceToBytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Library
 
 from unspool.errors import ModelFileError
-from unspool.text import pieces
-from unspool.text.encoders import AddedTokenEncoder
-from unspool.text.end_tokens import CLEAR_END_TEXTS, end_ids
-from unspool.text.vocabulary import Vocabulary
+from unspool.text.tokenizer import pieces
+from unspool.text.tokenizer.encoders import AddedTokenEncoder
+from unspool.text.tokenizer.end_tokens import CLEAR_END_TEXTS, end_ids
+from unspool.text.tokenizer.vocabulary import Vocabulary
 
 
 def read_tokenizer_json(path: Path) -> Vocabulary:

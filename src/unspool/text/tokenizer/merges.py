@@ -23,8 +23,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import pre_tokenizers
 
 from unspool.errors import UnspoolError
-from unspool.text.pieces import byte_level_bytes, byte_of, space_marked_bytes
-from unspool.text.tokenizer import Tokenizer
+from unspool.text.tokenizer.pieces import byte_level_bytes, byte_of, space_marked_bytes
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 Pair = tuple[bytes, bytes]
 

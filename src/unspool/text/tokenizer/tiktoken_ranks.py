@@ -17,12 +17,12 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from unspool.errors import ModelFileError, SettingsError
-from unspool.text import pieces
-from unspool.text.encoders import SplittingEncoder
-from unspool.text.end_tokens import end_ids
-from unspool.text.pretokenizers import CL100K, GPT2, O200K
-from unspool.text.score_merges import merges_by_rank
-from unspool.text.vocabulary import Vocabulary
+from unspool.text.tokenizer import pieces
+from unspool.text.tokenizer.encoders import SplittingEncoder
+from unspool.text.tokenizer.end_tokens import end_ids
+from unspool.text.tokenizer.pretokenizers import CL100K, GPT2, O200K
+from unspool.text.tokenizer.score_merges import merges_by_rank
+from unspool.text.tokenizer.vocabulary import Vocabulary
 
 _URL = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
 

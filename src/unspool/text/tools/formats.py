@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.text.chat import ChatTemplate, TokenizerLike
-from unspool.text.messages import Message
-from unspool.text.tool_messages import (
+from unspool.text.chat.messages import Message
+from unspool.text.chat.template import ChatTemplate, TokenizerLike
+from unspool.text.tools.messages import (
     call_ids_shortened,
     calls_as_text,
     checked_calls,

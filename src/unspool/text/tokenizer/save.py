@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unspool.text.encoders import AddedTokenEncoder, SplittingEncoder
-from unspool.text.vocabulary import Vocabulary
+from unspool.text.tokenizer.encoders import AddedTokenEncoder, SplittingEncoder
+from unspool.text.tokenizer.vocabulary import Vocabulary
 
 _BYTE_LEVEL = {
     "type": "ByteLevel",

@@ -16,10 +16,10 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from unspool.errors import ModelFileError
-from unspool.text import pieces
-from unspool.text.encoders import hidden_name
-from unspool.text.pretokenizers import Pretokenizer
-from unspool.text.score_merges import merges_by_rank
+from unspool.text.tokenizer import pieces
+from unspool.text.tokenizer.encoders import hidden_name
+from unspool.text.tokenizer.pretokenizers import Pretokenizer
+from unspool.text.tokenizer.score_merges import merges_by_rank
 
 
 class TokenType(IntEnum):

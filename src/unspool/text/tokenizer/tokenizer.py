@@ -18,13 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.text.encoders import Encoder
-from unspool.text.gguf_vocab import read_gguf_vocabulary
-from unspool.text.pieces import text_bytes
-from unspool.text.save import save_vocabulary
-from unspool.text.tiktoken_ranks import read_tiktoken_vocabulary
-from unspool.text.tokenizer_json import read_tokenizer_json
-from unspool.text.vocabulary import Vocabulary
+from unspool.text.tokenizer.encoders import Encoder
+from unspool.text.tokenizer.gguf_vocab import read_gguf_vocabulary
+from unspool.text.tokenizer.pieces import text_bytes
+from unspool.text.tokenizer.save import save_vocabulary
+from unspool.text.tokenizer.tiktoken_ranks import read_tiktoken_vocabulary
+from unspool.text.tokenizer.tokenizer_json import read_tokenizer_json
+from unspool.text.tokenizer.vocabulary import Vocabulary
 
 
 class Tokenizer:

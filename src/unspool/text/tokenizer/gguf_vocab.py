@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import ModelFileError
-from unspool.text import gguf_models as models
-from unspool.text.encoders import SplittingEncoder
-from unspool.text.end_tokens import CLEAR_END_TEXTS, end_ids
-from unspool.text.gguf_models import Built, Table, TokenType
-from unspool.text.pretokenizers import Pretokenizer, pretokenizer_named
-from unspool.text.vocabulary import Vocabulary
+from unspool.text.tokenizer import gguf_models as models
+from unspool.text.tokenizer.encoders import SplittingEncoder
+from unspool.text.tokenizer.end_tokens import CLEAR_END_TEXTS, end_ids
+from unspool.text.tokenizer.gguf_models import Built, Table, TokenType
+from unspool.text.tokenizer.pretokenizers import Pretokenizer, pretokenizer_named
+from unspool.text.tokenizer.vocabulary import Vocabulary
 
 _PREFIX = "tokenizer.ggml."
 # bos, eos, unknown and padding where the file does not say.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 
-from unspool.text.json_scan import BLANK, JsonScan, Place, escaped
+from unspool.text.tools.json_scan import BLANK, JsonScan, Place, escaped
 
 _ARGUMENTS = ("arguments", "parameters")  # models write either, whatever their template says
 _BESIDE = ("name", "type", "id", *_ARGUMENTS)  # what a call without a mark may hold

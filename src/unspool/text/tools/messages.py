@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.text.messages import Message, checked_messages, joined_parts
+from unspool.text.chat.messages import Message, checked_messages, joined_parts
 
 Messages = list[dict[str, Any]]
 

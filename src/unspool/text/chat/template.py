@@ -27,10 +27,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from unspool.errors import SettingsError, UnspoolError
-from unspool.text.chat_spans import Cut, Span, message_starts, token_spans
-from unspool.text.marks import Marks, all_strings, unused_characters
-from unspool.text.messages import Message, checked_messages, joined_parts, plain_json
-from unspool.text.template_sandbox import SandboxedTemplate
+from unspool.text.chat.marks import Marks, all_strings, unused_characters
+from unspool.text.chat.messages import Message, checked_messages, joined_parts, plain_json
+from unspool.text.chat.sandbox import SandboxedTemplate
+from unspool.text.chat.spans import Cut, Span, message_starts, token_spans
 
 PLAIN_TEMPLATE = """\
 {%- if start_token %}{{ start_token }}{% endif %}

@@ -18,8 +18,8 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
-from unspool.text.marks import Marks
-from unspool.text.template_budget import Budget
+from unspool.text.chat.budget import Budget
+from unspool.text.chat.marks import Marks
 
 
 class Run:
