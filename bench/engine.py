@@ -1,6 +1,6 @@
 """What the engine costs, and what sharing saves: python bench/engine.py [PART ...]
 
-overhead  microseconds a step of scheduling and sampling, with a model that does nothing
+overhead  microseconds a step of the engine alone, with a model that does nothing
 batch     tokens a second at 1, 4 and 16 texts at once, beside transformers (same weights, fp32)
 tree      what a fork and a rewind cost, against the length of the text (should be flat)
 reuse     time to the first token of the second turn of a chat, against the first
@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 import unspool
-from unspool.backends.base import Batch, Ran, Taps
+from unspool.backends.step import Done, StepBatch, StepResult, no_ints
+from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.plain import Limits
 from unspool.engine.request import Request
-from unspool.engine.write import Writers
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import repetition_rate
+from unspool.sampling.picker import pick
 
 VOCABULARY = 49_152
 LOOPING = [
@@ -45,20 +45,31 @@ LOOPING = [
 
 
 class Nothing:
-    """A backend that gives the same logits whatever it is asked."""
+    """A backend that gives the same logits whatever it is asked.
 
-    page_size, page_bytes = 16, 1
+    With `picks` it draws from them as a real backend does; otherwise it gives a token at once, so
+    that what remains is Python's share of a step.
+    """
 
-    def __init__(self, rows: int, pages: int = 20_000, context: int = 100_000) -> None:
+    page_size, page_bytes, overlaps = 16, 1, False
+
+    def __init__(
+        self, rows: int, picks: bool = True, pages: int = 20_000, context: int = 120_000
+    ) -> None:
         self.page_count, self.context, self.vocab_size = pages, context, VOCABULARY
         chance = np.random.default_rng(0)
         self.logits = chance.standard_normal((rows, VOCABULARY)).astype(np.float32) * 4
+        self.picks, self.tokens, self.logprobs = picks, np.arange(rows), np.zeros(rows)
 
-    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
-        return Ran(self.logits[: len(batch.wanted)])
-
-    def copy_page(self, source: int, target: int) -> None:
-        pass
+    def launch(self, batch: StepBatch) -> Done:
+        count = len(batch.sampled)
+        given = self.logits[: len(batch.logits)]
+        if batch.pick is None:
+            return Done(StepResult(no_ints(), self.logprobs[:0], given))
+        if not self.picks:
+            return Done(StepResult(self.tokens[:count], self.logprobs[:count], given))
+        found = pick(self.logits[:count], batch.pick, threads=2)
+        return Done(StepResult(found.tokens, found.logprobs, given))
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -67,36 +78,41 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def write_many(writers: Writers, rows: int, count: int, top: int, options: Any) -> None:
+def write_many(engine: Engine, rows: int, count: int, look: Any, options: Any) -> None:
     asked = [
         Request(
             prompt=(1, 2, 3),
             settings=SamplingSettings(seed=n, **options),
-            limits=Limits(max_tokens=count, context=100_000, top=top),
+            limits=Limits(max_tokens=count, context=100_000, **look),
         )
         for n in range(rows)
     ]
-    for stream in [writers.submit(one) for one in asked]:
+    for stream in [engine.submit(one) for one in asked]:
         for _ in stream:
             pass
 
 
 def overhead() -> None:
-    print("scheduling and sampling, µs a step (null model, vocabulary 49,152)")
-    chains: dict[str, tuple[dict[str, Any], int]] = {
-        "greedy": ({"temperature": 0}, 0),
-        "default": ({}, 0),
-        "default, top 20 told": ({}, 20),
+    print("the engine alone, µs a step (null model, vocabulary 49,152)")
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+        "Python's share, greedy": ({"temperature": 0}, {}, False),
+        "Python's share, default": ({}, {}, False),
+        "with picking, greedy": ({"temperature": 0}, {}, True),
+        "with picking, default": ({}, {}, True),
+        "explained, default": ({}, {"explain": True}, True),
+        "explained, top 20 told": ({}, {"explain": True, "top": 20}, True),
     }
-    for name, (options, top) in chains.items():
+    for name, (options, look, picks) in ways.items():
         cells = []
-        for rows in (1, 16, 64):
-            writers, count = Writers(Engine(Nothing(rows)), lambda token: b"x"), 200 // rows + 4
-            work = partial(write_many, writers, rows, count, top, options)
+        for rows in (1, 16, 64, 256):
+            engine = Engine(Nothing(rows, picks), lambda token: b"x")
+            count = (400 if picks else 2000) // rows + 8
+            work = partial(write_many, engine, rows, count, look, options)
             work()
             step = min(seconds(work) for _ in range(3)) / count * 1e6
-            cells.append(f"{rows} at once {step:,.0f} a step, {step / rows:,.0f} a token")
-        print(f"  {name:<22} {';  '.join(cells)}")
+            cells.append(f"{rows}: {step:,.0f} ({step / rows:,.0f} a token)")
+            engine.close()
+        print(f"  {name:<24} {';  '.join(cells)}")
 
 
 def batch() -> None:
@@ -115,7 +131,7 @@ def batch() -> None:
     for rows in (1, 4, 16):
         ratios, speeds = [], []
         for _ in range(3):
-            lm.engine.call(lm.engine.tree.index.forget_all)
+            lm.engine.call(lm.engine.tree.index.clear)
 
             def ours(rows: int = rows) -> None:
                 options: dict[str, Any] = {"temperature": 0, "end": False, "top": 0}
@@ -149,7 +165,7 @@ def fork_and_rewind(engine: Engine, length: int) -> tuple[float, float]:
     """Microseconds for a fork, and for a rewind by three tokens."""
     trunk = engine.tree.open(list(range(length)))
     engine.tree.reserve(trunk, length)
-    engine.tree.computed(trunk, length)
+    engine.tree.advance(trunk, length)
     forks: list[Any] = []
     forked = seconds(lambda: forks.extend(engine.tree.fork(trunk) for _ in range(50)))
     rewound = seconds(lambda: [engine.tree.rewind(fork, length - 3) for fork in forks])
@@ -158,7 +174,7 @@ def fork_and_rewind(engine: Engine, length: int) -> tuple[float, float]:
 
 def tree() -> None:
     print("fork and rewind, µs, against the length of the text")
-    for length in (100, 1_000, 8_000, 32_000):
+    for length in (100, 8_000, 100_000):
         engine = Engine(Nothing(1))
         forked, rewound = engine.call(partial(fork_and_rewind, engine, length))
         print(f"  {length:>6} tokens: fork {forked:8.1f}   rewind by 3 {rewound:8.1f}")
@@ -172,7 +188,7 @@ def reuse() -> None:
     question = "Tell me about the leaves of trees, and why they change. " * 12
     first, second = [], []
     for number in range(5):
-        lm.engine.call(lm.engine.tree.index.forget_all)
+        lm.engine.call(lm.engine.tree.index.clear)
         talk = Conversation(lm, f"You are helper number {number}.")
         times = []
         for words in (question, "And in spring?"):

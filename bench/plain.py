@@ -120,7 +120,7 @@ class Side:
 
 
 def main(text_file: str | None) -> None:
-    from unspool.lm import open_tokenizer
+    from unspool.loading import open_tokenizer
     from unspool.model.checkpoint import open_checkpoint
     from unspool.model.hub import find_model
 

@@ -256,7 +256,7 @@ class Bench:
 def main() -> int:
     given = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
-    from unspool.lm import open_tokenizer
+    from unspool.loading import open_tokenizer
     from unspool.model.checkpoint import open_checkpoint
     from unspool.model.hub import find_model
 

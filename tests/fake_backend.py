@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import Batch, Ran, Taps
+from unspool.backends.step import BlockTable, Done, StepBatch, StepResult
+from unspool.sampling.picker import pick
 
 
 class FakeBackend:
@@ -18,29 +19,31 @@ class FakeBackend:
 
     page_size = 4
     page_bytes = 32
+    overlaps = False
 
     def __init__(self, probabilities: Any, *, page_count: int = 512, context: int = 64) -> None:
         with np.errstate(divide="ignore"):
             self.logits = np.log(np.asarray(probabilities, np.float64)).astype(np.float32)
         self.vocab_size = self.logits.shape[-1]
         self.page_count, self.context = page_count, context
-        self.stored = np.full(page_count * self.page_size, -1, np.int64)
+        self.stored = np.full((page_count, self.page_size), -1, np.int64)
+        self.table = BlockTable()
         self.runs: list[int] = []  # tokens read in each
 
-    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
-        size = self.page_size
-        rows = np.repeat(np.arange(len(batch.starts) - 1), np.diff(batch.starts))
-        places = batch.positions
-        slots = batch.pages[rows, places // size] * size + places % size
-        self.stored[slots] = batch.tokens
+    def launch(self, batch: StepBatch) -> Done:
+        self.table.apply(batch.updates)
+        for source, target in batch.copies.tolist():
+            self.stored[target] = self.stored[source]
+        size, places = self.page_size, batch.positions
+        rows = np.repeat(batch.slots, np.diff(batch.starts))
+        self.stored[self.table.pages[rows, places // size], places % size] = batch.tokens
         before = np.maximum(places - 1, 0)
-        previous = self.stored[batch.pages[rows, before // size] * size + before % size]
+        previous = self.stored[self.table.pages[rows, before // size], before % size]
         assert (previous >= 0).all(), "a page was read that nobody had written"
         self.runs.append(len(batch.tokens))
-        return Ran(self.logits[previous, batch.tokens][batch.wanted])
-
-    def copy_page(self, source: int, target: int) -> None:
-        size = self.page_size
-        self.stored[target * size : (target + 1) * size] = self.stored[
-            source * size : (source + 1) * size
-        ]
+        logits = self.logits[previous, batch.tokens]
+        asked = logits[batch.logits]
+        if batch.pick is None:
+            return Done(StepResult(np.empty(0, np.int64), np.empty(0), asked))
+        found = pick(np.ascontiguousarray(logits[batch.sampled]), batch.pick)
+        return Done(StepResult(found.tokens, found.logprobs, asked, None, found.failures))

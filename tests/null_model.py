@@ -8,12 +8,13 @@ almost nothing, which shows what the engine itself costs.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import Batch, Ran, Taps
+from unspool.backends.step import BlockTable, StepBatch, StepResult
+from unspool.sampling.picker import pick
 
 PAGE_SIZE = 4
 
@@ -25,35 +26,87 @@ def logits_after(tokens: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]
 
 
 class NullModel:
+    """With `overlaps`, a step is computed when its result is asked for, after the next one was
+    launched: what a device does."""
+
     def __init__(
-        self, pages: int = 64, vocab_size: int = 40, context: int = 512, page_size: int = PAGE_SIZE
+        self,
+        pages: int = 64,
+        vocab_size: int = 40,
+        context: int = 512,
+        page_size: int = PAGE_SIZE,
+        overlaps: bool = False,
     ) -> None:
         self.page_size, self.page_count, self.page_bytes = page_size, pages, 1
-        self.vocab_size, self.context = vocab_size, context
+        self.vocab_size, self.context, self.overlaps = vocab_size, context, overlaps
         self.slots = np.full((pages, page_size), -1, np.int64)
-        self.runs: list[list[int]] = []  # how many tokens each row of each run brought
+        self.table = BlockTable()
+        self.runs: list[list[int]] = []  # how many tokens each row of each step brought
+        self.batches: list[StepBatch] = []
+        self.ahead = 0  # tokens that were not known when their step was launched
         self.fail_next = False
+        self._queue: list[_Later] = []
+        self._picked: dict[int, int] = {}  # by row of the step before
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.slots[target] = self.slots[source]
-
-    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
+    def launch(self, batch: StepBatch) -> _Later:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is gone")
         self.runs.append(np.diff(batch.starts).tolist())
-        wanted = {int(token): row for row, token in enumerate(batch.wanted)}
+        later = _Later(lambda: self._compute(batch), self._queue)
+        self._queue.append(later)
+        if not self.overlaps:
+            later.result()
+        return later
+
+    def _compute(self, batch: StepBatch) -> StepResult:
+        self.table.apply(batch.updates)
+        for source, target in batch.copies.tolist():
+            self.slots[target] = self.slots[source]
+        tokens = batch.tokens.copy()
+        self.ahead += int((tokens < 0).sum())
+        tokens[tokens < 0] = [self._picked[-1 - t] for t in tokens[tokens < 0].tolist()]
+        wanted = np.concatenate((batch.sampled, batch.logits)).tolist()
+        place_of = {token: row for row, token in enumerate(wanted)}
         logits = np.zeros((len(wanted), self.vocab_size), np.float32)
-        for row in range(len(batch.starts) - 1):
-            pages = batch.pages[row]
+        rows = range(len(batch.starts) - 1)
+        for row in rows:
             for place in range(batch.starts[row], batch.starts[row + 1]):
-                position = int(batch.positions[place])
-                page = pages[position // self.page_size]
-                assert page >= 0, "a position without a page"
-                self.slots[page, position % self.page_size] = batch.tokens[place]
-                if place in wanted:
-                    used = pages[: position // self.page_size + 1]
-                    past = self.slots[used].reshape(-1)[: position + 1]
+                page, slot = self._place(batch, row, int(batch.positions[place]))
+                self.slots[page, slot] = tokens[place]
+        for row in rows:
+            for place in range(batch.starts[row], batch.starts[row + 1]):
+                if place in place_of:
+                    end = int(batch.visible_end[place])
+                    at = [self._place(batch, row, position) for position in range(end)]
+                    past = np.array([self.slots[page, slot] for page, slot in at])
                     assert (past >= 0).all(), "a token of the past was never written"
-                    logits[wanted[place]] = logits_after(past, self.vocab_size)
-        return Ran(logits)
+                    logits[place_of[place]] = logits_after(past, self.vocab_size)
+        count = len(batch.sampled)
+        if batch.pick is None:
+            return StepResult(np.empty(0, np.int64), np.empty(0), logits)
+        found = pick(logits[:count], batch.pick)
+        owners = np.searchsorted(batch.starts, batch.sampled, side="right") - 1
+        self._picked = {}
+        for owner, token in zip(owners.tolist(), found.tokens.tolist(), strict=True):
+            self._picked.setdefault(owner, token)
+        return StepResult(found.tokens, found.logprobs, logits[count:], None, found.failures)
+
+    def _place(self, batch: StepBatch, row: int, position: int) -> tuple[int, int]:
+        page = int(self.table.pages[batch.slots[row], position // self.page_size])
+        assert page >= 0, "a position without a page"
+        return page, position % self.page_size
+
+
+class _Later:
+    """A step that is computed when somebody asks, those launched before it first."""
+
+    def __init__(self, compute: Callable[[], StepResult], queue: list[_Later]) -> None:
+        self._compute, self._queue = compute, queue
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        while self._result is None:
+            first = self._queue.pop(0)
+            first._result = first._compute()
+        return self._result

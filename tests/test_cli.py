@@ -22,7 +22,7 @@ pytestmark = pytest.mark.real
 @pytest.fixture
 def unspool(lm: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Run a command in this process, on the model that is loaded already."""
-    monkeypatch.setattr("unspool.lm.load", lambda *args, **options: lm)
+    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: lm)
 
     def run(*arguments: str, stdin: str | bytes | None = None) -> tuple[int, str, str]:
         data = stdin.encode() if isinstance(stdin, str) else stdin or b""

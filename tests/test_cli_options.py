@@ -28,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(model=model, **options)
         raise UnspoolError("asked")
 
-    monkeypatch.setattr("unspool.lm.load", load)
+    monkeypatch.setattr("unspool.loading.load", load)
     return found
 
 
@@ -62,7 +62,7 @@ def test_remarks_of_loading_are_lines_on_stderr(monkeypatch: pytest.MonkeyPatch,
         warnings.warn("running on torch", UnspoolWarning, stacklevel=2)
         return SimpleNamespace(model=model)
 
-    monkeypatch.setattr("unspool.lm.load", load)
+    monkeypatch.setattr("unspool.loading.load", load)
     assert ModelChoice(None, dict(USUAL)).load().model is model
     out, err = capfd.readouterr()
     assert out == ""

@@ -21,7 +21,7 @@ def one_model(lm: Any, torch_lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, backend: str = "auto", **options: Any) -> Any:
         return torch_lm if backend == "torch" else lm
 
-    monkeypatch.setattr("unspool.lm.load", load)
+    monkeypatch.setattr("unspool.loading.load", load)
 
 
 @pytest.mark.real

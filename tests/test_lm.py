@@ -86,7 +86,7 @@ def test_score_is_that_of_transformers(torch_lm: Any, in_transformers: Any):
 
 @pytest.mark.real
 def test_a_generation_tells_everything(lm: Any):
-    made = lm.generate("The sky is", max_tokens=12, temperature=0.9, seed=5, top=4)
+    made = lm.generate("The sky is", max_tokens=12, temperature=0.9, seed=5, top=4, explain=True)
     assert made.finish_reason == "length"
     assert len(made.steps) == len(made.tokens) == 12
     assert made.text == "".join(step.text for step in made.steps)

@@ -158,7 +158,7 @@ def test_saving_a_native_model_needs_torch(tiny_lm: Any, tmp_path: Path):
 
 def test_another_model_comes_the_same_way(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("unspool.lm.load", lambda name, **options: asked.append(options))
+    monkeypatch.setattr("unspool.loading.load", lambda name, **options: asked.append(options))
     tiny_lm.load_other("x")
     fake = SimpleNamespace(config=tiny_lm.config, device="cpu")
     unspool.LanguageModel(fake, None).load_other("x")  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolE
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Score, Step
-    from unspool.lm import LanguageModel, load
+    from unspool.loading import load
+    from unspool.session import LanguageModel
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -36,8 +37,8 @@ __all__ = [
 ]
 
 _HOME_OF = {
-    "load": "unspool.lm",
-    "LanguageModel": "unspool.lm",
+    "load": "unspool.loading",
+    "LanguageModel": "unspool.session",
     "Generation": "unspool.engine.generation",
     "Score": "unspool.engine.steps",
     "Step": "unspool.engine.steps",

@@ -13,8 +13,10 @@ from typing import Any
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
+from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
-from unspool.lm import LanguageModel
+from unspool.request_options import strings
+from unspool.session import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Conversation:
         """Ask, and get the answer's steps as they come; options as in `LanguageModel.stream`."""
         before = len(self.ids)
         prompt = self._prompt(question)
-        options["stop"] = (*options.get("stop", ()), *self.lm.chat_template.stops)
+        options["stop"] = strings(options.get("stop")) + self.lm.chat_template.stops
         generation, steps = self.lm.begin(prompt, **options)
         return generation, self._listen(question, before, prompt, generation, steps)
 
@@ -59,7 +61,7 @@ class Conversation:
         before: int,
         prompt: list[int],
         generation: Generation,
-        steps: Iterator[Step],
+        steps: StepStream,
     ) -> Iterator[Step]:
         try:
             yield from generation.extend(steps)

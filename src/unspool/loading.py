@@ -1,4 +1,4 @@
-"""Which backend keeps a model's weights, and where: from what was asked for and what is here.
+"""Load a model: find it, choose the backend that keeps its weights, and open its vocabulary.
 
 On a CPU the native backend runs the model; torch is needed for GPUs, and where the native library
 is missing. Neither is imported before it is chosen.
@@ -6,13 +6,23 @@ is missing. Neither is imported before it is chosen.
 
 from __future__ import annotations
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unspool.backends.base import Loaded
-from unspool.errors import SettingsError, UnspoolError
-from unspool.model.checkpoint import Checkpoint, GGUFCheckpoint, load_transformer
+from unspool.engine.request import Drafter, DraftMaker
+from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
+from unspool.model.checkpoint import (
+    Checkpoint,
+    GGUFCheckpoint,
+    load_transformer,
+    open_checkpoint,
+)
+from unspool.model.hub import find_model
+from unspool.session import LanguageModel, Speculate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 BACKENDS = ("auto", "native", "torch")
@@ -21,6 +31,72 @@ INSTALL_TORCH = "pip install 'unspool[torch]'"
 
 # What an NVIDIA driver shows: seen without importing torch, which takes seconds.
 _NVIDIA = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+def load(
+    model: str | Path | None = None,
+    *,
+    backend: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    context: int | None = None,
+    memory: int | None = None,
+    quantize: int | None = None,
+    kv_bits: int = 16,
+    threads: int | None = None,
+    offline: bool = False,
+    progress: bool = True,
+) -> LanguageModel:
+    """A model, ready to write.
+
+    model      a path (a folder with safetensors, or a GGUF file), a repo id (`org/name`), or
+               nothing for the default model.
+    device     cpu, cuda, ...; by default a GPU if there is one that torch can use.
+    backend    native (on a CPU) or torch; by default native on a CPU if it is here.
+    dtype      float32, bfloat16 or float16. By default the native backend keeps the file's own
+               numbers, and torch has float32 on a CPU and bfloat16 on a GPU.
+    context    limits, or extends, how many tokens a text may have.
+    memory     bytes that keys and values of all texts may take; by default a share of what is free.
+    quantize   4 or 8: pack the weights into so many bits while loading (native backend).
+    kv_bits    16, or 8: of a number in keys and values (native backend).
+    threads    how many work; by default one for each core (native backend).
+    """
+    wanted = Placement(
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        kv_bits=kv_bits,
+        threads=threads,
+    )
+    choice = wanted.chosen()
+    if context is not None and (type(context) is not int or context < 1):
+        raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
+    checkpoint = open_checkpoint(find_model(model, offline=offline, progress=progress))
+    if context is not None and checkpoint.config.positions == "learned":
+        context = min(context, checkpoint.config.context)  # there is no table for more
+    if choice.remark:
+        warnings.warn(choice.remark, UnspoolWarning, stacklevel=2)
+    with ThreadPoolExecutor(1) as worker:  # unpacking weights leaves Python free meanwhile
+        weights = worker.submit(load_weights, checkpoint, wanted, choice)
+        tokenizer = open_tokenizer(checkpoint)
+    return LanguageModel(
+        weights.result(),
+        tokenizer,
+        path=checkpoint.path,
+        context=context,
+        memory=memory,
+        make_drafter=_drafter,
+    )
+
+
+def _drafter(lm: LanguageModel, speculate: Speculate) -> Drafter | DraftMaker | None:
+    from unspool.decoding.speculative import make_drafter
+
+    backend = "torch" if hasattr(lm.model, "transformer") else "native"
+    return make_drafter(
+        speculate, lm, lambda name: load(name, backend=backend, device=lm.model.device)
+    )
 
 
 class Choice(NamedTuple):

@@ -20,8 +20,8 @@ from unspool.errors import UnspoolError
 VERSION = 1  # of the interface; the library must say the same
 _NEEDED = (  # each with unspool_ before it
     "above", "copy_page", "counts", "isa", "leading", "measure", "model_free", "model_new",
-    "multiply", "packed_bytes", "peaks", "profile", "quantize", "read_memory", "repack", "run",
-    "run_head", "standing", "tally", "unpack",
+    "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory", "repack",
+    "run", "run_head", "standing", "tally", "unpack",
 )  # fmt: skip
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
-from unspool.engine.plain import Limits
-from unspool.engine.request import Request
+from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.errors import SettingsError
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
@@ -29,62 +29,69 @@ _GRAMMARS: dict[str, Callable[[Any], GrammarSpec]] = {
 }
 
 
-class Model(Protocol):
-    """What is needed of a language model to ask it for something."""
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What must be known of a model to check what is asked of it."""
 
     context: int
     end_ids: frozenset[int]
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def grammar_vocabulary(self) -> GrammarVocabulary: ...
+    vocab_size: int
+    grammar_vocabulary: Callable[[], GrammarVocabulary]  # made when the first grammar is used
+    drafter: Callable[[Any], Drafter | DraftMaker | None]  # from what was given as `speculate`
 
 
-def strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """What a caller gave as stop strings: one, several or none."""
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        return (stop,)
+    if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
+        raise SettingsError(f"stop is {stop!r}; it may be a string, or a list of strings")
+    return tuple(stop)
 
 
-def build_request(lm: Model, prompt: Sequence[int], options: dict[str, Any]) -> Request:
+def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, Any]) -> Request:
     """A request from a caller's options, which are those of `LanguageModel.stream`."""
     given = dict(options)
     seed = given.pop("seed", None)
     end = given.pop("end", True)
     limits = Limits(
         max_tokens=_whole("max_tokens", given.pop("max_tokens", 256)),
-        context=lm.context,
-        end_ids=lm.end_ids if end else frozenset(),
+        context=model.context,
+        end_ids=model.end_ids if end else frozenset(),
         stop=strings(given.pop("stop", ())),
         sample=_whole("sample", given.pop("sample", 0)),
-        top=_whole("top", given.pop("top", 5)),
-        explain=bool(given.pop("explain", True)),
+        top=_whole("top", given.pop("top", 0)),
+        explain=bool(given.pop("explain", False)),
     )
     request = Request(
         prompt=tuple(prompt),
         settings=SamplingSettings(),
         limits=limits,
-        priority=given.pop("priority", 0),
+        priority=_priority(given.pop("priority", 0)),
         cached=given.pop("cache", True) is not False,
         guards=_guards(given.pop("guard", None)),
-        grammar=_grammar(lm, given),
+        grammar=_grammar(model, given),
         drafter=None,
     )
     speculate = given.pop("speculate", None)
     settings = SamplingSettings.from_options(
         seed=secrets.randbits(32) if seed is None else seed, **given
     )
-    _check_bias(settings, lm)
+    _check_bias(settings, model)
     request = replace(request, settings=settings)
-    return replace(request, drafter=_drafter(speculate, lm)) if speculate else request
+    return replace(request, drafter=model.drafter(speculate)) if speculate else request
 
 
-def continued_request(lm: Model, generation: Generation, options: dict[str, Any]) -> Request:
+def continued_request(
+    model: ModelFacts, generation: Generation, options: dict[str, Any]
+) -> Request:
     """The request that goes on with a generation, as it was asked for but for these options.
 
     A sampling option that is None has its usual value again.
     """
-    before: Request = generation.request
+    before = generation.request
     given = dict(options)
     changed: dict[str, Any] = {n: _whole(n, given.pop(n)) for n in _LIMITS if n in given}
     if "explain" in given:
@@ -92,7 +99,7 @@ def continued_request(lm: Model, generation: Generation, options: dict[str, Any]
     if "stop" in given:
         changed["stop"] = strings(given.pop("stop"))
     if "end" in given:
-        changed["end_ids"] = lm.end_ids if given.pop("end") else frozenset()
+        changed["end_ids"] = model.end_ids if given.pop("end") else frozenset()
     if "max_tokens" not in changed and len(generation.steps) >= before.limits.max_tokens:
         # All that was allowed is there already: as much again.
         changed["max_tokens"] = len(generation.steps) + before.limits.max_tokens
@@ -100,22 +107,22 @@ def continued_request(lm: Model, generation: Generation, options: dict[str, Any]
         before,
         limits=replace(before.limits, **changed),
         written=tuple(generation.steps),
-        priority=given.pop("priority", before.priority),
+        priority=_priority(given.pop("priority", before.priority)),
     )
     if "cache" in given:
         request = replace(request, cached=given.pop("cache") is not False)
     if "guard" in given:
         request = replace(request, guards=_guards(given.pop("guard")))
     if any(name in given for name in _GRAMMARS):
-        request = replace(request, grammar=_grammar(lm, given))
+        request = replace(request, grammar=_grammar(model, given))
     if "speculate" in given:
         speculate = given.pop("speculate")
-        request = replace(request, drafter=_drafter(speculate, lm) if speculate else None)
+        request = replace(request, drafter=model.drafter(speculate) if speculate else None)
     if given:
         wanted = {**_set_before(before.settings), **given}
         wanted = {name: value for name, value in wanted.items() if value is not None}
         request = replace(request, settings=SamplingSettings.from_options(**wanted))
-        _check_bias(request.settings, lm)
+        _check_bias(request.settings, model)
     return request
 
 
@@ -128,12 +135,12 @@ def _set_before(settings: SamplingSettings) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != getattr(usual, name)}
 
 
-def _check_bias(settings: SamplingSettings, lm: Model) -> None:
-    unknown = [token for token in settings.logit_bias if token >= lm.vocab_size]
+def _check_bias(settings: SamplingSettings, model: ModelFacts) -> None:
+    unknown = [token for token in settings.logit_bias if token >= model.vocab_size]
     if unknown:
         raise SettingsError(
             f"logit_bias names token {unknown[0]}, and the vocabulary goes from 0 to "
-            f"{lm.vocab_size - 1}"
+            f"{model.vocab_size - 1}"
         )
 
 
@@ -143,13 +150,19 @@ def _whole(name: str, value: Any) -> int:
     return value
 
 
+def _priority(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise SettingsError(f"priority is {value!r}; it may be a whole number, higher goes first")
+    return value
+
+
 def _guards(given: Any) -> GuardPolicy | None:
     if given is None or isinstance(given, GuardPolicy):
         return given
     return GuardPolicy.parse(strings(given))
 
 
-def _grammar(lm: Model, given: dict[str, Any]) -> Grammar | None:
+def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:
     """The one grammar that was asked for, compiled; takes its options out of `given`."""
     asked = {name: given.pop(name) for name in _GRAMMARS if name in given}
     asked = {
@@ -160,7 +173,7 @@ def _grammar(lm: Model, given: dict[str, Any]) -> Grammar | None:
     if len(asked) > 1:
         raise SettingsError(f"{' and '.join(asked)} were given; a text can obey only one of them")
     ((name, value),) = asked.items()
-    return Grammar.compile(_GRAMMARS[name](value), lm.grammar_vocabulary)
+    return Grammar.compile(_GRAMMARS[name](value), model.grammar_vocabulary())
 
 
 def _written_grammar(text: Any) -> GrammarSpec:
@@ -168,9 +181,3 @@ def _written_grammar(text: Any) -> GrammarSpec:
     if not isinstance(text, str):
         raise SettingsError(f"grammar was {text!r}; it may be the text of a Lark or GBNF grammar")
     return GrammarSpec.gbnf(text) if "::=" in text else GrammarSpec.lark(text)
-
-
-def _drafter(speculate: Any, lm: Any) -> Any:
-    from unspool.decoding.speculative import make_drafter
-
-    return make_drafter(speculate, lm, lm.load_other)

@@ -147,9 +147,9 @@ def test_a_result_can_be_gone_on_with(tiny_lm):
 
 
 def test_one_batch_a_step(tiny_lm):
-    before = tiny_lm.engine.runs
+    before = tiny_lm.engine.steps
     beam_search(tiny_lm, [*PROMPT, 13], beams=6, groups=2, max_tokens=10, end=False)
-    assert tiny_lm.engine.runs - before == 10  # the prompt, and nine tokens; the tenth is not read
+    assert tiny_lm.engine.steps - before == 10  # the prompt, and nine tokens; the tenth is not read
 
 
 def test_no_room(tiny_lm):
@@ -203,7 +203,7 @@ def test_too_little_memory(tiny_lm):
 
 
 def test_stop_strings_end_a_beam(tiny_lm, monkeypatch):
-    monkeypatch.setattr(tiny_lm.writers, "token_bytes", as_byte)
+    monkeypatch.setattr(tiny_lm.engine, "token_bytes", as_byte)
     free = beam_search(tiny_lm, PROMPT, beams=3, max_tokens=8, end=False).best
     stop = as_byte(free.tokens[3]).decode("utf-8", "replace")
     found = beam_search(

@@ -58,9 +58,9 @@ def test_steps_and_going_on(tiny_lm):
 
 
 def test_one_batch_a_token(tiny_lm):
-    before = tiny_lm.engine.runs
+    before = tiny_lm.engine.steps
     contrastive_search(tiny_lm, PROMPT, k=4, max_tokens=7, end=False)
-    assert tiny_lm.engine.runs - before == 8
+    assert tiny_lm.engine.steps - before == 8
 
 
 def test_ends_and_edges(tiny_lm, monkeypatch):

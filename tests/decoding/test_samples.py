@@ -10,7 +10,9 @@ import pytest
 from decoding.support import PROMPT, pages_left
 from unspool.decoding.samples import best_of, samples, vote
 from unspool.decoding.written import mean_logprob
+from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
+from unspool.engine.request import Request
 from unspool.errors import ContextError, SettingsError, UnspoolError
 from unspool.sampling import SamplingSettings
 
@@ -35,11 +37,11 @@ def test_without_a_seed_all_share_a_fresh_one(tiny_lm):
 
 def test_the_prompt_is_computed_once_and_the_rest_in_one_batch(tiny_lm):
     pages_left(tiny_lm)  # nothing is known
-    before = tiny_lm.engine.runs
+    before = tiny_lm.engine.steps
     found = samples(tiny_lm, PROMPT, 6, max_tokens=10, end=False, **WARM)
     assert [text.usage.reused_tokens for text in found] == [len(PROMPT) - 1] * 6
     # The prompt, and ten tokens; a batch more where the engine began before all were handed in.
-    assert 11 <= tiny_lm.engine.runs - before <= 11 + 5
+    assert 11 <= tiny_lm.engine.steps - before <= 11 + 5
 
 
 def test_more_than_may_wait(tiny_lm, monkeypatch):
@@ -97,10 +99,10 @@ def test_texts_without_an_answer_do_not_vote(tiny_lm):
 
 @pytest.mark.parametrize("extract", ["answer (is", 5])
 def test_a_pattern_is_checked_before_anything_runs(tiny_lm, extract):
-    before = tiny_lm.engine.runs
+    before = tiny_lm.engine.steps
     with pytest.raises(SettingsError, match="extract"):
         vote(tiny_lm, PROMPT, 3, extract=extract)
-    assert tiny_lm.engine.runs == before
+    assert tiny_lm.engine.steps == before
 
 
 @pytest.mark.parametrize("extract", [lambda g: g.tokens, lambda g: g.nothing])
@@ -137,7 +139,8 @@ def test_faults_leave_nothing_behind(tiny_lm):
 )
 def test_a_patterns_last_match_counts(tiny_lm, monkeypatch, pattern, texts, counts):
     written = tiny_lm.generate(PROMPT, max_tokens=1, end=False).steps[0]
-    given = [Generation((1,), SamplingSettings(), [replace(written, text=t)]) for t in texts]
+    asked = Request(prompt=(1,), settings=SamplingSettings(), limits=Limits(context=9))
+    given = [Generation(asked, [replace(written, text=t)]) for t in texts]
     monkeypatch.setattr("unspool.decoding.samples.samples", lambda *_, **__: given)
     found = vote(tiny_lm, PROMPT, 3, extract=pattern)
     assert found.counts == counts

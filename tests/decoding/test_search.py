@@ -164,7 +164,7 @@ def test_faults(tiny_lm):
 
 def test_pieces_join_to_the_right_text(tiny_lm, monkeypatch):
     """Pieces end within characters and within stop strings; the whole text has to come out."""
-    monkeypatch.setattr(tiny_lm.writers, "token_bytes", as_byte)
+    monkeypatch.setattr(tiny_lm.engine, "token_bytes", as_byte)
     found = tree_search(
         tiny_lm, PROMPT, width=6, tokens=2, keep=6, depth=4, end=False, stop=["\ufffd@"], **WARM
     )

@@ -27,13 +27,12 @@ from unspool.decoding.speculative import (
     drafter_from,
     make_drafter,
 )
-from unspool.engine import write
+from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
-from unspool.engine.plain import Limits
 from unspool.engine.request import Request
+from unspool.engine.sequence import Sequence as WrittenText
 from unspool.engine.steps import Step
-from unspool.engine.write import Writers
 from unspool.errors import SettingsError
 from unspool.sampling import SamplingSettings, rows
 
@@ -78,21 +77,21 @@ def table(vocabulary: int, seed: int = 0) -> Any:
     return np.stack([(cells == token).mean(-1) for token in range(vocabulary)], -1)
 
 
-def fake_writers(probabilities: Any, **options: Any) -> Writers:
+def fake_engine(probabilities: Any, **options: Any) -> Engine:
     backend = FakeBackend(probabilities, **options)
     letter = lambda token: bytes([97 + token % 26])  # noqa: E731
-    return Writers(Engine(backend), letter, most_waiting=1 << 20)
+    return Engine(backend, letter, max_waiting=1 << 20)
 
 
 @pytest.fixture(scope="module")
-def letters() -> Iterator[Writers]:
+def letters() -> Iterator[Engine]:
     """Twelve letters that like to repeat themselves, so that drafts are often right."""
     probabilities = 0.15 * np.random.default_rng(5).dirichlet([0.3] * 12, (12, 12))
     for a, b in itertools.product(range(12), repeat=2):
         probabilities[a, b, (2 * b - a + 1) % 12] += 0.85
-    writers = fake_writers(probabilities)
-    yield writers
-    writers.engine.close()
+    engine = fake_engine(probabilities)
+    yield engine
+    engine.close()
 
 
 def a_request(prompt: Sequence[int], drafter: Any = None, **options: Any) -> Request:
@@ -125,7 +124,7 @@ def alike(one: Sequence[Step], other: Sequence[Step]) -> bool:
 
 def leftover(engine: Engine) -> int:
     def count() -> int:
-        engine.tree.index.forget_all()
+        engine.tree.index.clear()
         return engine.tree.pool.used
 
     return engine.call(count)
@@ -152,7 +151,7 @@ GUESSES = st.lists(st.lists(TOKENS, max_size=70), max_size=12)
 @settings(max_examples=60, deadline=None)
 @given(options=OPTIONS, guesses=GUESSES, prompt=st.lists(st.integers(0, 11), min_size=1))
 def test_no_drafter_changes_the_text(
-    letters: Writers, options: dict[str, Any], guesses: list[list[int]], prompt: list[int]
+    letters: Engine, options: dict[str, Any], guesses: list[list[int]], prompt: list[int]
 ):
     prompt = prompt[: options["context"]]
     plain = list(letters.submit(a_request(prompt, **options)))
@@ -169,15 +168,15 @@ def test_no_drafter_changes_the_text(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_oracle_is_always_right_and_seen_in_the_steps(letters: Writers, temperature: float):
+def test_an_oracle_is_always_right_and_seen_in_the_steps(letters: Engine, temperature: float):
     options = {"temperature": temperature, "seed": 3, "max_tokens": 30}
     plain = list(letters.submit(a_request([1, 2], **options)))
     whole = [1, 2, *(step.token for step in plain)]
-    runs = letters.engine.runs
+    runs = letters.steps
     oracle = Says(lambda tokens: whole[len(tokens) : len(tokens) + 4])
     steps = list(letters.submit(a_request([1, 2], oracle, **options)))
     assert told(steps) == told(plain)
-    assert letters.engine.runs - runs == 7, "1 for the prompt, then 5 tokens at a time"
+    assert letters.steps - runs == 7, "1 for the prompt, then 5 tokens at a time"
     assert Counter(step.draft for step in steps) == {"accepted": 23, None: 7}
     liar = Says(lambda tokens: [(whole[len(tokens)] + 1) % 12])
     steps = list(letters.submit(a_request([1, 2], liar, **options)))
@@ -187,7 +186,7 @@ def test_an_oracle_is_always_right_and_seen_in_the_steps(letters: Writers, tempe
     assert {(p, a) for p, a, _ in liar.told} == {(1, 0)}
 
 
-def test_every_round_is_told_with_its_time(letters: Writers):
+def test_every_round_is_told_with_its_time(letters: Engine):
     turn = itertools.count()
     drafter = Says(lambda tokens: [0, 0] if next(turn) % 2 else [])
     steps = list(letters.submit(a_request([1], drafter, max_tokens=12, temperature=0)))
@@ -198,7 +197,7 @@ def test_every_round_is_told_with_its_time(letters: Writers):
 
 
 @pytest.mark.parametrize("broken", ["propose", "learn", "rubbish"])
-def test_a_drafter_that_fails_is_asked_no_more(letters: Writers, broken: str):
+def test_a_drafter_that_fails_is_asked_no_more(letters: Engine, broken: str):
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of ideas")
 
@@ -213,7 +212,7 @@ def test_a_drafter_that_fails_is_asked_no_more(letters: Writers, broken: str):
     assert len(stream.notes) == 1 and stream.notes[0].startswith("drafting stopped: the drafter")
 
 
-def test_pages_come_back(letters: Writers):
+def test_pages_come_back(letters: Engine):
     for number in range(20):
         stream = letters.submit(a_request([number % 12], garbage(number, 12), seed=number))
         if number % 3 == 0:
@@ -221,13 +220,13 @@ def test_pages_come_back(letters: Writers):
             stream.close()
         else:
             list(stream)
-    assert leftover(letters.engine) == 0
+    assert leftover(letters) == 0
 
 
 @pytest.mark.parametrize("page_count", [17, 20, 40])
-def test_drafts_in_little_memory(letters: Writers, page_count: int):
+def test_drafts_in_little_memory(letters: Engine, page_count: int):
     """Texts alike push each other aside and find each other's pages, drafts among them."""
-    tight = fake_writers(np.exp(letters.engine.backend.logits.astype(float)), page_count=page_count)
+    tight = fake_engine(np.exp(letters.backend.logits.astype(float)), page_count=page_count)
     requests = [
         a_request([number % 3, 1], PromptLookup(shortest=1), max_tokens=60, temperature=0.5)
         for number in range(12)
@@ -236,9 +235,9 @@ def test_drafts_in_little_memory(letters: Writers, page_count: int):
     for request, stream in zip(requests, streams, strict=True):
         plain = letters.submit(replace(request, drafter=None))
         assert told(list(stream)) == told(list(plain))
-    assert tight.engine.scheduler.put_aside > 0 or page_count == 40
-    assert leftover(tight.engine) == 0
-    tight.engine.close()
+    assert tight.scheduler.preemptions > 0 or page_count == 40
+    assert leftover(tight) == 0
+    tight.close()
 
 
 # -- the right distribution ------------------------------------------------------------------
@@ -254,29 +253,32 @@ DRAFTERS: dict[str, Callable[[Request], Any]] = {
 
 def take_every_possible_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake: a drafted token is kept if it is possible at all."""
-    accept = write._Writing.accept
+    accept = WrittenText.accept
 
-    def lenient(self: Any, pick: Any) -> bool:
+    def lenient(self: Any, token: int, logprob: float, pick: Any) -> bool:
         if self.checked < len(self.draft):
             likely = {c.token for c in pick.candidates if c.probability > 0}
             if self.draft[self.checked] in likely:
-                pick = replace(pick, token=self.draft[self.checked])
-        return accept(self, pick)
+                token = self.draft[self.checked]
+                pick = replace(pick, token=token)
+        return accept(self, token, logprob, pick)
 
-    monkeypatch.setattr(write._Writing, "accept", lenient)
+    monkeypatch.setattr(WrittenText, "accept", lenient)
 
 
 def one_draw_for_a_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake: every token of a run is picked by the draw of the run's first."""
-    row = write._Writing.row
+    row = WrittenText.row_input
     monkeypatch.setattr(
-        write._Writing, "row", lambda self: replace(row(self), position=self.length - self.checked)
+        WrittenText,
+        "row_input",
+        lambda self: replace(row(self), position=self.length - self.checked),
     )
 
 
 def the_draw_after_a_rejection_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake: a token behind a rejected one is picked by the rejected one's draw."""
-    row, before = write._Writing.row, {}
+    row, before = WrittenText.row_input, {}
 
     def stale(self: Any) -> Any:
         written = row(self)
@@ -286,7 +288,7 @@ def the_draw_after_a_rejection_again(monkeypatch: pytest.MonkeyPatch) -> None:
             before[id(self)] = self.length
         return written
 
-    monkeypatch.setattr(write._Writing, "row", stale)
+    monkeypatch.setattr(WrittenText, "row_input", stale)
 
 
 MISTAKES = [
@@ -309,13 +311,13 @@ def count_out(monkeypatch: pytest.MonkeyPatch, make: Callable[[Request], Any]) -
 
     monkeypatch.setattr(rows, "uniforms", every_draw)
     probabilities = table(3)
-    writers = fake_writers(probabilities, page_count=1 << 14)
+    engine = fake_engine(probabilities, page_count=1 << 14)
     streams = [
-        writers.submit(a_request([0, 1], make, sample=sample, max_tokens=3, top=3, **UNCHANGED))
+        engine.submit(a_request([0, 1], make, sample=sample, max_tokens=3, top=3, **UNCHANGED))
         for sample in range(8**3)
     ]
     found = Counter(tuple(step.token for step in stream) for stream in streams)
-    writers.engine.close()
+    engine.close()
     off = {}
     for text in itertools.product(range(3), repeat=3):
         whole = (0, 1, *text)
@@ -339,17 +341,17 @@ def test_counting_out_finds_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: A
 def chi_square() -> float:
     """How well 2,000 pairs of tokens fit their distribution, at vocabulary 16: the p-value."""
     probabilities = table(16, seed=2)
-    writers = fake_writers(probabilities, page_count=1 << 14)
+    engine = fake_engine(probabilities, page_count=1 << 14)
     make = lambda request: Says(lambda tokens: [0, 1, 2, 1, 0])  # noqa: E731
     streams = [
-        writers.submit(a_request([3, 4], make, seed=seed, max_tokens=4, top=16, **UNCHANGED))
+        engine.submit(a_request([3, 4], make, seed=seed, max_tokens=4, top=16, **UNCHANGED))
         for seed in range(2000)
     ]
     found = np.zeros((16, 16))
     for stream in streams:
         tokens = [step.token for step in stream]
         found[tokens[1], tokens[2]] += 1  # the first of a draft, and the second or a fresh start
-    writers.engine.close()
+    engine.close()
     first = probabilities[3, 4]
     second = first[:, None] * probabilities[4]  # [first, second]
     pairs = np.einsum("ab,abc->bc", second, probabilities)
@@ -498,14 +500,14 @@ def test_it_stops_when_right_drafts_cost_too_much():
     assert rounds(cheap, lambda k: k // 2, lambda k: 1.0 if k == 0 else 1.2, 90)[0] == []
 
 
-def test_stopping_is_said_in_the_notes(letters: Writers):
+def test_stopping_is_said_in_the_notes(letters: Engine):
     plain = list(letters.submit(a_request([1, 2], seed=1, max_tokens=60)))
     whole = [1, 2, *(step.token for step in plain)]
     make = lambda request: Adaptive(  # noqa: E731
         Says(lambda tokens: [(whole[len(tokens)] + 1) % 12] * 3)
     )
     request = a_request([1, 2], make, seed=1, max_tokens=60)
-    generation = Generation(request.prompt, request.settings)
+    generation = Generation(request)
     assert told(list(generation.extend(letters.submit(request)))) == told(plain)
     assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
     assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS
@@ -516,8 +518,8 @@ def test_stopping_is_said_in_the_notes(letters: Writers):
 
 def generate(lm: Any, prompt: Sequence[int], drafter: Any, **options: Any) -> Generation:
     request = a_request(prompt, drafter, context=lm.context, **options)
-    generation = Generation(request.prompt, request.settings, request=request, source=lm)
-    for _ in generation.extend(lm.writers.submit(request)):
+    generation = Generation(request, source=lm)
+    for _ in generation.extend(lm.engine.submit(request)):
         pass
     return generation
 
@@ -552,7 +554,7 @@ def test_a_tiny_model_writes_the_same(tiny_lm: Any, name: str, temperature: floa
 
 
 def test_a_model_reads_a_long_prompt_in_pieces(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.decoding.speculative.TOKENS_AT_ONCE", 16)
+    monkeypatch.setattr("unspool.decoding.speculative.PREFILL_TOKENS", 16)
     prompt = [n % 250 for n in range(60)]
     plain = generate(tiny_lm, prompt, None, temperature=0.8, max_tokens=20)
     drafted = generate(

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 import unspool
 from unspool.backends.torch.paged import TorchBackend
+from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.plain import Limits, write
+from unspool.engine.plain import write
 from unspool.engine.request import Request
-from unspool.engine.scheduler import TOKENS_AT_ONCE
-from unspool.engine.write import Writers
+from unspool.engine.scheduler import PREFILL_TOKENS
 from unspool.errors import ContextError, UnspoolError
 from unspool.sampling import SamplingSettings
 
 
-def new_writers(**shape: Any) -> Writers:
-    return Writers(Engine(null_model.NullModel(**shape)), lambda token: b"%d " % token)
+def new_engine(**shape: Any) -> Engine:
+    return Engine(null_model.NullModel(**shape), lambda token: b"%d " % token)
 
 
 def request(prompt: list[int], seed: int = 0, count: int = 20, **more: Any) -> Request:
@@ -55,8 +55,8 @@ def expected(asked: Request, vocab_size: int = 40) -> list[int]:
 
 def nothing_leaks(engine: Engine) -> None:
     def check() -> None:
-        assert not engine.scheduler.tasks
-        engine.tree.index.forget_all()
+        assert not engine.scheduler.tasks()
+        engine.tree.index.clear()
         assert engine.tree.pool.used == 0
 
     engine.call(check)
@@ -79,25 +79,25 @@ def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("pages", [400, 30], ids=["roomy", "tight"])
 def test_same_text_alone_and_among_others(pages: int):
     """Also with so little memory that texts are put aside and computed again."""
-    writers = new_writers(pages=pages)
+    engine = new_engine(pages=pages)
     asked = [request(p, seed=s, count=5 + s) for s, p in enumerate(some_prompts(32))]
-    streams = [writers.submit(r) for r in asked]
+    streams = [engine.submit(r) for r in asked]
     found = [[step.token for step in stream] for stream in streams]
     assert found == [expected(r) for r in asked]
     if pages == 30:
-        assert writers.engine.scheduler.put_aside > 0, "the memory was meant to be too small"
-    nothing_leaks(writers.engine)
+        assert engine.scheduler.preemptions > 0, "the memory was meant to be too small"
+    nothing_leaks(engine)
 
 
 def test_same_text_from_a_cached_prefix_and_after_forgetting():
-    writers = new_writers()
+    engine = new_engine()
     asked = request(list(range(20)), count=30)
-    first = [step.token for step in writers.submit(asked)]
-    again = writers.submit(asked)
+    first = [step.token for step in engine.submit(asked)]
+    again = engine.submit(asked)
     assert [step.token for step in again] == first == expected(asked)
     assert (again.prompt_reused, again.missed_from) == (19, None)
-    writers.engine.call(writers.engine.tree.index.forget_all)
-    third = writers.submit(asked)
+    engine.call(engine.tree.index.clear)
+    third = engine.submit(asked)
     assert [step.token for step in third] == first
     assert (third.prompt_reused, third.missed_from) == (0, 0)
 
@@ -106,13 +106,13 @@ def test_same_text_from_a_cached_prefix_and_after_forgetting():
 @given(st.integers(0, 10**6))
 def test_any_mix_of_requests_and_cancellations(seed: int):
     chance = random.Random(seed)
-    writers = new_writers(pages=chance.choice([24, 60, 300]))
+    engine = new_engine(pages=chance.choice([24, 60, 300]))
     running = []
     for number, prompt in enumerate(some_prompts(chance.randint(3, 20), seed)):
         asked = request(
             prompt, seed=number, count=chance.randint(0, 25), priority=chance.randint(0, 2)
         )
-        running.append((asked, writers.submit(asked)))
+        running.append((asked, engine.submit(asked)))
     for asked, stream in running:
         if chance.random() < 0.3:
             for _ in range(chance.randint(0, 3)):
@@ -121,8 +121,8 @@ def test_any_mix_of_requests_and_cancellations(seed: int):
             list(stream)
         else:
             assert [step.token for step in stream] == expected(asked)
-    nothing_leaks(writers.engine)
-    writers.engine.close()
+    nothing_leaks(engine)
+    engine.close()
 
 
 @pytest.mark.real
@@ -194,16 +194,6 @@ def test_the_verbs_of_a_branch(tiny_lm: Any):
     other.release()
 
 
-def test_a_written_branch_keeps_its_logprobs():
-    writers = new_writers()
-    kept: list[Any] = []
-    close = writers.engine.tree.close
-    writers.engine.tree.close = lambda b: (kept.append(list(b.logprobs)), close(b))[1]
-    steps = list(writers.submit(request([1, 2, 3], count=9)))
-    assert kept[0][:3] == [None, None, None]
-    assert kept[0][3:] == [step.logprob for step in steps[:-1]]
-
-
 # -- looking changes nothing ------------------------------------------------------------------
 
 
@@ -211,9 +201,10 @@ def test_looking_changes_nothing(tiny_lm: Any):
     ids = list(range(5, 45))
     with tiny_lm.opened(ids) as branch:
         plain = tiny_lm.engine.extend(branch, wanted=3)
-    tiny_lm.engine.call(tiny_lm.engine.tree.index.forget_all)
+    tiny_lm.engine.call(tiny_lm.engine.tree.index.clear)
     with tiny_lm.opened(ids) as branch:
-        looked, inside = tiny_lm.engine.extend(branch, wanted=3, look=frozenset([3, 20, 39]))
+        seen = tiny_lm.engine.look(branch, wanted=3, at=frozenset([3, 20, 39]))
+    looked, inside = seen.logits, seen.inside
     np.testing.assert_allclose(plain, looked, atol=1e-5)
     config = tiny_lm.config
     assert sum(part.residuals.shape[1] for part in inside) == 3
@@ -234,81 +225,81 @@ def test_looking_changes_nothing(tiny_lm: Any):
 
 
 def test_a_long_prompt_does_not_freeze_the_others():
-    writers = new_writers(pages=1200, context=5000)
-    backend: Any = writers.engine.backend
+    engine = new_engine(pages=1200, context=5000)
+    backend: Any = engine.backend
     both = threading.Event()
-    writers.engine.tell(lambda: both.wait(30))  # so that neither is done before the other is there
-    short = writers.submit(request([1, 2, 3], count=60))
-    long = writers.submit(request([5] * 4000, count=2))
+    engine.loop.tell(lambda: both.wait(30))  # so that neither is done before the other is there
+    short = engine.submit(request([1, 2, 3], count=60))
+    long = engine.submit(request([5] * 4000, count=2))
     both.set()
     list(short)
     mixed = [run for run in backend.runs if max(run) > 1 and 1 in run]
     assert len(mixed) > 5, "chunks of the prompt ran beside next tokens"
-    assert max(sum(run) for run in backend.runs) <= TOKENS_AT_ONCE
+    assert max(sum(run) for run in backend.runs) <= PREFILL_TOKENS
     long.close()
 
 
-def finishing_order(writers: Writers, asked: dict[str, Request]) -> list[str]:
+def finishing_order(engine: Engine, asked: dict[str, Request]) -> list[str]:
     """Submit all at one moment, and say in which order they end."""
     order: list[str] = []
     streams = []
 
     def submit() -> None:
         for name, one in asked.items():
-            stream = writers.submit(one)
-            end = stream.end
+            stream = engine.submit(one)
+            end = stream._queue.end
 
             def ended(error: Any = None, name: str = name, end: Any = end) -> None:
                 order.append(name)
                 end(error)
 
-            stream.end = ended  # type: ignore[method-assign]
+            stream._queue.end = ended  # type: ignore[method-assign]
             streams.append(stream)
 
-    writers.engine.call(submit)
+    engine.call(submit)
     for stream in streams:
         list(stream)
     return order
 
 
 def test_prompts_share_the_batch_fairly():
-    writers = new_writers(pages=1200, context=5000)
+    engine = new_engine(pages=1200, context=5000)
     asked = {"big": request([5] * 3000, count=1), "small": request([6] * 40, count=1)}
-    assert finishing_order(writers, asked) == ["small", "big"]
+    assert finishing_order(engine, asked) == ["small", "big"]
 
 
 def test_higher_priority_first():
-    writers = new_writers(pages=12)
+    engine = new_engine(pages=12)
     asked = {str(n): request([n] * 30, count=3, priority=n) for n in range(3)}
-    assert finishing_order(writers, asked) == ["2", "1", "0"], "memory for one at a time"
+    assert finishing_order(engine, asked) == ["2", "1", "0"], "memory for one at a time"
 
 
 def test_thousands_of_tiny_requests():
-    writers = new_writers(pages=400)
-    writers.most_waiting = 5000
+    engine = new_engine(pages=400)
+    engine.max_waiting = 5000
     asked = [request([n % 40, n % 7], seed=n, count=2) for n in range(2000)]
-    streams = [writers.submit(r) for r in asked]
+    streams = [engine.submit(r) for r in asked]
     found = [[step.token for step in stream] for stream in streams]
     assert found[::97] == [expected(r) for r in asked[::97]]
-    nothing_leaks(writers.engine)
+    nothing_leaks(engine)
 
 
 def test_a_reader_that_stops_reading_holds_up_nobody():
-    writers = new_writers()
-    lazy = writers.submit(request([1, 2], count=30))
-    busy = writers.submit(request([3, 4], count=30))
+    engine = new_engine()
+    lazy = engine.submit(request([1, 2], count=30))
+    busy = engine.submit(request([3, 4], count=30))
     assert len(list(busy)) == 30
     assert len(list(lazy)) == 30, "and nothing of what it did not read is lost"
 
 
 def test_from_many_threads():
-    writers = new_writers(pages=200)
+    engine = new_engine(pages=200)
     asked = [request(p, seed=n) for n, p in enumerate(some_prompts(24, seed=3))]
     found: dict[int, list[int]] = {}
 
     def work(first: int) -> None:
         for number in range(first, 24, 6):
-            found[number] = [step.token for step in writers.submit(asked[number])]
+            found[number] = [step.token for step in engine.submit(asked[number])]
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -319,11 +310,11 @@ def test_from_many_threads():
 
 
 def test_async_iteration():
-    writers = new_writers()
+    engine = new_engine()
     asked = [request([n, n + 1], seed=n, count=12) for n in range(5)]
 
     async def read(one: Request) -> list[int]:
-        return [step.token async for step in writers.submit(one)]
+        return [step.token async for step in engine.submit(one)]
 
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(read(one) for one in asked))
@@ -335,29 +326,28 @@ def test_async_iteration():
 
 
 def test_cancelling_frees_the_pages_at_once():
-    writers = new_writers(pages=1200, context=5000)
-    engine = writers.engine
-    stream = writers.submit(request([5] * 3000, count=500))
+    engine = new_engine(pages=1200, context=5000)
+    stream = engine.submit(request([5] * 3000, count=500))
     deadline = time.monotonic() + 10
-    while not engine.runs and time.monotonic() < deadline:
+    while not engine.steps and time.monotonic() < deadline:
         time.sleep(0.001)
     stream.close()  # most likely in the middle of its prompt
     assert len(list(stream)) < 400
     nothing_leaks(engine)
-    with writers.submit(request([1], count=500)) as leaving:
+    with engine.submit(request([1], count=500)) as leaving:
         next(leaving)
     list(leaving)
     nothing_leaks(engine)
 
 
 def test_what_can_never_fit_is_refused_at_once():
-    writers = new_writers(pages=5)
+    engine = new_engine(pages=5)
     with pytest.raises(UnspoolError, match=r"30 tokens does not fit .* holds 20"):
-        writers.submit(request([1] * 10, count=20))
+        engine.submit(request([1] * 10, count=20))
     with pytest.raises(ContextError, match=r"600 tokens .* holds 512"):
-        writers.engine.open([1] * 600)
+        engine.open([1] * 600)
     with pytest.raises(UnspoolError, match="at least one token"):
-        writers.engine.open([])
+        engine.open([])
 
 
 def test_memory_held_by_open_branches_is_a_clear_error():
@@ -372,31 +362,31 @@ def test_memory_held_by_open_branches_is_a_clear_error():
 
 
 def test_the_queue_is_bounded():
-    writers = new_writers(pages=3)
-    writers.most_waiting = 2
+    engine = new_engine(pages=3)
+    engine.max_waiting = 2
     blocker = threading.Event()
-    writers.engine.tell(lambda: blocker.wait(10) and None)
-    streams = [writers.submit(request([1, 2], count=2)) for _ in range(2)]
+    engine.loop.tell(lambda: blocker.wait(10) and None)
+    streams = [engine.submit(request([1, 2], count=2)) for _ in range(2)]
     with pytest.raises(UnspoolError, match="2 requests are waiting already"):
-        writers.submit(request([1, 2], count=2))
+        engine.submit(request([1, 2], count=2))
     blocker.set()
     assert [len(list(stream)) for stream in streams] == [2, 2]
-    assert len(list(writers.submit(request([1, 2], count=2)))) == 2
+    assert len(list(engine.submit(request([1, 2], count=2)))) == 2
 
 
 def test_a_failing_backend_fails_its_batch_and_not_the_engine():
-    writers = new_writers()
-    backend: Any = writers.engine.backend
+    engine = new_engine()
+    backend: Any = engine.backend
     backend.fail_next = True
     with pytest.raises(RuntimeError, match="device is gone"):
-        list(writers.submit(request([1, 2])))
+        list(engine.submit(request([1, 2])))
     asked = request([1, 2])
-    assert [step.token for step in writers.submit(asked)] == expected(asked)
-    nothing_leaks(writers.engine)
+    assert [step.token for step in engine.submit(asked)] == expected(asked)
+    nothing_leaks(engine)
 
 
 def test_a_row_without_candidates_fails_alone():
-    writers = new_writers()
+    engine = new_engine()
     everything = dict.fromkeys(range(40), -np.inf)
     impossible = Request(
         prompt=(1, 2),
@@ -404,11 +394,11 @@ def test_a_row_without_candidates_fails_alone():
         limits=Limits(max_tokens=5, context=512),
     )
     asked = request([3, 4])
-    bad, good = writers.submit(impossible), writers.submit(asked)
+    bad, good = engine.submit(impossible), engine.submit(asked)
     with pytest.raises(UnspoolError, match="leave no token"):
         list(bad)
     assert [step.token for step in good] == expected(asked)
-    nothing_leaks(writers.engine)
+    nothing_leaks(engine)
 
 
 def test_a_model_that_nobody_uses_any_more_goes_with_its_engine(tmp_path: Any):
@@ -420,7 +410,7 @@ def test_a_model_that_nobody_uses_any_more_goes_with_its_engine(tmp_path: Any):
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
     lm.generate([5, 6, 7], max_tokens=3)
-    thread, gone = lm.engine._thread, weakref.ref(lm)
+    thread, gone = lm.engine.loop._thread, weakref.ref(lm)
     del lm
     gc.collect()
     assert gone() is None
@@ -430,21 +420,20 @@ def test_a_model_that_nobody_uses_any_more_goes_with_its_engine(tmp_path: Any):
 
 
 def test_a_closed_engine_says_so():
-    writers = new_writers()
-    stream = writers.submit(request([1], count=200))
+    engine = new_engine()
+    stream = engine.submit(request([1], count=200))
     next(stream)
-    writers.engine.close()
+    engine.close()
     with pytest.raises(UnspoolError, match="closed"):
         list(stream)
     with pytest.raises(UnspoolError, match="closed"):
-        writers.engine.open([1])
+        engine.open([1])
 
 
 def stress(seconds: float, seed: int) -> None:
     """Submit, cancel, fork, rewind, forget, at random, and check every text that is finished."""
     chance = random.Random(seed)
-    writers = new_writers(pages=90)
-    engine = writers.engine
+    engine = new_engine(pages=90)
     running: list[tuple[Request, Any]] = []
     branches: list[Any] = []
     deadline = time.monotonic() + seconds
@@ -453,7 +442,7 @@ def stress(seconds: float, seed: int) -> None:
         if move < 0.5:
             prompt = some_prompts(1, chance.randrange(50))[0]
             asked = request(prompt, chance.randrange(99), chance.randint(1, 40))
-            running.append((asked, writers.submit(asked)))
+            running.append((asked, engine.submit(asked)))
         elif move < 0.6 and running:
             running.pop(chance.randrange(len(running)))[1].close()
         elif move < 0.7 and len(branches) < 3:
@@ -466,7 +455,7 @@ def stress(seconds: float, seed: int) -> None:
         elif move < 0.85 and branches:
             engine.release(branches.pop())
         elif move < 0.87:
-            engine.call(lambda: engine.tree.index.forget(10))
+            engine.call(lambda: engine.tree.index.evict(10))
         while len(running) > 24:
             asked, stream = running.pop(0)
             assert [step.token for step in stream] == expected(asked)

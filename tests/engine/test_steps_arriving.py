@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from unspool.decoding.draft_corpus import Corpus, PredictedText
-from unspool.engine.stream import StepStream
+from unspool.engine.stream import StepQueue, StepStream
 from unspool.errors import UnspoolError
 
 
@@ -37,9 +37,10 @@ def test_a_listener_is_told_of_everything(tiny_lm):
 
 
 def test_an_error_comes_behind_the_steps():
-    stream = StepStream(lambda: None)
+    queue = StepQueue()
+    stream = StepStream(queue)
     heard: list[int] = []
-    stream.end(UnspoolError("it broke"))
+    queue.end(UnspoolError("it broke"))
     stream.listen(lambda: heard.append(1))  # told at once: there is something already
     assert heard
     with pytest.raises(UnspoolError, match="it broke"):
@@ -78,13 +79,13 @@ def test_a_prediction_is_picked_up_again_behind_what_differs():
 
 def test_without_the_cache_every_token_reads_the_whole_text(tiny_lm, monkeypatch):
     backend = tiny_lm.engine.backend
-    usual, read = backend.run, list[int]()
+    usual, read = backend.launch, list[int]()
 
-    def counted(batch, taps=None):
+    def counted(batch):
         read.append(len(batch.tokens))
-        return usual(batch, taps)
+        return usual(batch)
 
-    monkeypatch.setattr(backend, "run", counted)
+    monkeypatch.setattr(backend, "launch", counted)
     options = {"max_tokens": 6, "temperature": 0, "end": False}
     cached = tiny_lm.generate([9, 8, 7, 6], **options)
     assert sum(read) == 4 + 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from typing import Any
 
 import null_model
 import numpy as np
@@ -28,7 +30,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=11)  # few kinds: pref
 
 
 def nodes(index: PrefixIndex):
-    waiting = list(index._root.all_children())
+    waiting = list(index.root.all_children())
     while waiting:
         node = waiting.pop()
         waiting.extend(node.all_children())
@@ -36,120 +38,163 @@ def nodes(index: PrefixIndex):
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Open, extend, fork, rewind, put aside, close and forget, in any order."""
+    """Open, extend, fork, rewind, replace, commit, preempt, close and evict, in any order."""
 
     branches = Bundle("branches")
 
     @initialize(pages=st.integers(6, 30))
     def begin(self, pages: int) -> None:
         self.memory = np.full((pages, SIZE), -1)
-        self.tree = Tree(pages, SIZE, self._copy)
-        self.open: list[Branch] = []
-
-    def _copy(self, source: int, target: int) -> None:
-        self.memory[target] = self.memory[source]
+        self.tree = Tree(pages, SIZE)
+        self.texts: dict[Branch, list[int]] = {}  # what the tokens should be
+        self.table: dict[tuple[int, int], int] = {}  # what a backend would know of the pages
 
     def _compute(self, branch: Branch, length: int) -> None:
-        """What the engine and a backend do: reserve, write, say that it is done."""
+        """What the engine and a backend do: reserve, copy, write, say that it is done."""
         try:
             self.tree.reserve(branch, length)
         except OutOfPagesError:
             return
+        copies, self.tree.copies = self.tree.copies, []
+        for source, target in copies:
+            self.memory[target] = self.memory[source]
+        slot, column = self.tree.slot_of(branch), branch.tabled
+        for page in branch.pages_from(column):
+            self.table[slot, column] = page
+            column += 1
+        branch.tabled = column
+        shared = {node.page for node in nodes(self.tree.index)}
         for position in range(branch.computed, length):
-            page = branch.pages[position // SIZE]
-            assert self.tree.pool.holders(page) == 1 or position % SIZE == 0, "writes are private"
-            self.memory[page, position % SIZE] = branch.tokens[position]
-        self.tree.computed(branch, length)
+            page = self.table[slot, position // SIZE]
+            assert page not in shared, "writes are private"
+            self.memory[page, position % SIZE] = branch.tail[position - branch.start]
+        self.tree.advance(branch, length)
 
-    @rule(target=branches, tokens=TOKENS)
-    def open_branch(self, tokens: list[int]) -> Branch:
-        branch = self.tree.open(tokens)
-        assert branch.reused <= len(tokens) - 1
-        self.open.append(branch)
+    @rule(target=branches, tokens=TOKENS, cached=st.booleans())
+    def open_branch(self, tokens: list[int], cached: bool) -> Branch:
+        branch = self.tree.open(tokens, cached)
+        assert branch.reused <= (len(tokens) - 1 if cached else 0)
+        self.texts[branch] = list(tokens)
         return branch
 
-    @rule(branch=branches, tokens=TOKENS, part=st.floats(0, 1))
-    def extend(self, branch: Branch, tokens: list[int], part: float) -> None:
-        self.tree.append(branch, tokens)
-        left = len(branch.tokens) - branch.computed
+    @rule(branch=branches, tokens=TOKENS, part=st.floats(0, 1), provisional=st.booleans())
+    def extend(self, branch: Branch, tokens: list[int], part: float, provisional: bool) -> None:
+        self.tree.append(branch, tokens, provisional=provisional)
+        self.texts[branch] += tokens
+        left = branch.length - branch.computed
         self._compute(branch, branch.computed + int(left * part))
 
     @rule(branch=branches)
     def finish(self, branch: Branch) -> None:
-        self._compute(branch, len(branch.tokens))
+        self._compute(branch, branch.length)
+
+    @rule(branch=branches, part=st.floats(0, 1), tokens=TOKENS)
+    def replace(self, branch: Branch, part: float, tokens: list[int]) -> None:
+        first = branch.provisional
+        if first is None:
+            with pytest.raises(ValueError, match="provisional"):
+                self.tree.replace(branch, branch.length - 1, [0])
+            return
+        position = first + int((branch.length - first) * part)
+        tokens = tokens[: branch.length - position]
+        self.tree.replace(branch, position, tokens)
+        self.texts[branch][position : position + len(tokens)] = tokens
+
+    @rule(branch=branches)
+    def commit(self, branch: Branch) -> None:
+        self.tree.commit(branch)
 
     @rule(target=branches, branch=branches)
     def fork(self, branch: Branch) -> Branch:
+        self.tree.commit(branch)
         free = self.tree.pool.free
         other = self.tree.fork(branch)
-        assert self.tree.pool.free == free, "a fork copies nothing"
-        self.open.append(other)
+        assert self.tree.pool.free >= free and not self.tree.copies, "a fork copies nothing"
+        assert other.computed == branch.computed
+        self.texts[other] = list(self.texts[branch])
         return other
 
-    @rule(branch=branches, part=st.floats(0, 1))
-    def rewind(self, branch: Branch, part: float) -> None:
-        self.tree.rewind(branch, int(len(branch.tokens) * part))
-        if not branch.tokens:
+    @rule(branch=branches, part=st.floats(0, 1), store=st.booleans())
+    def rewind(self, branch: Branch, part: float, store: bool) -> None:
+        length = int(branch.length * part)
+        self.tree.rewind(branch, length, store=store)
+        del self.texts[branch][length:]
+        if not branch.length:
             self.tree.append(branch, [0])
+            self.texts[branch] = [0]
 
     @rule(branch=branches, part=st.floats(0, 1))
-    def unwind(self, branch: Branch, part: float) -> None:
-        tokens = list(branch.tokens)
-        self.tree.unwind(branch, int(len(tokens) * part))
-        assert branch.tokens == tokens
-
-    @rule(branch=branches, part=st.floats(0, 1))
-    def drop_a_draft(self, branch: Branch, part: float) -> None:
-        """What the engine does with wrong guesses: not worth storing."""
-        keep = max(1, int(len(branch.tokens) * part))
-        branch.computed = min(branch.computed, keep)
-        self.tree.rewind(branch, keep)
+    def recompute(self, branch: Branch, part: float) -> None:
+        first = int(branch.length * part)
+        self.tree.recompute(branch, first)
+        assert branch.computed <= first
 
     @rule(branch=branches)
-    def put_aside(self, branch: Branch) -> None:
-        self.tree.put_aside(branch)
+    def preempt(self, branch: Branch) -> None:
+        self.tree.preempt(branch)
+        assert branch.computed == 0 and not branch.pages
         self.tree.adopt(branch)
 
-    @rule(branch=consumes(branches))
-    def close(self, branch: Branch) -> None:
-        self.tree.close(branch)
-        self.open.remove(branch)
+    @rule(branch=consumes(branches), store=st.booleans())
+    def close(self, branch: Branch, store: bool) -> None:
+        self.tree.close(branch, store=store)
+        del self.texts[branch]
 
     @rule(count=st.integers(1, 5))
-    def forget(self, count: int) -> None:
-        before = self.tree.pool.free
-        freed = self.tree.index.forget(count)
+    def evict(self, count: int) -> None:
+        before, evictable = self.tree.pool.free, self.tree.index.evictable
+        freed = self.tree.index.evict(count)
         assert self.tree.pool.free == before + freed
+        assert freed == min(count, evictable), "all that nobody needs can be evicted"
 
     @invariant()
-    def every_page_is_accounted_for(self) -> None:
+    def every_page_is_in_one_place(self) -> None:
         if not hasattr(self, "tree"):
             return
-        held = Counter(page for branch in self.open for page in branch.pages)
-        held.update(node.page for node in nodes(self.tree.index))
-        pool = self.tree.pool
-        assert {p: pool.holders(p) for p in range(pool.count) if pool.holders(p)} == dict(held)
-        assert pool.free == pool.count - len(held)
-        assert self.tree.index.pages == sum(1 for _ in nodes(self.tree.index))
+        tree = self.tree
+        held = [page for branch in self.texts for page in branch.pages]
+        held += [node.page for node in nodes(tree.index)]
+        assert len(held) == len(set(held))
+        assert tree.pool.free == tree.pool.count - len(held)
+        assert tree.index.pages == sum(1 for _ in nodes(tree.index))
+
+    @invariant()
+    def what_branches_need_is_live(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        stands = Counter(branch.node for branch in self.texts)
+        stands.update(branch.borrowed for branch in self.texts if branch.borrowed is not None)
+        live = 0
+        for node in nodes(self.tree.index):
+            assert node.live == stands[node] + sum(c.live > 0 for c in node.all_children())
+            assert len(node.tokens) == SIZE or not node.children
+            live += node.live > 0
+        assert self.tree.index.live_pages == live
 
     @invariant()
     def pages_hold_what_they_should(self) -> None:
         if not hasattr(self, "tree"):
             return
-        for branch in self.open:
-            stored = self.memory[branch.pages].reshape(-1)[: branch.computed]
-            assert stored.tolist() == branch.tokens[: branch.computed]
-            assert len(branch.logprobs) == len(branch.tokens)
-        seen = [node.page for node in nodes(self.tree.index)]
-        assert len(seen) == len(set(seen)), "a page stands in one place only"
+        for branch, text in self.texts.items():
+            assert branch.tokens == text and branch.length == len(text)
+            pages = branch.pages_from(0)
+            if branch.borrowed is not None:
+                assert not branch.pages
+                pages.append(branch.borrowed.page)
+            stored = self.memory[pages].reshape(-1)[: branch.computed]
+            assert stored.tolist() == text[: branch.computed]
+            known = [self.table[branch.slot, c] for c in range(branch.tabled)]
+            assert known == pages[: branch.tabled], "the block table is right as far as it is said"
+            if branch.provisional is not None:
+                assert branch.start <= branch.provisional, "what may change is found by nobody"
         for node in nodes(self.tree.index):
             assert tuple(self.memory[node.page, : len(node.tokens)]) == node.tokens
 
     def teardown(self) -> None:
         if hasattr(self, "tree"):
-            for branch in self.open:
+            for branch in self.texts:
                 self.tree.close(branch)
-            self.tree.index.forget_all()
+            self.tree.index.clear()
             assert self.tree.pool.used == 0
 
 
@@ -160,12 +205,12 @@ TestTree = TreeMachine.TestCase
 def computed(tree: Tree, tokens: list[int]) -> Branch:
     branch = tree.open(tokens)
     tree.reserve(branch, len(tokens))
-    tree.computed(branch, len(tokens))
+    tree.advance(branch, len(tokens))
     return branch
 
 
 def test_the_longest_prefix_is_found_to_the_token():
-    tree = Tree(32, SIZE, lambda source, target: None)
+    tree = Tree(32, SIZE)
     tree.close(computed(tree, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]))
     tree.close(computed(tree, [1, 2, 3, 4, 5, 6, 0, 0]))
     assert tree.open([1, 2, 3, 4, 5, 6, 7, 9, 9]).reused == 7
@@ -173,19 +218,27 @@ def test_the_longest_prefix_is_found_to_the_token():
     assert tree.open([1, 2, 9]).reused == 2
     assert tree.open([7, 1]).reused == 0
     whole = tree.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    assert (whole.reused, whole.missed_from) == (9, None), "the last token is always computed"
-    part = tree.open([1, 2, 3, 4, 0, 0, 0, 0])
-    assert (part.reused, part.missed_from) == (4, 4)
+    assert whole.reused == 9, "the last token is always computed"
+    assert tree.open([1, 2, 3, 4, 0, 0, 0, 0]).reused == 4
 
 
 def test_running_texts_share_whole_pages_before_they_end():
-    tree = Tree(32, SIZE, lambda source, target: None)
+    tree = Tree(32, SIZE)
     computed(tree, [1, 2, 3, 4, 5, 6])
     assert tree.open([1, 2, 3, 4, 5, 6, 7]).reused == 4
 
 
+def test_texts_that_turn_out_the_same_share_their_pages():
+    tree = Tree(32, SIZE)
+    one, other = tree.open([1, 2, 3, 4, 5]), tree.open([1, 2, 3, 4, 5])
+    for branch in (one, other):
+        tree.reserve(branch, 5)
+        tree.advance(branch, 5)
+    assert one.node is other.node and tree.pool.used == 3
+
+
 def test_the_least_recently_used_goes_first():
-    tree = Tree(4, SIZE, lambda source, target: None)
+    tree = Tree(4, SIZE)
     for start in (10, 20, 30, 40):
         tree.close(computed(tree, [start, 1, 2, 3]))
     tree.close(tree.open([10, 1, 2, 3, 4]))  # used again
@@ -196,22 +249,56 @@ def test_the_least_recently_used_goes_first():
 
 def test_a_full_pool_says_so():
     pool = PagePool(1)
-    pool.take()
+    pool.allocate()
     with pytest.raises(OutOfPagesError):
-        pool.take()
+        pool.allocate()
     with pytest.raises(UnspoolError, match="too few"):
         PagePool(0)
 
 
-def test_fork_and_rewind_cost_nothing_however_long_the_text():
-    """Counted in pages, not in seconds: nothing is copied, nothing is computed."""
-    copies: list[int] = []
-    tree = Tree(4000, SIZE, lambda source, target: copies.append(target))
-    branch = computed(tree, list(range(10_000)))
-    used = tree.pool.used
-    forks = [tree.fork(branch) for _ in range(50)]
-    assert tree.pool.used == used and not copies
-    tree.rewind(forks[0], 5001)
-    tree.append(forks[0], [1])
-    tree.reserve(forks[0], 5002)
-    assert len(copies) == 1, "one partly filled page is copied when one side writes"
+def test_what_is_provisional_is_found_by_nobody_until_it_is_committed():
+    tree = Tree(32, SIZE)
+    branch = computed(tree, [1, 2, 3, 4])
+    tree.append(branch, [9] * 8, provisional=True)
+    tree.reserve(branch, 12)
+    tree.advance(branch, 12)
+    assert tree.open([1, 2, 3, 4, 9, 9, 9, 9, 9]).reused == 4
+    tree.replace(branch, 5, [7, 7])
+    assert branch.computed == 4, "all of a block may see each other: all of it is computed again"
+    tree.advance(branch, 12)
+    tree.commit(branch)
+    assert tree.open([1, 2, 3, 4, 9, 7, 7, 9, 9, 9, 9, 9, 5]).reused == 12
+
+
+def lines_run(work: Any, *given: Any) -> tuple[int, Any]:
+    """How many lines of Python a call runs, and what it gives."""
+    lines = 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        found = work(*given)
+    finally:
+        sys.settrace(None)
+    return lines, found
+
+
+def test_fork_and_rewind_cost_the_same_however_long_the_text():
+    """Counted in lines of code and pages, not in seconds: nothing is copied or computed."""
+    costs = []
+    for length in (102, 100_002):
+        tree = Tree(30_000, SIZE)
+        trunk = computed(tree, list(range(length)))
+        used = tree.pool.used
+        forking, fork = lines_run(tree.fork, trunk)
+        assert tree.pool.used == used and not tree.copies
+        rewinding, _ = lines_run(tree.rewind, fork, length - 7)
+        costs.append((forking, rewinding))
+        tree.append(fork, [1])
+        tree.reserve(fork, fork.length)
+        assert len(tree.copies) == 1, "one partly filled page is copied when one side writes"
+    assert costs[0] == costs[1]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
+import time
 from typing import Any
 
 import null_model
 import pytest
 
 from unspool import SettingsError, UnspoolError
+from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
-from unspool.engine.plain import Limits
 from unspool.engine.request import Request
-from unspool.engine.scheduler import Task
-from unspool.engine.write import Writers
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import (
     BannedGuard,
@@ -33,21 +33,20 @@ def letter(token: int) -> bytes:
 
 def written(policy: GuardPolicy, seed: int = 0, count: int = 60) -> tuple[list[Any], Any]:
     """Steps as they are left after all retractions, and the stream they came from."""
-    writers = Writers(Engine(null_model.NullModel(pages=200, vocab_size=26)), letter)
+    engine = Engine(null_model.NullModel(pages=200, vocab_size=26), letter)
     request = Request(
         prompt=(1, 2, 3),
         settings=SamplingSettings(seed=seed, temperature=1.0),
         limits=Limits(max_tokens=count, context=512),
         guards=policy,
     )
-    stream = writers.submit(request)
+    stream = engine.submit(request)
     steps: list[Any] = []
     for step in stream:
         if step.retracts:
             del steps[len(steps) - step.retracts :]
         steps.append(step)
-    engine = writers.engine
-    engine.call(engine.tree.index.forget_all)
+    engine.call(engine.tree.index.clear)
     assert engine.tree.pool.used == 0
     return steps, stream
 
@@ -82,7 +81,7 @@ def test_a_predicate_that_raises_fails_its_text_alone():
     def judge(text: str, tokens: Any) -> bool:
         raise RuntimeError("my mistake")
 
-    writers = Writers(Engine(null_model.NullModel(pages=200, vocab_size=26)), letter)
+    engine = Engine(null_model.NullModel(pages=200, vocab_size=26), letter)
     limits = Limits(max_tokens=20, context=512)
     bad = Request(
         prompt=(1, 2),
@@ -91,7 +90,7 @@ def test_a_predicate_that_raises_fails_its_text_alone():
         guards=GuardPolicy((PredicateGuard(judge),)),
     )
     good = Request(prompt=(1, 2), settings=SamplingSettings(), limits=limits)
-    broken, fine = writers.submit(bad), writers.submit(good)
+    broken, fine = engine.submit(bad), engine.submit(good)
     with pytest.raises(GuardError, match="my mistake"):
         list(broken)
     assert len(list(fine)) == 20
@@ -122,7 +121,8 @@ PERSON = {
 
 @pytest.mark.real
 def test_grammars_hold(lm: Any):
-    made = lm.chat("Invent a person.", json_schema=PERSON, max_tokens=80, seed=3, temperature=1.0)
+    options = {"max_tokens": 80, "seed": 3, "temperature": 1.0, "explain": True}
+    made = lm.chat("Invent a person.", json_schema=PERSON, **options)
     assert made.finish_reason == "stop"
     person = json.loads(made.text)
     assert set(person) == {"name", "age"} and isinstance(person["age"], int)
@@ -164,11 +164,11 @@ def test_a_grammar_with_drafts_guards_and_going_on_gives_the_same_text(lm: Any):
     ],
 )
 def test_bad_constraints_are_refused_before_anything_runs(lm: Any, options: Any, words: str):
-    runs = lm.engine.runs
+    runs = lm.engine.steps
     with pytest.raises(SettingsError, match=words) as caught:
         lm.generate("x", **options)
     assert "\n" not in str(caught.value)
-    assert lm.engine.runs == runs
+    assert lm.engine.steps == runs
 
 
 # -- taking words back -------------------------------------------------------------------------
@@ -218,8 +218,8 @@ def test_mirostat_goes_on_as_if_it_had_never_stopped(tiny_lm: Any):
 def test_going_on_shows_every_character_once():
     """Tokens that are single bytes of a text full of long characters, cut anywhere."""
     data = "Grün 🌿 und 東京".encode()
-    writers = Writers(
-        Engine(null_model.NullModel(pages=200, vocab_size=256)),
+    engine = Engine(
+        null_model.NullModel(pages=200, vocab_size=256),
         lambda token: bytes([data[token % len(data)]]),
     )
 
@@ -230,7 +230,7 @@ def test_going_on_shows_every_character_once():
             generation.request = dataclasses.replace(
                 made, limits=limits, written=tuple(generation.steps)
             )
-            return writers.submit(generation.request)
+            return engine.submit(generation.request)
 
     for cut in range(1, 24):
         request = Request(
@@ -238,8 +238,8 @@ def test_going_on_shows_every_character_once():
             settings=SamplingSettings(seed=cut, temperature=1.0),
             limits=Limits(max_tokens=cut, context=512, stop=("🌿 x",)),
         )
-        made = Generation(request.prompt, request.settings, request=request, source=Source())
-        list(made.extend(writers.submit(request)))
+        made = Generation(request, source=Source())
+        list(made.extend(engine.submit(request)))
         more = made.resume(max_tokens=24)
         whole = b"".join(step.bytes for step in more.steps).decode("utf-8", "replace")
         assert more.text == whole
@@ -248,14 +248,27 @@ def test_going_on_shows_every_character_once():
 def test_releasing_a_branch_that_somebody_waits_for_leaks_nothing():
     engine = Engine(null_model.NullModel(pages=50))
     branch = engine.open([1] * 40)
-    failed: list[BaseException] = []
-    engine.call(
-        lambda: (
-            engine.scheduler.add(Task(branch, 1, lambda *_: None, failed.append))
-            or engine.release(branch)
-        )
-    )
-    engine.call(engine.tree.index.forget_all)
+    blocker, failed = threading.Event(), list[BaseException]()
+    engine.loop.tell(lambda: blocker.wait(30))
+
+    def wait() -> None:
+        try:
+            engine.extend(branch)
+        except UnspoolError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while len(engine.loop._commands) < 1:
+        time.sleep(0.001)
+    releasing = threading.Thread(target=lambda: engine.release(branch))
+    releasing.start()
+    while len(engine.loop._commands) < 2:
+        time.sleep(0.001)
+    blocker.set()  # both are carried out before the next step
+    waiting.join(30)
+    releasing.join(30)
+    engine.call(engine.tree.index.clear)
     assert engine.tree.pool.used == 0
     assert "released" in str(failed[0])
 

@@ -31,8 +31,8 @@ def test_a_look_for_vectors_alone_beside_a_whole_one(tiny_lm):
     """In one batch, each gets what it asked for."""
     engine = tiny_lm.engine
     with tiny_lm.opened([1, 2, 3]) as one, tiny_lm.opened([1, 2, 4]) as other:
-        _, (shallow,) = engine.extend(one, look=frozenset({0, 1, 2}), deep=False)
-        _, (deep,) = engine.extend(other, look=frozenset({1, 2}))
+        (shallow,) = engine.look(one, at=frozenset({0, 1, 2}), deep=False).inside
+        (deep,) = engine.look(other, at=frozenset({1, 2})).inside
     assert shallow.residuals.shape[1] == 3 and not shallow.attention
     assert deep.residuals.shape[1] == 2 and len(deep.attention) == 2
     assert np.allclose(shallow.residuals[:, 1], deep.residuals[:, 0], atol=1e-6)

@@ -78,7 +78,7 @@ def test_looking_changes_nothing(tiny_lm):
     with lm.opened(TOKENS) as branch:
         plain = lm.engine.extend(branch)
     with lm.opened(TOKENS) as branch:
-        looked, _ = lm.engine.extend(branch, look=frozenset({len(TOKENS) - 1}))
+        looked = lm.engine.look(branch, at=frozenset({len(TOKENS) - 1})).logits
     np.testing.assert_array_equal(plain, looked)
     held = lm.engine.tree.pool.used
     for position in range(0, 33, 4):
@@ -92,17 +92,17 @@ def test_looking_changes_nothing(tiny_lm):
 
 
 def test_looking_costs_nothing_when_off(tiny_lm, monkeypatch):
-    taps_seen = []
+    looks = []
     backend = tiny_lm.engine.backend
-    run = backend.run
+    launch = backend.launch
     monkeypatch.setattr(
-        backend, "run", lambda batch, taps=None: (taps_seen.append(taps), run(batch, taps))[1]
+        backend, "launch", lambda batch: (looks.append(batch.look), launch(batch))[1]
     )
     generation = tiny_lm.generate([9, 8, 7], max_tokens=5, seed=1)
-    assert taps_seen and all(taps is None for taps in taps_seen)
-    taps_seen.clear()
-    look(tiny_lm, generation, 6)  # what came before is in the tree: one run, one token
-    assert len(taps_seen) == 1 and len(taps_seen[0].residuals) == 1
+    assert looks and all(one is None for one in looks)
+    looks.clear()
+    look(tiny_lm, generation, 6)  # what came before is in the tree: one step, one token
+    assert len(looks) == 1 and len(looks[0].residuals) == 1
 
 
 def test_a_generation_is_looked_at_where_it_was_picked(tiny_lm):

@@ -214,7 +214,7 @@ def unspool_replay(tiny_lm, monkeypatch, capfd):
         asked.update(options, model=model)
         return tiny_lm
 
-    monkeypatch.setattr("unspool.lm.load", load)
+    monkeypatch.setattr("unspool.loading.load", load)
 
     def run(*arguments):
         code = app(args=list(map(str, arguments)), standalone_mode=False)
@@ -245,7 +245,7 @@ def test_the_command_tells_a_difference(unspool_replay, tiny_lm, tmp_path):
 
 def test_the_command_refuses_a_broken_file_before_loading(unspool_replay, tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text("{}")
-    monkeypatch.setattr("unspool.lm.load", lambda *a, **o: pytest.fail("loaded"))
+    monkeypatch.setattr("unspool.loading.load", lambda *a, **o: pytest.fail("loaded"))
     with pytest.raises(UnspoolError, match="no trace"):
         unspool_replay(tmp_path / "t.json")
 

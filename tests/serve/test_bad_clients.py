@@ -31,12 +31,12 @@ def settled(server: Running, seconds: float = 10.0) -> None:
     """Wait until nothing runs; every page is free then, but for what is kept to be reused."""
     lm = server.house.shelf.loaded[server.model].lm
     until = time.monotonic() + seconds
-    while server.house.admission.running or lm.engine.scheduler.tasks:
+    while server.house.admission.running or len(lm.engine.scheduler):
         assert time.monotonic() < until, "something still runs"
         time.sleep(0.01)
-    lm.engine.call(lambda: lm.engine.tree.index.forget_all())
+    lm.engine.call(lambda: lm.engine.tree.index.clear())
     assert lm.engine.tree.pool.used == 0
-    assert not lm.writers.waiting
+    assert not lm.engine._waiting
 
 
 def raw(server: Running, data: bytes) -> socket.socket:
@@ -60,16 +60,16 @@ def test_a_client_that_leaves_frees_its_work_within_a_step(server):
         body = json.dumps({**LONG, "stream": stream}).encode()
         lm = server.house.shelf.loaded[server.model].lm
         gone = raw(server, posted("/v1/completions", body))
-        before, until = lm.engine.runs, time.monotonic() + 10
-        while lm.engine.runs < before + 5 and time.monotonic() < until:
+        before, until = lm.engine.steps, time.monotonic() + 10
+        while lm.engine.steps < before + 5 and time.monotonic() < until:
             time.sleep(0.005)
         assert server.house.admission.running == 1
         gone.close()
-        runs, left = lm.engine.runs, time.monotonic()
+        runs, left = lm.engine.steps, time.monotonic()
         while server.house.admission.running:
             assert time.monotonic() - left < 5
             time.sleep(0.002)
-        assert lm.engine.runs - runs < 60  # far from the 2,000 that were asked for
+        assert lm.engine.steps - runs < 60  # far from the 2,000 that were asked for
         settled(server)
 
 

@@ -132,9 +132,9 @@ def test_a_client_that_leaves_stops_the_writing(tree: Tree, server: Any):
     found = tree.get(branch)
     assert found["finish_reason"] == "interrupted" and 4 <= len(found["steps"]) < 500
     engine = server.house.shelf.loaded[server.model].lm.engine
-    assert not engine.scheduler.tasks and server.house.admission.running == 0
+    assert not len(engine.scheduler) and server.house.admission.running == 0
     # Whatever is still used is kept for whoever begins alike, and goes when room is needed.
-    engine.call(engine.tree.index.forget_all)
+    engine.call(engine.tree.index.clear)
     assert server.pool.used == 0
     assert tree.do("resume", branch, max_tokens=1)["last"]["reused_tokens"] == 0
 

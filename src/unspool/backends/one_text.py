@@ -7,11 +7,12 @@ engine's own thread. The text has all pages of its backend, in their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import Batch, Loaded
+from unspool.backends.base import Loaded
+from unspool.backends.step import StepBatch, TableUpdates
+from unspool.sampling.arrays import Array
 
 _LARGEST_PAGE = 256  # tokens: room for one that is not filled
 
@@ -25,29 +26,33 @@ class OneText:
         widest = 2 * config.layers * config.kv_width * 4
         memory = (capacity + _LARGEST_PAGE) * widest
         self._backend = model.backend(memory=memory, context=capacity)
-        pages = -(-capacity // self._backend.page_size)
-        self._pages = np.arange(pages, dtype=np.int64)[None]
+        pages = np.arange(-(-capacity // self._backend.page_size))
+        self._updates = TableUpdates(np.zeros_like(pages), pages, pages)  # for the first step
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def append(self, tokens: Sequence[int]) -> Any:
+    def append(self, tokens: Sequence[int]) -> Array:
         """What the model says comes after these tokens: one logit for each of its vocabulary."""
         count = len(tokens)
-        batch = Batch(
+        positions = np.arange(self._length, self._length + count)
+        batch = StepBatch(
             tokens=np.array(tokens, np.int64),
-            positions=np.arange(self._length, self._length + count),
+            positions=positions,
+            visible_end=positions + 1,
             starts=np.array([0, count]),
-            pages=self._pages,
-            wanted=np.array([count - 1]),
+            slots=np.array([0]),
+            updates=self._updates,
+            logits=np.array([count - 1]),
         )
-        logits = self._backend.run(batch).logits
+        logits = self._backend.launch(batch).result().logits
+        self._updates = TableUpdates()
         self._length += count
         return logits[0]
 
     def rewind(self, length: int) -> None:
-        """Forget every token from position `length` on; what lies behind is overwritten."""
+        """Drop every token from position `length` on; what lies behind is overwritten."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot rewind {self._length} tokens to {length}")
         self._length = length

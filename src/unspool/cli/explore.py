@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Candidate
-    from unspool.lm import LanguageModel
+    from unspool.session import LanguageModel
 
 SHOWN = 10
 HELP = (

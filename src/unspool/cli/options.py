@@ -18,7 +18,7 @@ import typer
 from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
-    from unspool.lm import LanguageModel
+    from unspool.session import LanguageModel
 
 Model = Annotated[
     str | None,
@@ -64,7 +64,7 @@ class ModelChoice:
         """The model; `instead` says what to take where the person left the choice to us."""
         import warnings
 
-        from unspool.lm import load
+        from unspool.loading import load
 
         options = dict(self.options)
         for name, value in instead.items():

@@ -16,7 +16,8 @@ from unspool.errors import SettingsError, UnspoolError
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Step
-    from unspool.lm import LanguageModel
+    from unspool.engine.stream import StepStream
+    from unspool.session import LanguageModel
 
 
 _MANY, _FORM = "Several texts", "What the text must be"
@@ -242,7 +243,7 @@ def _has_input() -> bool:
         return False
 
 
-def _kept(generation: Generation, steps: Iterable[Step]) -> Iterable[Step]:
+def _kept(generation: Generation, steps: StepStream) -> Iterable[Step]:
     """Steps as they come, each kept; Ctrl-C ends them where they are."""
     try:
         yield from generation.extend(steps)

@@ -63,7 +63,8 @@ def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
     lines.append(f"{step.position:>5} ", "dim")
     lines.append(f" {quoted(picked)} ", chance_style(chance))
     lines.append(f"  {chance:.1%} of the model's own", "dim")
-    lines.append(f", rank {step.rank + 1}, entropy {step.entropy:.2f} nats", "dim")
+    if step.rank is not None:
+        lines.append(f", rank {step.rank + 1}, entropy {step.entropy:.2f} nats", "dim")
     if step.draw is not None:
         lines.append(f", drew {step.draw.u:.3f}", "dim")
     for candidate in candidates:

@@ -13,8 +13,8 @@ from unspool.cli import options as o
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from unspool.lm import LanguageModel
     from unspool.serve.settings import ServeSettings
+    from unspool.session import LanguageModel
 
 
 @contextmanager
@@ -91,7 +91,7 @@ class _Ahead:
 
     def _load(self) -> LanguageModel:
         lm = self._choice.load()
-        lm.writers  # noqa: B018  which starts the engine
+        lm.engine  # noqa: B018  which starts the engine
         return lm
 
     def load(self) -> LanguageModel:

@@ -13,16 +13,16 @@ text. So every candidate has to be read: `k` forks, one batch a token, of which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unspool.backends.base import Loaded
-from unspool.decoding.written import Branches, Line, Model, Prompt, blank, weigh, whole
+from unspool.decoding.written import Branches, Line, Prompt, blank, weigh, whole
 from unspool.engine.generation import Generation
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError
+from unspool.session import LanguageModel
 
 Vectors = npt.NDArray[np.float32]  # [tokens, width], each of length one
 
@@ -30,15 +30,8 @@ Vectors = npt.NDArray[np.float32]  # [tokens, width], each of length one
 _LOOK_AT_ONCE = 64
 
 
-class _Transparent(Model, Protocol):
-    """A model whose final norm can be applied from outside."""
-
-    @property
-    def model(self) -> Loaded: ...
-
-
 def contrastive_search(
-    lm: _Transparent,
+    lm: LanguageModel,
     prompt: Prompt,
     *,
     k: int = 4,
@@ -67,22 +60,22 @@ def contrastive_search(
             count = min(k, weighed.tokens.shape[1])
             branches = held.move([branch] * count)
             place = frozenset([len(branch)])
-            read = lm.engine.extend_all(
+            read = lm.engine.look_all(
                 [(b, [int(t)]) for b, t in zip(branches, weighed.tokens[0], strict=False)],
-                look=place,
+                at=place,
             )
-            vectors = _vectors(lm, [inside for _, seen in read for inside in seen])
+            vectors = _vectors(lm, [inside for seen in read for inside in seen.inside])
             alike = (vectors @ past.T).max(1)
             chances = np.exp(weighed.logprobs[0, :count])
             best = int(np.argmax((1 - alpha) * chances - alpha * alike))
             line = line.add(weighed.pick(0, best))
             (branch,) = held.move([branches[best]])
-            logits, past = read[best][0], np.concatenate((past, vectors[best : best + 1]))
+            logits, past = read[best].logits, np.concatenate((past, vectors[best : best + 1]))
     return line.generation()
 
 
 def _read_prompt(
-    lm: _Transparent, held: Branches, prompt: Sequence[int]
+    lm: LanguageModel, held: Branches, prompt: Sequence[int]
 ) -> tuple[Branch, Any, Vectors]:
     """The prompt's branch, the logits behind it, and the vectors of its tokens."""
     branch = held.open(prompt[:_LOOK_AT_ONCE])
@@ -91,12 +84,14 @@ def _read_prompt(
     for first in range(0, len(prompt), _LOOK_AT_ONCE):
         last = min(first + _LOOK_AT_ONCE, len(prompt))
         look = frozenset(range(first, last))
-        logits, seen = lm.engine.extend(branch, prompt[first:last] if first else (), look=look)
-        vectors.append(_vectors(lm, seen))
+        added = prompt[first:last] if first else ()
+        seen = lm.engine.look(branch, added, at=look, deep=False)
+        logits = seen.logits
+        vectors.append(_vectors(lm, seen.inside))
     return branch, logits, np.concatenate(vectors)
 
 
-def _vectors(lm: _Transparent, seen: Sequence[Any]) -> Vectors:
+def _vectors(lm: LanguageModel, seen: Sequence[Any]) -> Vectors:
     """The last hidden vectors of tokens, as the head sees them, brought to length one."""
     hidden = lm.model.normed(np.concatenate([inside.residuals[-1] for inside in seen]))
     lengths = np.linalg.norm(hidden, axis=-1, keepdims=True)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from unspool.decoding.written import Branches, Model, Prompt, Scorer, blank, judged, whole
+from unspool.decoding.written import Branches, Prompt, Scorer, blank, judged, whole
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
 from unspool.sampling import score
+from unspool.session import LanguageModel
 from unspool.text.tokenizer.stream import TextStream
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class SearchTree:
 
 
 def tree_search(
-    lm: Model,
+    lm: LanguageModel,
     prompt: Prompt,
     *,
     width: int = 4,
@@ -207,7 +208,7 @@ def _told(generation: Generation) -> list[Step]:
 # -- ways to go on -----------------------------------------------------------------------------
 
 
-def _sample(lm: Model, level: Sequence[Node], width: int, tokens: int) -> list[Node]:
+def _sample(lm: LanguageModel, level: Sequence[Node], width: int, tokens: int) -> list[Node]:
     """`width` samples behind each text, all in one batch; the engine finds what they share."""
     begun: list[tuple[Node, Generation, StepStream]] = []
     try:
@@ -228,7 +229,7 @@ def _sample(lm: Model, level: Sequence[Node], width: int, tokens: int) -> list[N
     return [child for child in grown if child is not None]
 
 
-def _propose(lm: Model, level: Sequence[Node], expand: Expander) -> list[Node]:
+def _propose(lm: LanguageModel, level: Sequence[Node], expand: Expander) -> list[Node]:
     """What the caller's expander proposes, as the model judges it; one batch for all."""
     asked: list[tuple[Node, list[int], list[int]]] = []  # the text so far, and what is added
     for parent in level:
@@ -259,20 +260,19 @@ def _propose(lm: Model, level: Sequence[Node], expand: Expander) -> list[Node]:
     return grown
 
 
-def _chosen(lm: Model, position: int, tokens: Sequence[int], logits: Any) -> list[Step]:
+def _chosen(lm: LanguageModel, position: int, tokens: Sequence[int], logits: Any) -> list[Step]:
     """Steps for tokens that the model did not pick itself; their texts are told later."""
     found = score(logits, tokens)
     return [
         Step(
             token=token,
-            bytes=lm.writers.token_bytes(token),
+            bytes=lm.engine.token_bytes(token),
             text="",
             logprob=float(found.logprobs[row]),
+            position=position + row,
             rank=int(found.ranks[row]),
             entropy=float(found.entropies[row]),
             probability=1.0,
-            position=position + row,
-            draw=None,
             chosen=True,
         )
         for row, token in enumerate(tokens)

@@ -5,7 +5,7 @@
     lm.generate(prompt, speculate="model:PATH")          # a smaller model with this vocabulary
 
 The text is the same as without: a guess is kept exactly when it is the token that the draw of its
-position picks anyway (`engine/write.py`). So a drafter may be as wrong as it likes. What it is
+position picks anyway (`engine/sequence.py`). So a drafter may be as wrong as it likes. What it is
 called by is the `Drafter` protocol there; one drafter serves one text. How long drafts should be,
 and when to stop, is `adaptive.py`'s affair.
 """
@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from unspool.backends.base import Loaded
 from unspool.backends.one_text import OneText
 from unspool.decoding.adaptive import LONGEST, Adaptive
 from unspool.decoding.draft_corpus import Corpus, CorpusDrafter
-from unspool.engine.request import Drafter, Request
-from unspool.engine.scheduler import TOKENS_AT_ONCE
+from unspool.engine.request import Drafter, DraftMaker, Request
+from unspool.engine.scheduler import PREFILL_TOKENS
 from unspool.errors import ModelFileError, SettingsError
 from unspool.sampling import Chain, RowInput, StageState
+from unspool.session import LanguageModel
 
 __all__ = [
     "Adaptive",
@@ -40,24 +40,8 @@ __all__ = [
     "make_drafter",
 ]
 
-DraftMaker = Callable[[Request], Drafter]
-"""Makes the drafter of one request; what it took to get ready is shared by all of them."""
-
 KINDS = "lookup, corpus:FILE or model:PATH, each with :COUNT behind it for the longest draft"
 _SURELY_SAME = 32  # last known tokens that are compared to see whether a text only grew
-
-
-class LanguageModel(Protocol):
-    """What drafting needs of a model."""
-
-    @property
-    def model(self) -> Loaded: ...
-    @property
-    def config(self) -> Any: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def context(self) -> int: ...
 
 
 class PromptLookup:
@@ -156,8 +140,8 @@ class ModelDrafter:
             return []
         self._back_to(min(_shared(self._text, tokens), len(tokens) - 1))
         behind = list(tokens[len(self._text) :])
-        if len(behind) > TOKENS_AT_ONCE:
-            self._append(behind[:TOKENS_AT_ONCE])
+        if len(behind) > PREFILL_TOKENS:
+            self._append(behind[:PREFILL_TOKENS])
             return []  # the rest in the rounds to come
         history = np.empty(len(tokens) + most, np.int64)
         history[: len(tokens)] = tokens

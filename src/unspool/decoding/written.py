@@ -1,6 +1,6 @@
 """What all strategies share: a text that is written from outside the engine, and its branches.
 
-The engine's own writers (`engine/write.py`) pick one token after the other. A strategy that weighs
+The engine's own texts (`engine/sequence.py`) pick one token after the other. A strategy that weighs
 several texts against each other picks for itself: it holds branches (`Branches`), asks what could
 come next (`weigh`), and keeps what it wrote as a `Line` until one of them becomes a `Generation`.
 """
@@ -12,42 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from unspool.engine.ending import Ending
 from unspool.engine.engine import Engine
-from unspool.engine.generation import Generation, Source
-from unspool.engine.plain import as_step
-from unspool.engine.steps import Step
-from unspool.engine.stream import StepStream
+from unspool.engine.generation import Generation
+from unspool.engine.steps import Step, explained_step
 from unspool.engine.tree import Branch
-from unspool.engine.write import Writers
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import Candidate, Pick, Scores, score
-from unspool.text.tokenizer.stream import TextStream
+from unspool.session import LanguageModel
 
 Prompt = str | Sequence[int]
 Scorer = Callable[[Generation], float]
-
-
-class Model(Source, Protocol):
-    """What a strategy needs of a language model."""
-
-    @property
-    def writers(self) -> Writers: ...
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    def prompt_ids(self, prompt: Prompt) -> list[int]: ...
-
-    def begin(self, prompt: Prompt, **options: Any) -> tuple[Generation, StepStream]: ...
-
-    def write_on(self, generation: Generation, **options: Any) -> StepStream: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +68,7 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
     return int(value)
 
 
-def blank(lm: Model, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
+def blank(lm: LanguageModel, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
     """A generation without steps that the engine does not write: a strategy will."""
     whole("max_tokens", max_tokens, least=0)
     # Asked for no token, the engine only checks prompt and options, and ends the text at once.
@@ -110,19 +89,18 @@ class Line:
     start: Generation  # without steps: the prompt, and when to stop
     token_bytes: Callable[[int], bytes]
     steps: tuple[Step, ...] = ()
-    stream: TextStream | None = None
+    ending: Ending | None = None
     since: float = field(default_factory=perf_counter)
 
     @classmethod
-    def of(cls, lm: Model, start: Generation) -> Line:
-        return cls(start, lm.writers.token_bytes)
+    def of(cls, lm: LanguageModel, start: Generation) -> Line:
+        return cls(start, lm.engine.token_bytes)
 
     @property
     def room(self) -> int:
         """How many more tokens may come."""
-        limits, length = self.start.request.limits, len(self.steps)
-        most: int = min(limits.max_tokens, limits.context - len(self.start.prompt))
-        return max(0, most - length)
+        most: int = self.start.request.limits.room(len(self.start.prompt))
+        return max(0, most - len(self.steps))
 
     @property
     def finished(self) -> bool:
@@ -130,23 +108,15 @@ class Line:
 
     def add(self, pick: Pick) -> Line:
         """The line with one more token, finished if that token ends it."""
-        limits, count = self.start.request.limits, len(self.steps) + 1
-        position = len(self.start.prompt) + count - 1
-        stream = self.stream.copy() if self.stream else TextStream(limits.stop)
-        ended = pick.token in limits.end_ids
-        shown = stream.push(b"" if ended else self.token_bytes(pick.token))
-        finish = None
-        if ended or stream.stopped is not None:
-            finish = "stop"
-        elif count == limits.max_tokens:
-            finish = "length"
-        elif position + 1 == limits.context:
-            finish = "context"
+        limits, prompt = self.start.request.limits, len(self.start.prompt)
+        position = prompt + len(self.steps)
+        ending = self.ending.copy() if self.ending else Ending(limits, prompt)
+        shown, finish = ending.push(pick.token, self.token_bytes(pick.token), position + 1)
         if finish:
-            shown += stream.finish()
+            shown += ending.finish()
         now = perf_counter()
-        step = as_step(pick, position, shown, self.token_bytes, now - self.since, finish)
-        return Line(self.start, self.token_bytes, (*self.steps, step), stream, now)
+        step = explained_step(pick, position, shown, self.token_bytes, now - self.since, finish)
+        return Line(self.start, self.token_bytes, (*self.steps, step), ending, now)
 
     def generation(self) -> Generation:
         """What is written so far, to be kept, rewound or gone on with."""
@@ -254,9 +224,6 @@ class Branches:
             self._engine.call(self._release_all)
 
     def _release_all(self) -> None:
-        # After an error in one branch of a batch the others may still be on their way: a branch
-        # that is computed after it was released would keep its pages for ever.
-        scheduler = self._engine.scheduler
-        for task in [task for task in scheduler.tasks if task.branch in self._held]:
-            scheduler.remove(task)
+        # After an error in one branch of a batch the others may still be on their way; releasing
+        # a branch ends its task too.
         self._move(())

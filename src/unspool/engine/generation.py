@@ -11,10 +11,11 @@ two versions share is computed once: the engine finds it in its tree of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from unspool.engine.request import Request
 from unspool.engine.steps import Candidate, Step, Usage
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError, UnspoolError
@@ -34,27 +35,28 @@ class Source(Protocol):
     def chosen_steps(self, tokens: Sequence[int], chosen: str | int | Sequence[int]) -> list[Step]:
         """Steps for tokens that a person puts behind these."""
 
+    def explain(self, generation: Generation, top: int) -> list[Step]:
+        """The steps of a generation, told in full."""
+
 
 @dataclass(slots=True)
 class Generation:
     """A finished (or interrupted) piece of writing."""
 
-    prompt: tuple[int, ...]
-    settings: SamplingSettings
+    request: Request = field(repr=False)  # how it was asked for, to go on in that way
     steps: list[Step] = field(default_factory=list)
     empty_reason: str | None = None  # why there is not a single token
-    request: Any = field(default=None, repr=False)  # how it was asked for, to go on in that way
     source: Source | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list)  # what the engine had to say
     reused: int = 0  # tokens of the prompt that were computed before
 
-    def extend(self, steps: Iterable[Step]) -> Iterator[Step]:
+    def extend(self, steps: StepStream) -> Iterator[Step]:
         """Take steps in as they come; those that a guard took back are taken out again."""
         for step in steps:
-            self.reused = getattr(steps, "prompt_reused", 0)
+            self.reused = steps.prompt_reused
             self.take(step)
             yield step
-        self.notes = list(getattr(steps, "notes", ()))
+        self.notes = list(steps.notes)
 
     def take(self, step: Step) -> None:
         """Put one more step at the end, and take out those that it takes back."""
@@ -97,8 +99,7 @@ class Generation:
         more = self.fork()
         steps = self._writer().write_on(more, **options)
         # What was shown only because the text ended is held again.
-        stop = more.request.limits.stop if more.request else ()
-        more.steps = _retold(more.steps, TextStream(stop), ended=False)
+        more.steps = _retold(more.steps, TextStream(more.request.limits.stop), ended=False)
         return more, steps
 
     def alternatives(self, index: int, top: int = 10) -> tuple[Candidate, ...]:
@@ -112,7 +113,20 @@ class Generation:
             raise UnspoolError("this generation has no model to go on with")
         return self.source
 
+    def explained(self, top: int = 5) -> Generation:
+        """The same text with every step told in full, as `explain=True` would have: computed now,
+        from the tree."""
+        return replace(self, steps=self._writer().explain(self, top))
+
     # -- what it is --------------------------------------------------------------------------
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.request.prompt
+
+    @property
+    def settings(self) -> SamplingSettings:
+        return self.request.settings
 
     @property
     def text(self) -> str:

@@ -1,13 +1,17 @@
-"""How well a model saw a given text coming, token by token."""
+"""What a model thinks of tokens that are given: how well it saw them coming, and how steps that
+were written without an explanation came about."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from unspool.engine.engine import Engine
-from unspool.engine.steps import Candidate, Score, TokenScore
+from unspool.engine.request import Request
+from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step
 from unspool.engine.tree import Branch
+from unspool.sampling import Chain, RowInput
 from unspool.sampling import score as score_logits
 
 _AT_ONCE = 256  # rows of logits: bounds the memory that a long text needs
@@ -49,3 +53,40 @@ def judge(
                 )
             )
     return Score(positions)
+
+
+def explain(
+    engine: Engine, branch: Branch, request: Request, steps: Sequence[Step], top: int
+) -> list[Step]:
+    """The steps with all that sampling can say of how they were picked.
+
+    The branch has the prompt. Each pick is made again, with the same draw; where the step has
+    another token (a person chose it, or a guard had a part in it), only what the model itself
+    thought of that token is told.
+    """
+    chain, state = Chain([request.settings]), None
+    history, told = list(request.prompt), list[Step]()
+    for start in range(0, len(steps), _AT_ONCE):
+        part = steps[start : start + _AT_ONCE]
+        read = [step.token for step in steps[max(0, start - 1) : start + len(part) - 1]]
+        logits = engine.extend(branch, read, wanted=len(part))
+        found = score_logits(logits, [step.token for step in part])
+        for row, step in enumerate(part):
+            given = RowInput(history, len(request.prompt), request.limits.sample, state=state)
+            pick = chain.pick(logits[row : row + 1], [given], top=top, explain=True)[0]
+            state = pick.state
+            history.append(step.token)
+            made = explained_step(
+                pick, step.position, step.text, engine.token_bytes, step.seconds,
+                step.finish_reason, step.draft, step.retracts,
+            )  # fmt: skip
+            if pick.token != step.token:
+                made = replace(
+                    step,
+                    rank=int(found.ranks[row]),
+                    entropy=max(0.0, float(found.entropies[row])),
+                    probability=1.0 if step.chosen else step.probability,
+                    candidates=made.candidates,
+                )
+            told.append(made)
+    return told

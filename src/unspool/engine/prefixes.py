@@ -1,8 +1,9 @@
-"""The index of computed prefixes: which pages hold the keys and values of which tokens.
+"""The prefix index: a tree whose nodes are pages of computed tokens.
 
-A tree whose nodes are pages. A text that begins like one computed before finds the pages on the
-way down from the root, token by token: where only a part of a page fits, that part is copied.
-What nobody uses is kept until its room is needed; the least recently used goes first.
+A text that begins like one computed before finds the pages on the way down from the root, token by
+token: where only a part of a page fits, that part is copied. Branches stand at nodes of this tree,
+so texts that share a beginning share its pages. What no branch needs is kept until its room is
+needed; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -22,155 +23,154 @@ class Node:
     tokens: tuple[int, ...]
     page: int
     parent: Node | None
+    depth: int  # pages from the root to here, this one included
     children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
-    used: int = 0  # when it was last looked at
-    alive: bool = True
+    live: int = 0  # branches that stand here, and children that are live
+    used: int = 0  # when it was last live
+    removed: bool = False
 
     def all_children(self) -> Iterator[Node]:
         for same_start in self.children.values():
             yield from same_start
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest stored prefix of a text."""
-
-    pages: tuple[int, ...]  # whole pages
-    partial: int | None  # a page of which the first tokens fit too
-    tokens: int  # how many tokens that is in all
-    node: Node | None  # the last of the whole pages
-
-
 class PrefixIndex:
-    """Finds and keeps pages by the tokens that lead to them. It holds each page once."""
+    """Finds and keeps pages by the tokens that lead to them."""
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool, self._size = pool, page_size
-        self._root = Node((), -1, None)
+        self.root = Node((), -1, None, 0, live=1)
+        self.pages = 0  # in the index
+        self.live_pages = 0  # of these, needed by some branch
         self._clock = count(1)
-        self._oldest: list[tuple[int, int, Node]] = []  # leaves, with out-of-date entries among
-        self.pages = 0
+        self._candidates: list[tuple[int, int, Node]] = []  # to evict; some entries are outdated
 
-    def match(self, tokens: Sequence[int]) -> Match:
-        """The longest prefix of `tokens` whose pages are here."""
-        node, at = self._root, 0
-        found: list[int] = []
-        while True:
+    def match(self, tokens: Sequence[int]) -> tuple[Node, Node | None, int]:
+        """The longest stored prefix: the last whole page, a page that fits in part, and how many
+        tokens that is in all."""
+        node, at = self.root, 0
+        while at < len(tokens):
             best, shared = None, 0
-            for child in node.children.get(tokens[at], []) if at < len(tokens) else []:
+            for child in node.children.get(tokens[at], ()):
                 same = _common(child.tokens, tokens, at)
                 if same > shared:
                     best, shared = child, same
             if best is None:
-                return Match(tuple(found), None, at, self._known(node))
-            self._touch(best)
+                break
             at += shared
             if shared < self._size:
-                return Match(tuple(found), best.page, at, self._known(node))
-            found.append(best.page)
+                return node, best, at
             node = best
+        return node, None, at
 
-    def add(
-        self,
-        tokens: Sequence[int],
-        pages: Sequence[int],
-        length: int,
-        below: Node | None = None,
-        skip: int = 0,
-    ) -> Node | None:
-        """Remember that `pages` hold the first `length` tokens; what is known is left alone.
+    def insert(self, parent: Node, chunk: tuple[int, ...], page: int) -> Node:
+        """The node for a page behind `parent`; the page is the index's from now on.
 
-        The first `skip` pages are known to end at the node `below`. Gives the last whole page.
+        If all of its tokens are known already, the page is given back, and the known one serves.
         """
-        if below is None or not below.alive:
-            below, skip = self._root, 0
-        node = below
-        for number in range(skip, -(-length // self._size)):
-            start = number * self._size
-            chunk = tuple(tokens[start : min(start + self._size, length)])
-            known = self._add_page(node, chunk, pages[number])
-            self._touch(known)
-            if len(known.tokens) < self._size or len(chunk) < self._size:
-                break  # nothing can follow a page that is not full
-            node = known
-        return self._known(node)
-
-    def _add_page(self, parent: Node, chunk: tuple[int, ...], page: int) -> Node:
         same = parent.children.setdefault(chunk[0], [])
         for child in same:
             shared = _common(child.tokens, chunk, 0)
-            if shared == len(chunk):  # all of it is known
+            if shared == len(chunk):
+                self._pool.release((page,))
                 return child
-            if shared == len(child.tokens) and not child.children:  # known in part: more now
-                self._pool.hold([page])
-                self._pool.let_go([child.page])
+            if shared == len(child.tokens):  # known in part; a page that is not full has no child
+                self._pool.release((child.page,))
                 child.page, child.tokens = page, chunk
                 return child
-        self._pool.hold([page])
-        known = Node(chunk, page, parent)
-        same.append(known)
+        node = Node(chunk, page, parent, parent.depth + 1)
+        same.append(node)
         self.pages += 1
-        return known
+        self._cached(node)
+        return node
 
-    def _known(self, node: Node) -> Node | None:
-        return None if node is self._root else node
+    # -- who needs which page ----------------------------------------------------------------
 
-    def forget(self, wanted: int) -> int:
-        """Let go of least recently used pages that nobody else holds; how many became free."""
-        freed, spared = 0, []
-        while freed < wanted and self._oldest:
-            entry = heapq.heappop(self._oldest)
-            used, _, node = entry
-            if not node.alive or node.used != used or node.children:
-                continue  # gone, used since, or not a leaf any more
-            if self._pool.holders(node.page) > 1:
-                spared.append(entry)  # a running text has it: letting go would free nothing
-                continue
-            self._remove(node)
+    def attach(self, node: Node) -> None:
+        """A branch stands at this node: neither it nor what leads to it can be evicted."""
+        node.live += 1
+        while node.live == 1 and node.parent is not None:
+            self.live_pages += 1
+            node = node.parent
+            node.live += 1
+
+    def detach(self, node: Node) -> None:
+        node.live -= 1
+        while node.live == 0 and node.parent is not None:
+            self.live_pages -= 1
+            self._cached(node)
+            node = node.parent
+            node.live -= 1
+
+    @property
+    def evictable(self) -> int:
+        return self.pages - self.live_pages
+
+    @property
+    def shared(self) -> int:
+        """Pages that several branches need; counted anew each time."""
+        count, nodes = 0, list(self.root.all_children())
+        while nodes:
+            node = nodes.pop()
+            nodes += [child for child in node.all_children() if child.live]
+            count += node.live > 1
+        return count
+
+    def evict(self, wanted: int) -> int:
+        """Free the least recently used pages that no branch needs; how many were freed."""
+        freed = 0
+        while freed < wanted and self._candidates:
+            used, _, node = heapq.heappop(self._candidates)
+            if node.removed or node.live or node.children or node.used != used:
+                continue  # gone, needed again, or not a leaf
+            self._pool.release((self.take_out(node),))
             freed += 1
-        for entry in spared:
-            heapq.heappush(self._oldest, entry)
         return freed
 
-    def forget_all(self) -> None:
-        """Let go of every page."""
-        waiting = list(self._root.all_children())
-        while waiting:
-            node = waiting.pop()
-            waiting.extend(node.all_children())
-            node.alive = False
-            self._pool.let_go([node.page])
-        self._root.children.clear()
-        self._oldest.clear()
-        self.pages = 0
+    def clear(self) -> None:
+        """Evict everything that no branch needs."""
+        self.evict(self.pages)
 
-    def _remove(self, node: Node) -> None:
+    def take_out(self, node: Node) -> int:
+        """Remove a leaf; its page is the caller's."""
         parent = node.parent
-        assert parent is not None
+        assert parent is not None and not node.children
         siblings = parent.children[node.tokens[0]]
         siblings.remove(node)
         if not siblings:
             del parent.children[node.tokens[0]]
-        node.alive = False
-        self._pool.let_go([node.page])
+        node.removed = True
         self.pages -= 1
-        if parent is not self._root and not parent.children:
-            heapq.heappush(self._oldest, (parent.used, id(parent), parent))
+        if not parent.live and not parent.children:
+            self._queue(parent)
+        return node.page
 
-    def _touch(self, node: Node) -> None:
+    def _cached(self, node: Node) -> None:
+        """No branch needs the node (any more)."""
         node.used = next(self._clock)
-        heapq.heappush(self._oldest, (node.used, id(node), node))
-        if len(self._oldest) > 64 + 4 * self.pages:  # mostly out-of-date entries: sort them out
-            fresh = {id(n): (u, i, n) for u, i, n in self._oldest if n.alive and n.used == u}
-            self._oldest = list(fresh.values())
-            heapq.heapify(self._oldest)
+        if not node.children:
+            self._queue(node)
+
+    def _queue(self, node: Node) -> None:
+        heapq.heappush(self._candidates, (node.used, id(node), node))
+        if len(self._candidates) > 64 + 4 * self.pages:  # mostly outdated: sort them out
+            fresh = {
+                id(n): (used, i, n)
+                for used, i, n in self._candidates
+                if not (n.removed or n.live or n.children) and n.used == used
+            }
+            self._candidates = list(fresh.values())
+            heapq.heapify(self._candidates)
 
 
 def _common(stored: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
     """How many tokens two runs share from their beginnings."""
+    other = tokens[at : at + len(stored)]
+    if stored == (other if type(other) is tuple else tuple(other)):
+        return len(stored)
     shared = 0
-    for one, other in zip(stored, tokens[at : at + len(stored)], strict=False):
-        if one != other:
+    for one, two in zip(stored, other, strict=False):
+        if one != two:
             break
         shared += 1
     return shared

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from unspool.engine.plain import Limits
+from unspool.engine.ending import Limits
 from unspool.engine.steps import Step
 from unspool.sampling import Grammar, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
@@ -38,7 +38,11 @@ class Request:
     limits: Limits
     written: tuple[Step, ...] = ()  # what stands behind the prompt already, when going on
     priority: int = 0
-    drafter: Drafter | Callable[[Request], Drafter] | None = None  # or what makes a fresh one
+    drafter: Drafter | DraftMaker | None = None  # or what makes a fresh one
     guards: GuardPolicy | None = None  # what to watch for, and what to do about it
     grammar: Grammar | None = None  # what the text may be
     cached: bool = True  # False: the whole text is read again for every token
+
+
+DraftMaker = Callable[[Request], Drafter]
+"""Makes the drafter of one request; what it took to get ready is shared by all of them."""

@@ -1,61 +1,100 @@
-"""Which branches run in the next batch.
+"""Which texts run in the next step.
 
-Every task has a branch with tokens that are not computed yet. Next tokens go first, so that texts
-keep flowing; beside them prompts are read, in chunks, shared among those that wait.
-When memory runs out, the task that came last is put aside and computed again later: slower, never
-different. A task that cannot begin yet waits; it never pushes aside one that runs.
+A task is a branch with tokens to compute. Those that run are in `running`, the others wait. Next
+tokens go first (with their drafts), so that texts keep flowing; beside them prompts are read, in
+chunks, shared among those that have some left. When memory runs out, the task that came last is
+preempted and computed again later: slower, never different. One that waits is let in only when all
+of it fits and every running text has a page to grow into (the watermark), so that nobody is let in
+only to be preempted again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from bisect import insort
 
+from unspool.backends.step import Inside
 from unspool.engine.pages import OutOfPagesError
 from unspool.engine.tree import Branch, Tree
 from unspool.errors import UnspoolError
+from unspool.sampling.arrays import Array
+from unspool.sampling.picker import Ints
 
-TOKENS_AT_ONCE = 256  # of prompts in one run
-TOKENS_BESIDE_TEXTS = 64  # the same while texts are written: bounds how long their tokens wait
-ROWS_AT_ONCE = 64
+PREFILL_TOKENS = 256  # of prompts in one step
+PREFILL_BESIDE_DECODE = 64  # the same while texts are written: bounds how long their tokens wait
+MAX_ROWS = 256
 SMALLEST_CHUNK = 16  # of a prompt that does not end with it
+_LOOKED_AT = 64  # of those that wait, at one step
 
 
-@dataclass(eq=False, slots=True)
 class Task:
-    """A branch that somebody wants computed."""
+    """A branch to be computed, and what is wanted of it. Subclasses say what becomes of it."""
 
-    branch: Branch
-    wanted: int  # logits are needed for this many of its last tokens
-    done: Callable[[Any, Any], None]  # called with (logits, inside) when it is computed
-    failed: Callable[[BaseException], None]
-    priority: int = 0  # higher first
-    look: frozenset[int] = frozenset()  # positions to look inside at
-    deep: bool = True  # at attention and the layers' parts too, not only at the vectors
-    number: int = 0  # in order of arrival
-    started: bool = False
-    rows: list[Any] = field(default_factory=list)  # logits of the chunks so far
-    inside: list[Any] = field(default_factory=list)
+    __slots__ = (
+        "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside", "logits",
+        "look", "number", "pick_floats", "pick_ints", "picked", "priority", "queued", "row",
+        "until", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
+        self.branch = branch
+        self.wanted = wanted  # the outcome is wanted of so many of the last tokens:
+        self.pick_floats: list[float] | None = None  # a pick, if there are these numbers for it,
+        self.pick_ints: list[int] = []
+        self.picked: list[tuple[int, float]] = []  # so far, with log-probabilities,
+        self.logits: list[Array] = []  # or the logits
+        self.inside: list[Inside] = []
+        self.look: frozenset[int] = frozenset()  # positions to look inside at
+        self.deep = True  # at attention and the layers' parts too, not only at the vectors
+        self.priority = priority  # higher first
+        self.number = 0  # in order of arrival
+        self.cached = True  # whether what others computed may be used
+        self.decoding = False  # its prompt is read: what is left are next tokens
+        self.first = 0  # the next step computes the positions from here ...
+        self.until = 0  # ... to here
+        self.flights = 0  # steps with it that are launched and not settled yet
+        self.row = 0  # its row in the last of them
+        self.ahead = False  # whether its last token is not known yet
+        self.queued = False
+
+    # -- what a subclass does -----------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Everything is computed: `self.picked`, or `self.logits`, are there."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot be computed; the task is out of the scheduler already."""
+        raise NotImplementedError
+
+    def run_ahead(self) -> bool:
+        """Asked while the task's step is running: whether the next one can be launched with the
+        token that will be picked. If so, the branch has a placeholder for it afterwards."""
+        return False
+
+    def penalized(self) -> tuple[Ints, int, int] | None:
+        """The text that penalties see at the first token to be picked, and which part of it."""
+        return None
+
+    # -- what everybody asks ------------------------------------------------------------------
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return -self.priority, self.number
 
     @property
     def left(self) -> int:
         """Tokens still to compute."""
-        return len(self.branch.tokens) - self.branch.computed
+        return self.branch.length - self.branch.computed
 
     @property
     def first_needed(self) -> int:
         """From which token on they must be run: logits and looks come from running a token."""
-        first = len(self.branch.tokens) - max(1, self.wanted)
-        return max(0, min([first, *self.look]))
+        first = self.branch.length - max(1, self.wanted)
+        return max(0, min([first, *self.look]) if self.look else first)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A task's share of a batch."""
-
-    task: Task
-    count: int
+def _order(task: Task) -> tuple[int, int]:
+    return task.order
 
 
 def _shares(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
@@ -83,24 +122,46 @@ class Scheduler:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self.tasks: list[Task] = []
-        self.put_aside = 0  # how often memory made a task wait and start over
+        self.running: list[Task] = []
+        self.waiting: list[Task] = []
+        self._of: dict[Branch, Task] = {}
+        self.preemptions = 0  # how often memory made a task wait and start over
         self._count = 0
 
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def tasks(self) -> list[Task]:
+        return [*self.running, *self.waiting]
+
+    def task_of(self, branch: Branch) -> Task | None:
+        """The task that computes a branch at the moment."""
+        return self._of.get(branch)
+
+    def check_idle(self, branch: Branch) -> None:
+        """Two callers cannot change one branch at once."""
+        if branch.closed:
+            raise UnspoolError("the branch was released")
+        if branch in self._of:
+            raise UnspoolError(
+                "this branch is being computed for another caller; wait for that, or fork it"
+            )
+
     def add(self, task: Task) -> None:
-        self.check_fits(len(task.branch.tokens))
-        self.tree.unwind(task.branch, task.first_needed)
-        if not task.number:  # a text that goes on keeps its place
-            self._count += 1
-            task.number = self._count
-        self.tasks.append(task)
+        branch = task.branch
+        self.check_fits(branch.length)
+        self.check_idle(branch)
+        self.tree.recompute(branch, task.first_needed)
+        self._count += 1
+        task.number = self._count
+        self._of[branch], task.queued = task, True
+        insort(self.waiting, task, key=_order)
 
     def remove(self, task: Task) -> None:
-        self.tasks.remove(task)
-
-    def of(self, branch: Branch) -> list[Task]:
-        """The tasks that want this branch computed."""
-        return [task for task in self.tasks if task.branch is branch]
+        if task.queued:
+            task.queued = False
+            del self._of[task.branch]
+            (self.running if task in self.running else self.waiting).remove(task)
 
     def check_fits(self, length: int) -> None:
         """A text that could not even run alone is refused at once."""
@@ -111,55 +172,111 @@ class Scheduler:
                 f"holds {room:,}; allow more memory, or make the text shorter"
             )
 
-    def choose(self) -> list[Row]:
-        """The rows of the next batch, their pages reserved. Empty if nothing can run."""
-        order = sorted(self.tasks, key=lambda task: (-task.priority, task.number))
-        running = [task for task in order if task.left == 1 and task.started]
-        prompts = [task for task in order if not (task.left == 1 and task.started)]
-        rows: list[Row] = []
-        for task in running[:ROWS_AT_ONCE]:
-            if self._fits(task, 1, rows):
-                rows.append(Row(task, 1))
-        for task in prompts:
-            if task.started and not task.branch.pages:
-                self.tree.adopt(task.branch)  # put aside before: perhaps its pages are still here
-                self.tree.unwind(task.branch, task.first_needed)
-        budget = TOKENS_BESIDE_TEXTS if rows else TOKENS_AT_ONCE
-        for task, count in _shares(prompts, budget)[: ROWS_AT_ONCE - len(rows)]:
-            if self._fits(task, count, rows):
-                rows.append(Row(task, count))
-                task.started = True
-        if not rows and order:  # nobody can go on: the first one may push all others aside
-            count = min(order[0].left, SMALLEST_CHUNK)
-            order[0].started = True
-            if self._fits(order[0], count, rows):
-                rows.append(Row(order[0], count))
-        return rows
+    def plan(self) -> list[Task]:
+        """The rows of the next step, with pages for what each computes. Empty: nothing can run."""
+        if self.waiting:
+            self._admit()
+        rows: list[Task] = []
+        prompts: list[Task] = []
+        for task in self.running.copy():
+            branch = task.branch
+            if not task.queued or len(rows) == MAX_ROWS:
+                continue
+            if task.flights:
+                if not self._runs_ahead(task):
+                    continue
+            elif not task.decoding or branch.length - branch.computed > task.wanted:
+                prompts.append(task)
+                continue
+            # Most often the page at hand has room: no need to ask for more.
+            launched = task.until
+            room = branch.start + len(branch.pages) * self.tree.page_size
+            if branch.length <= room or self._reserve(task, branch.length, rows):
+                task.first = launched if task.flights else branch.computed
+                task.until = branch.length
+                rows.append(task)
+        if prompts:
+            budget = PREFILL_BESIDE_DECODE if rows else PREFILL_TOKENS
+            for task, count in _shares(prompts, budget)[: MAX_ROWS - len(rows)]:
+                if task in self.running and self._reserve(task, task.branch.computed + count, rows):
+                    rows.append(task)
+        return rows or self._last_resort()
 
-    def _fits(self, task: Task, count: int, rows: list[Row]) -> bool:
-        """Reserve pages, making room if the task may; False if it has to wait."""
-        chosen = {row.task for row in rows}
+    def _runs_ahead(self, task: Task) -> bool:
+        """Whether a task's next step can be launched before the last one is settled."""
+        if not task.ahead:
+            task.ahead = task.decoding and task.run_ahead()
+        return task.ahead and task.until < task.branch.length
+
+    def _admit(self) -> None:
+        """Let those in that fit, in the order of their turn."""
+        # What the running ones still need for their prompts, and a page for each to grow into.
+        promised = sum(1 + (0 if t.decoding else self._pages(t)) for t in self.running)
+        for task in self.waiting[:_LOOKED_AT]:
+            if len(self.running) >= MAX_ROWS:
+                return
+            if task.cached and task.branch.computed == 0:  # since it came, or since it ran
+                self.tree.adopt(task.branch)
+                self.tree.recompute(task.branch, task.first_needed)
+            pages = self._pages(task)
+            if self.running and pages + promised > self.tree.available:
+                return
+            promised += 1 + pages
+            self._enter(task)
+
+    def _enter(self, task: Task) -> None:
+        self.waiting.remove(task)
+        insort(self.running, task, key=_order)
+
+    def _pages(self, task: Task) -> int:
+        branch, size = task.branch, self.tree.page_size
+        return -(-branch.length // size) - branch.node.depth - len(branch.pages)
+
+    def _reserve(self, task: Task, until: int, rows: list[Task]) -> bool:
+        """Get pages for a row, preempting others if need be; False if it has to wait."""
         while True:
             try:
-                self.tree.reserve(task.branch, task.branch.computed + count)
-                return True
+                self.tree.reserve(task.branch, until)
             except OutOfPagesError:
-                victim = self._victim(task, chosen)
-                if victim is None:
+                if not self._preempt_last(task, rows):
                     return False
-                self.tree.put_aside(victim.branch)
-                victim.rows.clear()
-                victim.inside.clear()
-                self.put_aside += 1
+            else:
+                task.first, task.until = task.branch.computed, until
+                return True
 
-    def _victim(self, task: Task, chosen: set[Task]) -> Task | None:
-        """Whom to put aside: of those that count less or came later, the last one."""
-        if not task.started:
-            return None
-        others = [
-            other
-            for other in self.tasks
-            if other is not task and other not in chosen and other.branch.pages
-        ]
-        later = [o for o in others if (-o.priority, o.number) > (-task.priority, task.number)]
-        return max(later, key=lambda o: (-o.priority, o.number), default=None)
+    def _preempt_last(self, task: Task, rows: list[Task]) -> bool:
+        """Of those behind this one in their turn, preempt the last that is not in this step."""
+        chosen = set(rows)
+        for victim in sorted(self.tasks(), key=_order, reverse=True):
+            if victim is task:
+                return False
+            if victim not in chosen and not victim.flights and self._holds_pages(victim):
+                self.preempt(victim)
+                return True
+        return False
+
+    def _holds_pages(self, task: Task) -> bool:
+        return task.branch.computed > 0 or bool(task.branch.pages)
+
+    def preempt(self, task: Task) -> None:
+        if task in self.running:
+            self.running.remove(task)
+            insort(self.waiting, task, key=_order)
+            self.preemptions += 1
+        self.tree.preempt(task.branch)
+        task.picked.clear()
+        task.logits.clear()
+        task.inside.clear()
+
+    def _last_resort(self) -> list[Task]:
+        """Nobody can go on: the first one may preempt all others, whether it ran before or not."""
+        if any(task.flights for task in self.running):
+            return []  # when that is settled, there will be something to do
+        first = min(self.tasks(), key=_order)
+        for task in self.tasks():
+            if task is not first and self._holds_pages(task):
+                self.preempt(task)
+        if first in self.waiting:
+            self._enter(first)
+        count = min(first.left, max(SMALLEST_CHUNK, first.wanted))
+        return [first] if self._reserve(first, first.branch.computed + count, []) else []

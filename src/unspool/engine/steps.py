@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unspool.sampling.records import Draw, StageReport
+from unspool.sampling.records import Draw, Pick, StageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +27,73 @@ class Step:
     `text` is what could be shown once this token was there: it may hold characters that earlier
     tokens had begun, and is empty while a character or a possible stop string is unfinished. The
     texts of all steps joined are the text of the generation. `bytes` is this token's own share.
+
+    What nobody asked for is None: rank, entropy, probability and draw come with `explain=True` or
+    `top`, and `Generation.explained()` gives them afterwards.
     """
 
     token: int
     bytes: bytes
     text: str
     logprob: float  # of this token, by the model itself, before any sampling stage
-    rank: int  # 0: the likeliest
-    entropy: float  # of the model's distribution, in nats: how unsure it was
-    probability: float  # of this token in the distribution that was drawn from
     position: int  # where it stands in the whole text, prompt included
-    draw: Draw | None  # the number drawn and the interval it fell in; None if greedy
-    candidates: tuple[Candidate, ...] = ()  # the likeliest, as many as asked for
-    stages: tuple[StageReport, ...] = ()  # what each sampling stage did, if asked for
     seconds: float = 0.0  # from the step before (or the start) to this token
     finish_reason: str | None = None  # on the last step
+    rank: int | None = None  # 0: the likeliest
+    entropy: float | None = None  # of the model's distribution, in nats: how unsure it was
+    probability: float | None = None  # of this token in the distribution that was drawn from
+    draw: Draw | None = None  # the number drawn and the interval it fell in; None if greedy
+    candidates: tuple[Candidate, ...] = ()  # the likeliest, as many as asked for
+    stages: tuple[StageReport, ...] = ()  # what each sampling stage did, if asked for
     draft: str | None = None  # `accepted` or `rejected`, where a draft had guessed this token
     retracts: int = 0  # how many steps before this one were taken back by a guard
     chosen: bool = False  # by a person, not by the model
 
+    @property
+    def explained(self) -> bool:
+        """Whether the step tells more than its token and log-probability."""
+        return self.rank is not None
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON; bytes as a list of numbers."""
         return {**asdict(self), "bytes": list(self.bytes)}
+
+
+def explained_step(
+    pick: Pick,
+    position: int,
+    shown: str,
+    token_bytes: Callable[[int], bytes],
+    seconds: float,
+    finish_reason: str | None,
+    draft: str | None = None,
+    retracts: int = 0,
+) -> Step:
+    """A step with all that sampling knows of a pick."""
+    return Step(
+        pick.token,
+        token_bytes(pick.token),
+        shown,
+        pick.logprob,
+        position,
+        seconds,
+        finish_reason,
+        pick.rank,
+        pick.entropy,
+        pick.probability,
+        pick.draw,
+        tuple(
+            Candidate(c.token, readable(token_bytes(c.token)), c.logprob, c.probability)
+            for c in pick.candidates
+        ),
+        pick.stages,
+        draft,
+        retracts,
+    )
+
+
+def readable(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

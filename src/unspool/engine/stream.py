@@ -1,7 +1,8 @@
 """The steps of a running generation, on their way from the engine's thread to whoever reads them.
 
 Steps wait in a queue of their own, so a reader that stops reading holds up nobody. Closing the
-stream, or leaving its loop, cancels the generation and gives its pages back.
+stream, leaving its loop, an interrupt, or just letting go of it cancels the generation and gives
+its pages back.
 """
 
 from __future__ import annotations
@@ -14,53 +15,112 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from unspool.engine.steps import Step
 from unspool.errors import UnspoolError
 
+_LOOK_UP = 1.0  # seconds after which a reader asks whether the engine is still there
 
-class StepStream(Iterator[Step]):
-    """Iterate, or iterate asynchronously, over the steps of one generation."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
-        self._cancel = cancel
-        self._waiting: deque[Step] = deque()
-        self._changed = threading.Condition()
-        self._ended = False
-        self._error: BaseException | None = None
-        self._listeners: list[Callable[[], object]] = []
+class StepQueue:
+    """The engine's end of a stream: steps go in, and what there is to say about the text."""
+
+    def __init__(self) -> None:
+        self.steps: deque[Step] = deque()
+        self.changed = threading.Condition()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.listeners: list[Callable[[], object]] = []
         self.prompt_reused = 0  # tokens of the prompt that were computed before
         self.missed_from: int | None = None  # from which token of the prompt on nothing was
         self.notes: list[str] = []  # what the engine has to say, such as that drafting was stopped
         self.stopped_by: str | None = None  # the stop string that ended the text
         self.drafted = self.accepted = 0  # tokens guessed ahead, and those of them that were right
-
-    # -- the engine's side -------------------------------------------------------------------
+        self.on_start: Callable[[], object] | None = None  # called at the first step, or the end
 
     def put(self, step: Step) -> None:
-        with self._changed:
-            self._waiting.append(step)
-            self._tell()
+        with self.changed:
+            self.steps.append(step)
+            self._notify()
 
     def end(self, error: BaseException | None = None) -> None:
-        with self._changed:
-            if not self._ended:
-                self._ended, self._error = True, error
-                self._tell()
+        with self.changed:
+            if not self.ended:
+                self.ended, self.error = True, error
+                self._notify()
 
-    def _tell(self) -> None:
-        self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
+    def _notify(self) -> None:
+        if self.on_start is not None:
+            self.on_start()
+            self.on_start = None
+        self.changed.notify_all()
+        for listener in tuple(self.listeners):
+            try:
+                listener()
+            except Exception:  # its event loop is closed, say: nobody listens there any more
+                self.listeners.remove(listener)
 
-    # -- the reader's side -------------------------------------------------------------------
+
+class StepStream(Iterator[Step]):
+    """Iterate, or iterate asynchronously, over the steps of one generation."""
+
+    def __init__(
+        self,
+        queue: StepQueue,
+        cancel: Callable[[], object] = lambda: None,
+        check_alive: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._queue, self._cancel, self._check_alive = queue, cancel, check_alive
+
+    @property
+    def prompt_reused(self) -> int:
+        """Tokens of the prompt that were computed before."""
+        return self._queue.prompt_reused
+
+    @property
+    def missed_from(self) -> int | None:
+        """From which token of the prompt on nothing could be reused."""
+        return self._queue.missed_from
+
+    @property
+    def notes(self) -> list[str]:
+        """What the engine has to say, such as that drafting was stopped."""
+        return self._queue.notes
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._queue.stopped_by
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that were guessed ahead."""
+        return self._queue.drafted
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that were guessed right."""
+        return self._queue.accepted
+
+    # -- reading, one by one -----------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        """A loop over the steps; leaving it, in whatever way, cancels what is still to come."""
+        try:
+            while True:
+                try:
+                    step = next(self)
+                except StopIteration:
+                    return
+                yield step
+        finally:
+            self.close()
 
     def __next__(self) -> Step:
-        with self._changed:
-            while not self._waiting and not self._ended:
-                self._changed.wait()
-            return self._take()
-
-    def _take(self) -> Step:
-        if self._waiting:
-            return self._waiting.popleft()
-        error, self._error = self._error, None
+        queue = self._queue
+        with queue.changed:
+            while not queue.steps and not queue.ended:
+                if not queue.changed.wait(_LOOK_UP):
+                    self._check_alive()
+            if queue.steps:
+                return queue.steps.popleft()
+            error, queue.error = queue.error, None
         if error is not None:
             raise error
         raise StopIteration
@@ -72,7 +132,11 @@ class StepStream(Iterator[Step]):
         import asyncio  # only who awaits needs it, and it is large
 
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        self.listen(lambda: loop.call_soon_threadsafe(news.set))
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        self.listen(wake)
         try:
             while True:
                 news.clear()
@@ -81,34 +145,51 @@ class StepStream(Iterator[Step]):
                     yield step
                 if ended:
                     return
-                await news.wait()
+                if steps:
+                    continue  # an error may have come right behind them
+                try:
+                    async with asyncio.timeout(_LOOK_UP):
+                        await news.wait()
+                except TimeoutError:
+                    self._check_alive()
         finally:
+            self.unlisten(wake)
             self.close()
+
+    # -- reading what is there, without waiting ----------------------------------------------
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call this, on the engine's thread, whenever there is something new; now too, if so."""
-        with self._changed:
-            self._listeners.append(listener)
-            if self._waiting or self._ended:
+        with self._queue.changed:
+            self._queue.listeners.append(listener)
+            if self._queue.steps or self._queue.ended:
                 listener()
+
+    def unlisten(self, listener: Callable[[], object]) -> None:
+        with self._queue.changed, contextlib.suppress(ValueError):
+            self._queue.listeners.remove(listener)
 
     def waiting(self) -> tuple[list[Step], bool]:
         """The steps that have come since, without waiting, and whether these were the last ones.
 
         Raises what ended the text, if that was an error, once its steps have been taken.
         """
-        with self._changed:
-            steps = list(self._waiting)
-            self._waiting.clear()
-            if self._error is not None and not steps:
-                error, self._error = self._error, None
+        queue = self._queue
+        with queue.changed:
+            steps = list(queue.steps)
+            queue.steps.clear()
+            if queue.error is not None and not steps:
+                error, queue.error = queue.error, None
                 raise error
-            return steps, self._ended and self._error is None
+            return steps, queue.ended and queue.error is None
+
+    # -- leaving -----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop the generation, if it still runs; its pages are free at the next step."""
-        if not self._ended:
-            self._cancel()
+        if not self._queue.ended:
+            with contextlib.suppress(UnspoolError):  # the engine may be gone before us
+                self._cancel()
 
     def __enter__(self) -> StepStream:
         return self
@@ -117,5 +198,4 @@ class StepStream(Iterator[Step]):
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(UnspoolError):  # the engine may be gone before us
-            self.close()
+        self.close()

@@ -22,8 +22,9 @@ import numpy as np
 
 from unspool.lens.logit_lens import followed
 from unspool.lens.look import Look
-from unspool.lens.subject import Subject, checked_token
+from unspool.lens.subject import checked_token
 from unspool.lens.weights import Doubles, final_norm, head_row
+from unspool.session import LanguageModel
 
 PartName = Literal["embedding", "attention", "feed_forward", "norm_bias", "head_bias"]
 
@@ -70,7 +71,7 @@ class Attribution:
 
 
 def attribution(
-    lm: Subject,
+    lm: LanguageModel,
     seen: Look,
     *,
     token: int | None = None,
@@ -108,7 +109,7 @@ def attribution(
 
 
 def _parts(
-    lm: Subject, seen: Look, direction: Doubles, head_bias: float | None
+    lm: LanguageModel, seen: Look, direction: Doubles, head_bias: float | None
 ) -> tuple[list[Part], float]:
     """The parts, and the logit (before any cap) that the whole vector has by the same rule."""
     norm = final_norm(lm)

@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from unspool.backends.base import Floats
-from unspool.lens.subject import Subject, Text, tokens_of
+from unspool.backends.step import Floats
+from unspool.lens.subject import Text, tokens_of
+from unspool.session import LanguageModel
 
 _AT_ONCE = 128  # tokens whose vectors after every layer are in memory together
 
 
-def embedding(lm: Subject, text: Text) -> Floats:
+def embedding(lm: LanguageModel, text: Text) -> Floats:
     """The mean of the text's final vectors, scaled to length one."""
     tokens = tokens_of(lm, text)
     total = np.zeros(lm.config.width, np.float64)
     with lm.opened(tokens[:1]) as branch:
         for start in range(0, len(tokens), _AT_ONCE):
             end = min(start + _AT_ONCE, len(tokens))
-            _, insides = lm.engine.extend(
-                branch,
-                tokens[max(start, 1) : end],
-                look=frozenset(range(start, end)),
-                deep=False,
-            )
-            for inside in insides:
+            added, places = tokens[max(start, 1) : end], frozenset(range(start, end))
+            for inside in lm.engine.look(branch, added, at=places, deep=False).inside:
+                assert inside.residuals is not None
                 total += lm.model.normed(inside.residuals[-1]).sum(0, dtype=np.float64)
     length = float(np.linalg.norm(total))
     return np.asarray(total / length if length else total, np.float32)

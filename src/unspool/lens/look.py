@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import Floats
+from unspool.backends.step import Floats
 from unspool.errors import SettingsError
-from unspool.lens.subject import Subject, Text, tokens_of
+from unspool.lens.subject import Text, tokens_of
 from unspool.lens.weights import host
+from unspool.session import LanguageModel
 
 _DIGITS = 6  # of an attention weight in JSON
 
@@ -86,7 +87,7 @@ class Look:
         return found
 
 
-def look(lm: Subject, text: Text, position: int = -1) -> Look:
+def look(lm: LanguageModel, text: Text, position: int = -1) -> Look:
     """Look inside at one position of a text; a negative one counts from the end."""
     tokens = tokens_of(lm, text)
     if isinstance(position, bool) or not isinstance(position, int):
@@ -99,8 +100,9 @@ def look(lm: Subject, text: Text, position: int = -1) -> Look:
     position %= len(tokens)
     read = tokens[: position + 1]  # what comes later cannot change what is seen here
     with lm.opened(read) as branch:
-        logits, insides = lm.engine.extend(branch, wanted=1, look=frozenset({position}))
-    (inside,) = insides  # one position lies in one chunk
+        seen = lm.engine.look(branch, at=frozenset({position}))
+    (inside,) = seen.inside  # one position lies in one chunk
+    assert inside.residuals is not None and inside.parts is not None
     return Look(
         position=position,
         tokens=tuple(read),
@@ -109,7 +111,7 @@ def look(lm: Subject, text: Text, position: int = -1) -> Look:
         attention=inside.attention[0],
         residuals=inside.residuals[:, 0],
         parts=inside.parts[:, :, 0],
-        logits=host(logits)[-1],
+        logits=host(seen.logits)[-1],
     )
 
 

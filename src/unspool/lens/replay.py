@@ -17,15 +17,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
 from unspool.engine.request import Request
 from unspool.engine.steps import Step
 from unspool.errors import ContextError, UnspoolError
-from unspool.lens.subject import Subject
 from unspool.lens.trace import Trace, fingerprint
 from unspool.lens.weights import host
 from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
+from unspool.session import LanguageModel
 
 # A token's log-probability depends in its last bits on what else is in the batch.
 _TOLERANCE = {"float32": 1e-3}
@@ -108,7 +109,11 @@ class Replay:
 
 
 def replay(
-    lm: Subject, trace: Trace, *, tolerance: float | None = None, guards: GuardPolicy | None = None
+    lm: LanguageModel,
+    trace: Trace,
+    *,
+    tolerance: float | None = None,
+    guards: GuardPolicy | None = None,
 ) -> Replay:
     """Write a trace again and compare.
 
@@ -123,28 +128,24 @@ def replay(
     # Cut off under guards, nobody knows which words were about to be taken back.
     unclear = trace.guarded and (guards is None or not _ended(trace))
     given = len(trace.steps) if trace.limits is None or unclear else trace.given
-    now = Generation(
-        trace.prompt,
-        trace.settings,
-        steps=_judged(lm, trace, given),
-        empty_reason=trace.empty_reason,
-        source=lm,
+    limits = trace.limits or Limits(max_tokens=len(trace.steps), context=lm.context)
+    request = Request(
+        prompt=trace.prompt,
+        settings=trace.settings,
+        limits=replace(
+            limits,
+            context=min(limits.context, lm.context),
+            top=min(limits.top, lm.config.vocab_size),
+        ),
+        written=trace.steps[:given],
+        grammar=Grammar.compile(trace.grammar, lm.grammar_vocabulary)
+        if trace.grammar is not None and given < len(trace.steps)
+        else None,
+        guards=guards,
     )
+    judged = _judged(lm, trace, given)
+    now = Generation(request, judged, empty_reason=trace.empty_reason, source=lm)
     if trace.limits is not None and given < len(trace.steps):
-        now.request = Request(
-            prompt=trace.prompt,
-            settings=trace.settings,
-            limits=replace(
-                trace.limits,
-                context=min(trace.limits.context, lm.context),
-                top=min(trace.limits.top, lm.config.vocab_size),
-            ),
-            written=trace.steps[:given],
-            grammar=Grammar.compile(trace.grammar, lm.grammar_vocabulary)
-            if trace.grammar is not None
-            else None,
-            guards=guards,
-        )
         _write(lm, now, None if _ended(trace) else len(trace.steps))
     difference, largest = _compare(trace.steps, now.steps, given, limit)
     return Replay(now, given, difference, largest, fingerprint(lm).differs_from(trace.model))
@@ -155,7 +156,7 @@ def _ended(trace: Trace) -> bool:
     return bool(trace.steps) and trace.steps[-1].finish_reason is not None
 
 
-def _check_fits(lm: Subject, trace: Trace) -> None:
+def _check_fits(lm: LanguageModel, trace: Trace) -> None:
     """A trace may come from a larger model, or from nowhere: refuse what cannot be run."""
     if len(trace.prompt) + len(trace.steps) > lm.context:
         raise ContextError(
@@ -171,15 +172,15 @@ def _check_fits(lm: Subject, trace: Trace) -> None:
             )
 
 
-def _write(lm: Subject, generation: Generation, most: int | None) -> None:
+def _write(lm: LanguageModel, generation: Generation, most: int | None) -> None:
     """Let the generation be written; an interrupted one only as far as it came."""
-    with lm.writers.submit(generation.request) as steps:
+    with lm.engine.submit(generation.request) as steps:
         for _ in generation.extend(steps):
             if most is not None and len(generation.steps) >= most:
                 break
 
 
-def _judged(lm: Subject, trace: Trace, count: int) -> list[Step]:
+def _judged(lm: LanguageModel, trace: Trace, count: int) -> list[Step]:
     """The first steps as they stand, with what the model thinks of them now."""
     if not count:
         return []
@@ -195,7 +196,7 @@ def _judged(lm: Subject, trace: Trace, count: int) -> list[Step]:
                 found.append(
                     replace(
                         step,
-                        bytes=lm.writers.token_bytes(step.token),
+                        bytes=lm.engine.token_bytes(step.token),
                         logprob=float(said.logprobs[row]),
                         rank=int(said.ranks[row]),
                         entropy=max(0.0, float(said.entropies[row])),

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
-from unspool.engine.plain import Limits
 from unspool.engine.steps import Candidate, Step
 from unspool.errors import UnspoolError
 from unspool.lens import parsing as p
-from unspool.lens.subject import Subject
 from unspool.sampling import Draw, GrammarSpec, SamplingSettings, StageReport
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
+from unspool.session import LanguageModel
 
 FORMAT = "unspool-trace"
 VERSION = 1
@@ -87,13 +87,13 @@ class Trace:
         return found
 
 
-def fingerprint(lm: Subject) -> Fingerprint:
+def fingerprint(lm: LanguageModel) -> Fingerprint:
     config = json.loads(json.dumps(lm.config.to_dict()))  # as it comes out of a file
     name = lm.path.name if lm.path else lm.config.family
     return Fingerprint(name, config, lm.model.precision, lm.model.fingerprint())
 
 
-def trace_of(lm: Subject, generation: Generation) -> Trace:
+def trace_of(lm: LanguageModel, generation: Generation) -> Trace:
     """Everything about a generation; ask for it with `explain` and `top` to have the detail."""
     request, steps = generation.request, generation.steps
     chosen = [number for number, step in enumerate(steps, start=1) if step.chosen]

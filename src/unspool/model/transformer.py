@@ -142,10 +142,18 @@ class Attention(nn.Module):
         mixed = weights.unflatten(1, (-1, group)).flatten(2, 3) @ value
         return mixed.unflatten(2, (group, count)).flatten(1, 2)
 
-    def weights(self, query: Tensor, key: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
+    def weights(
+        self,
+        query: Tensor,
+        key: Tensor,
+        ours: Tensor,
+        theirs: Tensor,
+        visible_end: Tensor | None = None,
+    ) -> Tensor:
         """How much each query looks at each key: [batch, heads, queries, keys], rows sum to one.
 
-        `ours` and `theirs` are the positions of queries [..., queries] and keys [..., keys].
+        `ours` and `theirs` are the positions of queries [..., queries] and keys [..., keys]. A
+        query sees the keys up to its own position, or before `visible_end` [..., queries].
         """
         # Several query heads share one key head: put them side by side as more queries.
         group = self.config.heads // self.config.kv_heads
@@ -155,7 +163,8 @@ class Attention(nn.Module):
         if self.config.attention_softcap:
             scores = torch.tanh(scores / self.config.attention_softcap)
             scores = scores * self.config.attention_softcap
-        hidden = theirs[..., None, :] > ours[..., :, None]  # the causal mask: nobody sees ahead
+        end = ours + 1 if visible_end is None else visible_end
+        hidden = theirs[..., None, :] >= end[..., :, None]  # causal: nobody sees ahead
         if self.window:
             hidden = hidden | (theirs[..., None, :] <= ours[..., :, None] - self.window)
         if hidden.ndim == 3:  # one mask for each text of a batch, the same for all heads

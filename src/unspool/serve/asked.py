@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from unspool.decoding.adaptive import Adaptive
 from unspool.decoding.draft_corpus import Corpus, PredictedText
 from unspool.engine.request import Drafter, Request
-from unspool.lm import LanguageModel
 from unspool.serve.faults import refused
 from unspool.serve.schemas.common import Bias, StopStrings, biases, stops
 from unspool.serve.schemas.extension import Extension
+from unspool.session import LanguageModel
 
 _GRAMMARS = ("json", "json_schema", "regex", "grammar", "choice")
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
-from unspool.lm import LanguageModel
 from unspool.serve.faults import ApiError, refused
+from unspool.session import LanguageModel
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -92,11 +92,11 @@ class _Engines(Collector):
             for state, count in (
                 ("total", pool.count),
                 ("used", pool.used),
-                ("shared", pool.shared),
+                ("shared", engine.tree.index.shared),
             ):
                 pages.add_metric((served.name, state), count)
-            batches.add_metric((served.name,), engine.runs)
-            aside.add_metric((served.name,), engine.scheduler.put_aside)
+            batches.add_metric((served.name,), engine.steps)
+            aside.add_metric((served.name,), engine.scheduler.preemptions)
         yield pages
         yield batches
         yield aside

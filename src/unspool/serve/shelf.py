@@ -20,9 +20,9 @@ from functools import cached_property
 
 from unspool import __version__
 from unspool.errors import UnspoolError
-from unspool.lm import LanguageModel
 from unspool.serve.faults import ApiError
 from unspool.serve.threads import in_thread
+from unspool.session import LanguageModel
 from unspool.text.tools.formats import ToolFormat, tool_format
 
 
@@ -157,7 +157,7 @@ class Shelf:
 
 def _opened(entry: Entry) -> Served:
     lm = entry.load()
-    lm.writers  # noqa: B018  starts the engine, so that the first request need not wait for it
+    lm.engine  # noqa: B018  starts the engine, so that the first request need not wait for it
     source = lm.tokenizer.chat_template
     print_of = f"{__version__} {lm.model.fingerprint()} {lm.model.precision} {lm.model.device}"
     return Served(

@@ -18,7 +18,6 @@ from fastapi import Query, Request
 from starlette.responses import Response
 
 from unspool.engine.generation import Generation
-from unspool.lm import LanguageModel
 from unspool.serve import tree_look, tree_resume  # noqa: F401  they put their routes in too
 from unspool.serve.branch_told import summary
 from unspool.serve.branches import TreeBranch
@@ -29,6 +28,7 @@ from unspool.serve.json_reply import JsonReply
 from unspool.serve.schemas.tree import Added, Chosen, Forked, NewBranch, Renamed, Rewound
 from unspool.serve.tree_prompt import new_branch, turn
 from unspool.serve.tree_shared import branches_of, reply, router
+from unspool.session import LanguageModel
 
 __all__ = ["router"]
 _JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabulary

@@ -19,7 +19,6 @@ from unspool.lens.logit_lens import logit_lens
 from unspool.lens.look import Look, look
 from unspool.lens.neighbours import neighbours
 from unspool.lens.weights import host
-from unspool.lm import LanguageModel
 from unspool.sampling import log_softmax, score
 from unspool.serve.branch_told import sampling
 from unspool.serve.faults import refused
@@ -28,6 +27,7 @@ from unspool.serve.json_reply import JsonReply
 from unspool.serve.schemas.tree import Place
 from unspool.serve.told import finite
 from unspool.serve.tree_shared import branches_of, router
+from unspool.session import LanguageModel
 
 MOST_ALTERNATIVES = 500
 MOST_NUMBERS = 2_000_000  # of attention in one answer

@@ -12,7 +12,8 @@ import numpy as np
 from gguf.quants import dequantize
 from packing_support import FLOATS, floats
 
-from unspool.backends.base import Backend, Batch, Floats, Inside, Taps
+from unspool.backends.base import Backend
+from unspool.backends.step import Floats, Inside, Look, StepBatch, TableUpdates
 from unspool.model.config import ModelConfig
 from unspool.model.gguf import BLOCK_TYPES
 from unspool.model.positions import Rotary
@@ -126,17 +127,28 @@ class Library:
         return Text(list(tokens), [self.free.pop() for _ in range(-(-len(tokens) // PAGE))])
 
 
-def batch_of(parts: Sequence[tuple[Text, int]]) -> Batch:
+def batch_of(parts: Sequence[tuple[Text, int]], look: Look | None = None) -> StepBatch:
     """The next so many tokens of each text; logits of all are wanted."""
     counts = [count for _, count in parts]
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     spans = [(text, text.read, text.read + count) for text, count in parts]
     tokens = np.array([token for text, a, b in spans for token in text.tokens[a:b]], np.int64)
     positions = np.concatenate([np.arange(a, b) for _, a, b in spans]).astype(np.int64)
-    pages = np.full((len(parts), max(len(text.pages) for text, _ in parts)), -1, np.int64)
-    for row, (text, _) in enumerate(parts):
-        pages[row, : len(text.pages)] = text.pages
-    return Batch(tokens, positions, starts, pages, np.arange(starts[-1]))
+    table = [
+        (row, column, page)
+        for row, (text, _) in enumerate(parts)
+        for column, page in enumerate(text.pages)
+    ]
+    return StepBatch(
+        tokens,
+        positions,
+        positions + 1,
+        starts,
+        slots=np.arange(len(parts)),
+        updates=TableUpdates(*np.array(table).T),
+        logits=np.arange(starts[-1]),
+        look=look,
+    )
 
 
 def read(backend: Backend, parts: Sequence[tuple[Text, int]]) -> list[Floats]:
@@ -145,10 +157,10 @@ def read(backend: Backend, parts: Sequence[tuple[Text, int]]) -> list[Floats]:
 
 
 def look(
-    backend: Backend, parts: Sequence[tuple[Text, int]], taps: Taps | None
+    backend: Backend, parts: Sequence[tuple[Text, int]], taps: Look | None
 ) -> tuple[list[Floats], Inside | None]:
-    batch = batch_of(parts)
-    ran = backend.run(batch, taps)
+    batch = batch_of(parts, taps)
+    ran = backend.launch(batch).result()
     for text, count in parts:
         text.read += count
     return np.split(np.asarray(ran.logits), batch.starts[1:-1]), ran.inside

@@ -15,10 +15,11 @@ import transformers
 from native_support import Library, RandomCheckpoint, config, look, read, read_whole
 
 from unspool import native
-from unspool.backends.base import Backend, Taps
+from unspool.backends.base import Backend
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.loaded import load_cpu
 from unspool.backends.cpu.packing import PACKINGS
+from unspool.backends.step import Look
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
 from unspool.model.stored import Stored
@@ -59,7 +60,7 @@ def pair(
 def test_prompts_at_once_and_all_that_can_be_looked_at(pair: tuple[Backend, Backend]):
     lengths = (70, 30, 5, 1, 17, 47)
     every = np.arange(sum(lengths))
-    taps = Taps(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
+    taps = Look(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
     found = []
     for backend in pair:
         library = Library(PAGES, 259)
@@ -137,7 +138,7 @@ def test_texts_of_several_segments(windows: tuple[int, ...], experts: bool):
     read(ours, [(late, 1540)])
     other = library.again(text.tokens)
     read(theirs, [(other, 1540)])
-    last = Taps(attention=np.array([0]))
+    last = Look(attention=np.array([0]))
     _, ours_seen = look(ours, [(late, 1)], last)
     _, theirs_seen = look(theirs, [(other, 1)], last)
     assert ours_seen is not None and theirs_seen is not None

@@ -18,9 +18,9 @@ from native_support import Library, RandomCheckpoint, batch_of, config, read, re
 
 import unspool
 from unspool import native
-from unspool.backends.base import Batch, Taps
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.loaded import load_cpu
+from unspool.backends.step import Look, StepBatch
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.sampling import BadLogitsError
 
@@ -226,11 +226,22 @@ def backend() -> CpuBackend:
     return load_cpu(RandomCheckpoint(config(context=128))).backend(memory=1 << 18, context=128)
 
 
-def changed(name: str, at: Any, value: int) -> Callable[[Batch], Batch]:
-    def change(batch: Batch) -> Batch:
+def changed(name: str, at: Any, value: int) -> Callable[[StepBatch], StepBatch]:
+    def change(batch: StepBatch) -> StepBatch:
         array = getattr(batch, name).copy()
         array[at] = value
         return dataclasses.replace(batch, **{name: array})
+
+    return change
+
+
+def with_page(column: int, page: int) -> Callable[[StepBatch], StepBatch]:
+    """The first text has another page in one place."""
+
+    def change(batch: StepBatch) -> StepBatch:
+        pages = batch.updates.pages.copy()
+        pages[column] = page
+        return dataclasses.replace(batch, updates=dataclasses.replace(batch.updates, pages=pages))
 
     return change
 
@@ -243,14 +254,18 @@ BAD_BATCHES = {
     "position behind everything": changed("positions", slice(None), 1 << 60),
     "position below zero": changed("positions", 0, -1),
     "a gap between positions": changed("positions", 4, 6),
-    "page that is none": changed("pages", (0, 1), 1 << 40),
-    "page that was not given": changed("pages", (0, 0), -1),
+    "page that is none": with_page(1, 1 << 40),
+    "page that was not given": with_page(0, -1),
+    "a token that does not see itself": changed("visible_end", 4, 4),
+    "a token that sees behind the pages": changed("visible_end", 4, 1 << 40),
+    "a token that sees pages it has not": changed("visible_end", 4, 65),
+    "a line of the table that is none": changed("slots", 0, 1 << 40),
     "row that ends before it begins": changed("starts", 1, 21),
     "rows that end elsewhere": changed("starts", -1, 19),
     "rows that begin elsewhere": changed("starts", 0, 1),
-    "logits of nobody": changed("wanted", 0, 20),
-    "logits of minus one": changed("wanted", 0, -1),
-    "a row without pages": lambda batch: dataclasses.replace(batch, pages=batch.pages[:1]),
+    "logits of nobody": changed("logits", 0, 20),
+    "logits of minus one": changed("logits", 0, -1),
+    "a row without pages": lambda batch: dataclasses.replace(batch, slots=batch.slots[:1]),
     "a token without a place": lambda b: dataclasses.replace(b, positions=b.positions[:-1]),
     "a place for no token": lambda batch: dataclasses.replace(batch, tokens=batch.tokens[:-1]),
 }
@@ -260,33 +275,42 @@ BAD_BATCHES = {
 def test_a_batch_that_makes_no_sense(name: str, backend: CpuBackend):
     library = Library(8, 67)
     good = batch_of([(library.text(18), 17), (library.text(3), 3)])
-    expected = backend.run(good).logits
+    expected = backend.launch(good).result().logits
     with pytest.raises(UnspoolError, match="a token, a position or a page that does not exist"):
-        backend.run(BAD_BATCHES[name](good))
-    assert np.array_equal(backend.run(good).logits, expected), "it works as before"
+        backend.launch(BAD_BATCHES[name](good))
+    assert np.array_equal(backend.launch(good).result().logits, expected), "it works as before"
 
 
 @pytest.mark.parametrize("kind", ["residuals", "attention", "parts"])
 @pytest.mark.parametrize("token", [-1, 5, 1 << 40])
 def test_taps_on_nothing(kind: str, token: int, backend: CpuBackend):
-    batch = batch_of([(Library(8, 67).text(5), 5)])
+    batch = batch_of([(Library(8, 67).text(5), 5)], Look(**{kind: np.array([token])}))
     with pytest.raises(UnspoolError, match="taps name a token that is not in the batch"):
-        backend.run(batch, Taps(**{kind: np.array([token])}))
+        backend.launch(batch)
 
 
 def test_pages_that_do_not_exist_are_not_copied(backend: CpuBackend):
-    for source, target in [(-1, 0), (0, backend.page_count), (1 << 40, 0)]:
+    batch = batch_of([(Library(8, 67).text(5), 5)])
+    for copy in [(-1, 0), (0, backend.page_count), (1 << 40, 0)]:
         with pytest.raises(UnspoolError, match="pages go from 0 to"):
-            backend.copy_page(source, target)
+            backend.launch(dataclasses.replace(batch, copies=np.array([copy])))
+
+
+def test_a_table_that_is_too_large_to_be_true(backend: CpuBackend):
+    batch = batch_of([(Library(8, 67).text(5), 5)])
+    for name, value in [("slots", 1 << 40), ("slots", -1), ("columns", 1 << 40), ("columns", -1)]:
+        updates = dataclasses.replace(batch.updates, **{name: np.array([value])})
+        with pytest.raises(UnspoolError, match="block table"):
+            backend.launch(dataclasses.replace(batch, updates=updates))
 
 
 def test_an_empty_batch_is_nothing(backend: CpuBackend):
     none = np.empty(0, np.int64)
-    ran = backend.run(Batch(none, none, np.zeros(1, np.int64), np.empty((0, 1), np.int64), none))
-    assert ran.logits.shape == (0, 67)
+    empty = StepBatch(none, none, none, np.zeros(1, np.int64), none)
+    assert backend.launch(empty).result().logits.shape == (0, 67)
     text = Library(8, 67).text(3)
-    batch = dataclasses.replace(batch_of([(text, 3)]), wanted=none)
-    assert backend.run(batch).logits.shape == (0, 67)
+    batch = dataclasses.replace(batch_of([(text, 3)]), logits=none)
+    assert backend.launch(batch).result().logits.shape == (0, 67)
     assert np.isfinite(read(backend, [(text, 3)])[0]).all()
 
 
@@ -318,7 +342,7 @@ def test_no_memory_for_the_weights(room: int, words: str, default_model: Path):
     """The file is 98 MB and is mapped; its weights take 100 more."""
     code = f"""
 import resource, sys
-import unspool.lm, unspool.cli, unspool.backends.cpu.loaded, numpy
+import unspool.loading, unspool.cli, unspool.backends.cpu.loaded, numpy
 from pathlib import Path
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + {room << 20}, size + {room << 20}))

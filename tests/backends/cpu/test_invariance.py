@@ -6,16 +6,26 @@ own for 1 to 4 rows, up to 8, and more; attention has two ways, by the length of
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
-from native_support import Library, RandomCheckpoint, Text, config, look, read, read_whole
+from native_support import (
+    Library,
+    RandomCheckpoint,
+    Text,
+    batch_of,
+    config,
+    look,
+    read,
+    read_whole,
+)
 
 from unspool import native
-from unspool.backends.base import Floats, Taps
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.step import Floats, Look
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -114,17 +124,17 @@ def test_alone_and_among_up_to_forty(case: Case):
 def test_while_somebody_looks(case: Case):
     text = Library(PAGES, 67, seed=7).again(case.tokens)
     every = np.arange(530)
-    taps = Taps(residuals=every[::50], attention=every[::50], parts=every[::90])
+    taps = Look(residuals=every[::50], attention=every[::50], parts=every[::90])
     start, inside = look(case.backend, [(text, 530)], taps)
     one = np.array([0])
     steps = [
-        look(case.backend, [(text, 1)], Taps(residuals=one, attention=one))[0][0] for _ in range(10)
+        look(case.backend, [(text, 1)], Look(residuals=one, attention=one))[0][0] for _ in range(10)
     ]
     same(np.concatenate([*start, *steps]), case.expected)
     assert inside is not None and inside.residuals is not None
     again = Library(PAGES, 67, seed=8).again(case.tokens)
     read(case.backend, [(again, 477)])
-    _, later = look(case.backend, [(again, 30)], Taps(residuals=np.array([23])))
+    _, later = look(case.backend, [(again, 30)], Look(residuals=np.array([23])))
     assert later is not None and later.residuals is not None
     assert np.array_equal(inside.residuals[:, 10], later.residuals[:, 0]), "the taps see the same"
 
@@ -134,11 +144,10 @@ def test_on_copied_pages(case: Case):
     text = library.again(case.tokens)
     read(case.backend, [(text, 520)])
     copy = library.again(case.tokens)
-    for source, target in zip(text.pages, copy.pages, strict=True):
-        case.backend.copy_page(source, target)
     copy.read = 520
     other = Text([*text.tokens[:520], *[1] * 20], text.pages, 520)  # writes into the first's pages
-    read(case.backend, [(other, 20)])
+    copies = np.array(list(zip(text.pages, copy.pages, strict=True)))
+    case.backend.launch(dataclasses.replace(batch_of([(other, 20)]), copies=copies))
     same(read_whole(case.backend, copy, 3), case.expected[520:])
 
 

@@ -128,7 +128,8 @@ def test_structures_are_those_of_the_headers():
     for name in ("Op", "Vector", "RotaryTable", "KeyValues", "TapList", "ModelSpec", "Batch"):
         start = text.index(f"struct {name} {{")
         lines = text[start : text.index("};", start)].splitlines()[1:]
-        declared = [line.split(";")[0].split() for line in lines if ";" in line]
+        fields = [line for line in lines if ";" in line and "return" not in line]
+        declared = [line.split(";")[0].split() for line in fields]
         ours = getattr(structures, "BatchStructure" if name == "Batch" else name)
         assert [words[-1] for words in declared] == [field[0] for field in ours._fields_], name
         sizes = [8 if "*" in words[-2] or "64" in words[-2] else 4 for words in declared]

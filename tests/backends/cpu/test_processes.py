@@ -180,7 +180,7 @@ def test_what_was_asked_for_just_before_the_end_is_told(lm: Any):
         busy.set()
         go_on.wait(20)
 
-    lm.engine.tell(keep_busy)
+    lm.engine.loop.tell(keep_busy)
     assert busy.wait(20)
     _, steps = lm.begin([1, 2, 3], max_tokens=5)
     closing = threading.Thread(target=lm.engine.close)
@@ -273,7 +273,9 @@ def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch):
 
 def test_all_that_is_called_is_looked_for():
     text = "".join(file.read_text(encoding="utf-8") for file in SOURCES.rglob("*.py"))
-    called = set(re.findall(r"(?:library|functions\(\)|found|_library\(\))\.unspool_(\w+)", text))
+    called = set(
+        re.findall(r"(?:library|library\(\)|functions\(\)|found|_library\(\))\.unspool_(\w+)", text)
+    )
     assert called == {*native._NEEDED, "version"}
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from unspool.backends.base import Batch, Floats, Inside, Ran, Taps
 from unspool.backends.cpu.structures import (
     BatchStructure,
     KeyValues,
@@ -27,13 +26,25 @@ from unspool.backends.cpu.structures import (
     functions,
 )
 from unspool.backends.memory import free_memory, pages_in
+from unspool.backends.step import (
+    BlockTable,
+    Done,
+    Floats,
+    Inside,
+    Look,
+    StepBatch,
+    StepResult,
+    no_ints,
+)
 from unspool.errors import UnspoolError
+from unspool.sampling.picker import pick
 
 if TYPE_CHECKING:
     from unspool.backends.cpu.loaded import CpuModel
     from unspool.model.config import ModelConfig
 
 PAGE_SIZE = 16
+_NO_LOGPROBS = np.empty(0)
 LANES = 16
 _FIRST_ANGLES = 512  # positions whose angles are worked out at first; then twice as many, and so on
 FORKED = "this model was loaded before the process was forked; load it in the child process"
@@ -54,6 +65,8 @@ def page_bytes(config: ModelConfig, kv_bits: int) -> int:
 
 class CpuBackend:
     """A `CpuModel` behind the engine's contract."""
+
+    overlaps = False
 
     def __init__(self, model: CpuModel, *, memory: int | None, context: int) -> None:
         config = model.config
@@ -78,40 +91,67 @@ class CpuBackend:
         self._angles = _Angles(model, context)
         self._process = os.getpid()
         self._turn = threading.Lock()
+        self._table = BlockTable()
+        self._logits = np.empty((0, self.vocab_size), np.float32)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def launch(self, batch: StepBatch) -> Done:
+        """Run the whole step in one call of the library, the picking of tokens in another."""
+        if os.getpid() != self._process:
+            raise UnspoolError(FORKED)
+        with self._turn:
+            self._table.apply(batch.updates)
+            for source, target in batch.copies.tolist():
+                self._copy_page(source, target)
+            return Done(self._run(batch))
+
+    def _copy_page(self, source: int, target: int) -> None:
         if not (0 <= source < self.page_count and 0 <= target < self.page_count):
             raise UnspoolError(
                 f"pages go from 0 to {self.page_count - 1}, not {source} or {target}"
             )
         functions().unspool_copy_page(ctypes.byref(self._kv), source, target)
 
-    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
-        if os.getpid() != self._process:
-            raise UnspoolError(FORKED)
+    def _run(self, batch: StepBatch) -> StepResult:
+        picked, asked = len(batch.sampled), len(batch.logits)
+        wanted = np.concatenate((batch.sampled, batch.logits)) if asked else batch.sampled
         arrays = [
             contiguous(array)
-            for array in (batch.tokens, batch.positions, batch.starts, batch.pages, batch.wanted)
-        ]
-        count, rows, wanted = len(batch.tokens), len(batch.starts) - 1, len(batch.wanted)
-        if len(batch.positions) != count or len(batch.pages) != rows:
-            raise UnspoolError(_FAULTS[3])
-        structure = BatchStructure(*map(address, arrays), count, rows, batch.pages.shape[1], wanted)
-        logits = np.empty((wanted, self.vocab_size), np.float32)
-        watch = _Watch(self.model, batch, taps) if taps else None
-        with self._turn:
-            angles = self._angles.up_to(int(arrays[1].max()) + 1 if count else 0)
-            status = functions().unspool_run(
-                self._runner.handle,
-                ctypes.addressof(self._kv),
-                angles,
-                ctypes.addressof(structure),
-                ctypes.addressof(watch.list) if watch else None,
-                address(logits),
+            for array in (
+                batch.tokens, batch.positions, batch.visible_end, batch.starts, batch.slots,
+                self._table.pages, wanted,
             )
+        ]  # fmt: skip
+        count, rows = len(batch.tokens), len(batch.starts) - 1
+        if {len(batch.positions), len(batch.visible_end)} != {count} or len(batch.slots) != rows:
+            raise UnspoolError(_FAULTS[3])
+        structure = BatchStructure(
+            *map(address, arrays), count, rows, *self._table.pages.shape, len(wanted)
+        )
+        logits = self._room_for(picked, asked)
+        watch = _Watch(self.model, batch, batch.look) if batch.look else None
+        status = functions().unspool_run(
+            self._runner.handle,
+            ctypes.addressof(self._kv),
+            self._angles.up_to(int(arrays[1].max()) + 1 if count else 0),
+            ctypes.addressof(structure),
+            ctypes.addressof(watch.list) if watch else None,
+            address(logits),
+        )
         if status:
             raise UnspoolError(_FAULTS[status].format(count=count))
-        return Ran(logits, watch.inside() if watch else None)
+        inside = watch.inside() if watch else None
+        if batch.pick is None:
+            return StepResult(no_ints(), _NO_LOGPROBS, logits[picked:], inside)
+        found = pick(logits[:picked], batch.pick, self.model.threads)
+        return StepResult(found.tokens, found.logprobs, logits[picked:], inside, found.failures)
+
+    def _room_for(self, picked: int, asked: int) -> Floats:
+        """Memory for logits: new where they are given away, and otherwise that of the last step."""
+        if asked:
+            return np.empty((picked + asked, self.vocab_size), np.float32)
+        if len(self._logits) < picked:
+            self._logits = np.empty((picked, self.vocab_size), np.float32)
+        return self._logits[:picked]
 
     def profile(self) -> Floats:
         """Seconds in each operation since the last call; the first call begins to measure."""
@@ -167,7 +207,7 @@ class _Angles:
 class _Watch:
     """Room for what the taps ask for, and what was seen made into arrays."""
 
-    def __init__(self, model: CpuModel, batch: Batch, taps: Taps) -> None:
+    def __init__(self, model: CpuModel, batch: StepBatch, taps: Look) -> None:
         config = model.config
         self._taps = taps
         self._rows = np.union1d(taps.residuals, taps.parts).astype(np.int64)
@@ -177,7 +217,7 @@ class _Watch:
         self._snapshots = np.empty(
             (2 * config.layers + 1, len(self._rows), config.width), np.float32
         )
-        self._past = batch.positions[taps.attention] + 1
+        self._past = batch.visible_end[taps.attention]
         self._shape = (config.layers, config.heads)
         sizes = self._past * config.layers * config.heads
         self._starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import Floats, Ints
 from unspool.backends.cpu.backend import FORKED, CpuBackend
 from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error, slices
 from unspool.backends.cpu.plan import Plan, build_plan
 from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
 from unspool.backends.cpu.threads import choose_threads
+from unspool.backends.step import Floats, Ints
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig

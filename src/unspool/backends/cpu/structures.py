@@ -83,12 +83,15 @@ class BatchStructure(ctypes.Structure):
     _fields_ = (
         ("tokens", _pointer),
         ("positions", _pointer),
+        ("visible_end", _pointer),
         ("starts", _pointer),
-        ("pages", _pointer),
+        ("slots", _pointer),
+        ("table", _pointer),
         ("wanted", _pointer),
         ("count", _i64),
         ("rows", _i64),
-        ("pages_of_row", _i64),
+        ("table_rows", _i64),
+        ("table_columns", _i64),
         ("wanted_count", _i64),
     )
 

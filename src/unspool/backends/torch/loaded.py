@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.backends.base import Floats
+from unspool.backends.step import Floats
 from unspool.backends.torch.paged import TorchBackend, pages_for
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Transformer

@@ -13,15 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.backends.base import Batch, Inside, Ran, Taps
 from unspool.backends.memory import free_memory, pages_in
+from unspool.backends.step import (
+    BlockTable,
+    Done,
+    Inside,
+    Ints,
+    Look,
+    StepBatch,
+    StepResult,
+    no_ints,
+)
 from unspool.model.transformer import QUERIES_AT_ONCE, Attention, Layer, Transformer
+from unspool.sampling.picker import pick
 
 PAGE_SIZE = 16
 
 
 class TorchBackend:
     """A `Transformer` behind the engine's contract."""
+
+    overlaps = False
 
     def __init__(self, model: Transformer, *, page_count: int, context: int | None = None) -> None:
         config, weight = model.config, model.embed.weight
@@ -31,29 +43,41 @@ class TorchBackend:
         self.vocab_size = config.vocab_size
         self.context = context or config.context
         self._device = weight.device
+        self._table = BlockTable()
         # One long row of slots a layer: slot = page * page_size + place in the page.
         shape = (page_count * PAGE_SIZE, config.kv_heads, config.head_width)
         self._keys = [_untouched(shape, weight) for _ in range(config.layers)]
         self._values = [_untouched(shape, weight) for _ in range(config.layers)]
 
-    def copy_page(self, source: int, target: int) -> None:
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch) -> Done:
+        self._table.apply(batch.updates)
+        for source, target in batch.copies.tolist():
+            self._copy_page(source, target)
+        return Done(self._run(batch))
+
+    def _copy_page(self, source: int, target: int) -> None:
         size = self.page_size
         for store in (*self._keys, *self._values):
             store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
 
-    @torch.inference_mode()
-    def run(self, batch: Batch, taps: Taps | None = None) -> Ran:
-        model, plan = self.model, _Plan(batch, self.page_size, self._device)
+    def _run(self, batch: StepBatch) -> StepResult:
+        model, plan = self.model, _Plan(batch, self._table, self.page_size, self._device)
         angles = model.angles(batch.positions, self.context)
         x = model.embedded(plan.tokens[None], batch.positions)
-        watch = _Watch(taps, plan, x) if taps else None
+        watch = _Watch(batch.look, x) if batch.look else None
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
             x = self._layer(number, layer, x, angles[number], plan, watch)
-        wanted = torch.from_numpy(batch.wanted).to(self._device)
-        logits = model.logits(x[0, wanted]).float()
-        found: Any = logits if self._device.type != "cpu" else logits.numpy()
-        return Ran(found, watch.inside() if watch else None)
+        picked = len(batch.sampled)
+        wanted = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(self._device)
+        given = model.logits(x[0, wanted]).float()
+        logits = given if self._device.type != "cpu" else given.numpy()
+        inside = watch.inside() if watch else None
+        if batch.pick is None:
+            return StepResult(no_ints(), np.empty(0), logits, inside)
+        found = pick(logits[:picked], batch.pick)
+        return StepResult(found.tokens, found.logprobs, logits[picked:], inside, found.failures)
 
     def _layer(
         self,
@@ -108,21 +132,23 @@ def pages_for(model: Transformer, memory: int | None) -> int:
 class _Plan:
     """What every layer needs to know of a batch, worked out once."""
 
-    def __init__(self, batch: Batch, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: StepBatch, table: BlockTable, page_size: int, device: torch.device
+    ) -> None:
         counts = np.diff(batch.starts)
-        rows = np.repeat(np.arange(len(counts)), counts)
-        slots = batch.pages[rows, batch.positions // page_size] * page_size
+        rows = np.repeat(batch.slots, counts)
+        slots = table.pages[rows, batch.positions // page_size] * page_size
         self.tokens = torch.from_numpy(batch.tokens).to(device)
         self.slots = torch.from_numpy(slots + batch.positions % page_size).to(device)
         single = np.flatnonzero(counts == 1)
         self.groups: list[_Decoding | _Chunk] = []
         if len(single):
-            self.groups.append(_Decoding(batch, single, page_size, device))
+            self.groups.append(_Decoding(batch, single, table, page_size, device))
         for row in np.flatnonzero(counts > 1):
-            self.groups.append(_Chunk(batch, int(row), page_size, device))
+            self.groups.append(_Chunk(batch, int(row), table, page_size, device))
 
 
-def _slots_of(pages: np.ndarray[Any, Any], length: int, page_size: int) -> np.ndarray[Any, Any]:
+def _slots_of(pages: Ints, length: int, page_size: int) -> Ints:
     """The slots of a text's first `length` tokens."""
     used = pages[: -(-length // page_size)]
     every = used[:, None] * page_size + np.arange(page_size)[None, :]
@@ -133,18 +159,24 @@ class _Decoding:
     """Rows with one new token each: their pasts side by side, filled up to the longest."""
 
     def __init__(
-        self, batch: Batch, rows: np.ndarray[Any, Any], page_size: int, device: torch.device
+        self,
+        batch: StepBatch,
+        rows: Ints,
+        table: BlockTable,
+        page_size: int,
+        device: torch.device,
     ) -> None:
         places = batch.starts[rows]
-        lengths = batch.positions[places] + 1
-        slots = np.zeros((len(rows), int(lengths.max())), np.int64)
-        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            slots[number, :length] = _slots_of(batch.pages[row], int(length), page_size)
-        self.lengths = lengths.tolist()
+        ends = batch.visible_end[places]
+        slots = np.zeros((len(rows), int(ends.max())), np.int64)
+        for number, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            slots[number, :end] = _slots_of(table.pages[batch.slots[row]], int(end), page_size)
+        self.lengths = ends.tolist()
         self.places = torch.from_numpy(places).to(device)
         self.slots = torch.from_numpy(slots).to(device)
-        self.ours = torch.from_numpy(lengths - 1).to(device)[:, None]
-        # What fills a row up stands behind its query, so that the causal mask hides it.
+        self.ours = torch.from_numpy(batch.positions[places]).to(device)[:, None]
+        # What fills a row up stands behind what its query sees, so that the mask hides it.
+        self.ends = torch.from_numpy(ends).to(device)[:, None]
         self.theirs = torch.arange(slots.shape[1], device=device)
 
     def attend(
@@ -158,7 +190,7 @@ class _Decoding:
     ) -> None:
         ours = query[:, self.places].transpose(0, 1)[:, :, None]  # [rows, heads, 1, head_width]
         key, value = (store[self.slots].transpose(1, 2) for store in (keys, values))
-        weights = attention.weights(ours, key, self.ours, self.theirs)
+        weights = attention.weights(ours, key, self.ours, self.theirs, self.ends)
         if watch:
             for number, place in enumerate(self.places.tolist()):
                 watch.attention(place, weights[number, :, 0, : self.lengths[number]])
@@ -170,13 +202,21 @@ class _Decoding:
 class _Chunk:
     """A row with several new tokens: a piece of a prompt, or a draft to be checked."""
 
-    def __init__(self, batch: Batch, row: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: StepBatch,
+        row: int,
+        table: BlockTable,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
         self.first, self.end = int(batch.starts[row]), int(batch.starts[row + 1])
         self.start = int(batch.positions[self.first])
-        length = self.start + self.end - self.first
-        slots = _slots_of(batch.pages[row], length, page_size)
+        self.ends = batch.visible_end[self.first : self.end]
+        length = int(self.ends.max())
+        slots = _slots_of(table.pages[batch.slots[row]], length, page_size)
         self.slots = torch.from_numpy(slots).to(device)
-        self.theirs = torch.arange(length, device=device)
+        self.positions = torch.arange(length, device=device)
 
     def attend(
         self,
@@ -190,18 +230,19 @@ class _Chunk:
         for first in range(self.first, self.end, QUERIES_AT_ONCE):
             end = min(first + QUERIES_AT_ONCE, self.end)
             position = self.start + first - self.first
-            newest = position + end - first
+            ends = self.ends[first - self.first : end - self.first]
+            newest = int(ends.max())
             oldest = max(0, position + 1 - attention.window) if attention.window else 0
-            slots, theirs = self.slots[oldest:newest], self.theirs[oldest:newest]
+            slots, theirs = self.slots[oldest:newest], self.positions[oldest:newest]
             key, value = (store[slots].transpose(0, 1)[None] for store in (keys, values))
-            ours = self.theirs[position:newest]
-            weights = attention.weights(query[None, :, first:end], key, ours, theirs)
+            ours = self.positions[position : position + end - first]
+            visible_end = torch.from_numpy(ends).to(ours.device)
+            weights = attention.weights(query[None, :, first:end], key, ours, theirs, visible_end)
             if watch:
-                for place in range(first, end):
-                    past = position + place - first + 1
+                for number, past in enumerate(ends.tolist()):
                     whole = weights.new_zeros(weights.shape[1], past)
-                    whole[:, oldest:] = weights[0, :, place - first, : past - oldest]
-                    watch.attention(place, whole)
+                    whole[:, oldest:] = weights[0, :, number, : past - oldest]
+                    watch.attention(first + number, whole)
             group = weights.shape[1] // value.shape[1]
             grouped = weights.to(value.dtype).unflatten(1, (-1, group)).flatten(2, 3)
             found = (grouped @ value).unflatten(2, (group, -1)).flatten(1, 2)
@@ -211,7 +252,7 @@ class _Chunk:
 class _Watch:
     """Keeps what the taps asked for while the layers run."""
 
-    def __init__(self, taps: Taps, plan: _Plan, x: Tensor) -> None:
+    def __init__(self, taps: Look, x: Tensor) -> None:
         device = x.device
         self._residual_rows = torch.from_numpy(taps.residuals).to(device)
         self._part_rows = torch.from_numpy(taps.parts).to(device)

@@ -88,17 +88,22 @@ struct KeyValues {
     int32_t layers;
 };
 
-// A ragged batch, as in `backends/base.py`.
+// A ragged batch, as in `backends/step.py`.
 struct Batch {
     const int64_t* tokens;
     const int64_t* positions;
-    const int64_t* starts;  // [rows + 1]
-    const int64_t* pages;   // [rows, pages_of_row]
+    const int64_t* visible_end;  // each token sees the positions before this one
+    const int64_t* starts;       // [rows + 1]
+    const int64_t* slots;        // [rows]: each row's line of the block table
+    const int64_t* table;        // [table_rows, table_columns]: pages
     const int64_t* wanted;
     int64_t count;  // of tokens
     int64_t rows;
-    int64_t pages_of_row;
+    int64_t table_rows;
+    int64_t table_columns;
     int64_t wanted_count;
+
+    const int64_t* pages(int64_t row) const { return table + slots[row] * table_columns; }
 };
 
 // What somebody looks at. Both outputs are laid out by Python.

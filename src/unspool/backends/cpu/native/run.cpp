@@ -30,7 +30,8 @@ bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
     const Op& embed = spec.ops[0];
     if (!all_within(batch.tokens, batch.count, spec.matrices[embed.matrix].rows)) return false;
     if (!all_within(batch.wanted, batch.wanted_count, batch.count)) return false;
-    int64_t positions = batch.pages_of_row * kPage;
+    if (!all_within(batch.slots, batch.rows, batch.table_rows)) return false;
+    int64_t positions = batch.table_columns * kPage;
     if (embed.vector >= 0) {
         const int64_t known = spec.vectors[embed.vector].count / spec.buffer_widths[embed.target];
         positions = known < positions ? known : positions;
@@ -46,9 +47,13 @@ bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
         if (last < first || last > batch.count) return false;
         for (int64_t at = first + 1; at < last; ++at)  // a row's tokens stand one behind the other
             if (batch.positions[at] != batch.positions[at - 1] + 1) return false;
-        if (first == last) continue;
-        const int64_t pages = batch.positions[last - 1] / kPage + 1;
-        if (!all_within(batch.pages + row * batch.pages_of_row, pages, kv.pages)) return false;
+        int64_t seen = 0;
+        for (int64_t at = first; at < last; ++at) {
+            const int64_t end = batch.visible_end[at];
+            if (end <= batch.positions[at] || end > batch.table_columns * kPage) return false;
+            seen = end > seen ? end : seen;
+        }
+        if (!all_within(batch.pages(row), (seen + kPage - 1) / kPage, kv.pages)) return false;
     }
     return true;
 }

@@ -60,6 +60,8 @@ void put(double* place, int64_t behind, float value, int64_t column) {
     std::memcpy(place + behind, &column, sizeof column);
 }
 
+}  // namespace
+
 void leading(const float* logits, int64_t width, int64_t count, double* values, int64_t behind) {
     const float level = level_for(logits, width, count);
     const std::vector<int32_t> near =
@@ -86,7 +88,26 @@ void leading(const float* logits, int64_t width, int64_t count, double* values, 
     }
 }
 
-}  // namespace
+int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found) {
+    // Where each token stands in `found`, plus one; all 0 between calls, so that a call costs what
+    // the text is long, not what the vocabulary is large.
+    thread_local std::vector<int32_t> places;
+    if (static_cast<int64_t>(places.size()) < vocabulary) places.resize(vocabulary);
+    int64_t number = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t token = tokens[i];
+        if (token < 0 || token >= vocabulary) continue;
+        if (places[token] == 0) {
+            found[number] = token;
+            found[count + number] = 0;
+            places[token] = static_cast<int32_t>(++number);
+        }
+        ++found[count + places[token] - 1];
+    }
+    for (int64_t i = 0; i < number; ++i) places[found[i]] = 0;
+    return number;
+}
+
 }  // namespace unspool
 
 using namespace unspool;
@@ -151,21 +172,5 @@ void unspool_above(const float* logits, int64_t rows, int64_t width, const doubl
 }
 
 int64_t unspool_tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found) {
-    // Where each token stands in `found`, plus one; all 0 between calls, so that a call costs what
-    // the text is long, not what the vocabulary is large.
-    thread_local std::vector<int32_t> places;
-    if (static_cast<int64_t>(places.size()) < vocabulary) places.resize(vocabulary);
-    int64_t number = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t token = tokens[i];
-        if (token < 0 || token >= vocabulary) continue;
-        if (places[token] == 0) {
-            found[number] = token;
-            found[count + number] = 0;
-            places[token] = static_cast<int32_t>(++number);
-        }
-        ++found[count + places[token] - 1];
-    }
-    for (int64_t i = 0; i < number; ++i) places[found[i]] = 0;
-    return number;
+    return tally(tokens, count, vocabulary, found);
 }

@@ -8,6 +8,14 @@
 
 #include "export.h"
 
+namespace unspool {
+// The `count` largest of a row, largest first, equals by lower column: each value, and so many
+// places `behind` it its column.
+void leading(const float* logits, int64_t width, int64_t count, double* values, int64_t behind);
+// Of `count` tokens those of the vocabulary: see unspool_tally.
+int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found);
+}  // namespace unspool
+
 // The largest logit of each row; NaN if one is among them.
 UNSPOOL_API void unspool_peaks(const float* logits, int64_t rows, int64_t width, double* peaks);
 
@@ -39,3 +47,10 @@ UNSPOOL_API void unspool_above(const float* logits, int64_t rows, int64_t width,
 // behind them [count] how often each does; gives how many there are.
 UNSPOOL_API int64_t unspool_tally(const int64_t* tokens, int64_t count, int64_t vocabulary,
                                   int64_t* found);
+
+// Picks one token for each row as the chain of sampling stages does with these settings
+// (`sampling/picker.py` names the columns). `threads` share the rows. A row whose logits give no
+// distribution gets the token -1.
+UNSPOOL_API void unspool_pick(const float* logits, int64_t rows, int64_t width,
+                              const double* floats, const int64_t* ints, const int64_t* history,
+                              int32_t threads, int64_t* tokens, double* logprobs);

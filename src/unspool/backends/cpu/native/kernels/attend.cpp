@@ -4,6 +4,7 @@
 // are merged in order. So a text's numbers are the same whether its segments are spread over
 // threads (a long past, one new token) or walked through by one (a prompt), and whatever else is
 // in the batch.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -43,7 +44,7 @@ inline void merge(Gathered& into, const Gathered& more, int64_t width) {
 // Hide what a row may not see of the page at `start`.
 inline void mask(const Tile& tile, int64_t start, int64_t at) {
     for (int64_t row = 0; row < tile.rows; ++row) {
-        const int64_t newest = tile.position(row), oldest = tile.oldest(row);
+        const int64_t newest = tile.newest(row), oldest = tile.oldest(row);
         if (start >= oldest && start + kPage - 1 <= newest) continue;
         float* scores = tile.scores + row * kSegment + at;
         for (int64_t slot = 0; slot < kPage; ++slot)
@@ -58,14 +59,14 @@ inline float* tapped(const Tile& tile, int64_t row) {
     const int64_t at = run.taps->attention[tile.first_token + row / tile.group];
     if (at < 0) return nullptr;
     const int64_t head = tile.kv_head * tile.group + row % tile.group;
-    return run.taps->weights + at + (tile.op->layer * run.heads + head) * (tile.position(row) + 1);
+    return run.taps->weights + at + (tile.op->layer * run.heads + head) * (tile.newest(row) + 1);
 }
 
 inline void keep_scores(const Tile& tile, int64_t first, int64_t last) {
     for (int64_t row = 0; row < tile.rows; ++row) {
         float* to = tapped(tile, row);
         if (to == nullptr) continue;
-        const int64_t end = last < tile.position(row) + 1 ? last : tile.position(row) + 1;
+        const int64_t end = std::min(last, tile.newest(row) + 1);
         for (int64_t at = first; at < end; ++at)
             to[at] = tile.scores[row * kSegment + at % kSegment];
     }
@@ -74,7 +75,7 @@ inline void keep_scores(const Tile& tile, int64_t first, int64_t last) {
 inline void scores_to_weights(const Tile& tile, int64_t row, const Gathered& whole) {
     float* to = tapped(tile, row);
     if (to == nullptr) return;
-    for (int64_t at = 0; at <= tile.position(row); ++at)
+    for (int64_t at = 0; at <= tile.newest(row); ++at)
         to[at] = at < tile.oldest(row) ? 0.0f : std::exp(to[at] - whole.most) / whole.total;
 }
 
@@ -83,10 +84,11 @@ template <class Kind>
 inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
     const KeyValues& kv = tile.run->kv;
     const int64_t filled = tile.filled;
+    const int64_t newest = tile.newest();
     int64_t first = segment * kSegment;
     if (tile.oldest(0) > first) first = tile.oldest(0) / kPage * kPage;
     int64_t last = (segment + 1) * kSegment;
-    if (tile.newest() + 1 < last) last = tile.newest() + 1;
+    if (newest + 1 < last) last = newest + 1;
     const int64_t begin = first % kSegment;
     const int64_t size = kPage * filled;
     // Read by so many queries that it pays to make floats of a page's halves first.
@@ -196,7 +198,7 @@ Tile open_tile(const Run& run, const Op& op, int64_t token, int64_t tokens, int6
     tile.filled = filled_width(run.kv);
     tile.rows = tokens * tile.group;
     tile.first_position = run.batch.positions[token];
-    tile.pages = run.batch.pages + run.row_of[token] * run.batch.pages_of_row;
+    tile.pages = run.batch.pages(run.row_of[token]);
     tile.queries = reinterpret_cast<float*>(scratch);
     tile.scores = tile.queries + tile.rows * tile.filled;
     tile.page = tile.scores + tile.rows * kSegment;
@@ -210,13 +212,19 @@ Tile open_tile(const Run& run, const Op& op, int64_t token, int64_t tokens, int6
     return tile;
 }
 
+// How many segments a token sees.
+inline int64_t segments_of(const Batch& batch, int64_t token) {
+    return (batch.visible_end[token] - 1) / kSegment + 1;
+}
+
 // All segments, one after the other.
 void attend_alone(const Tile& tile) {
     float* values = tile.sums + tile.rows * tile.filled;
     Gathered whole[kTileRows * 4], more[kTileRows * 4];
     for (int64_t row = 0; row < tile.rows; ++row)
         whole[row] = {kNothing, 0.0f, values + row * tile.filled};
-    for (int64_t s = tile.oldest(0) / kSegment; s <= tile.newest() / kSegment; ++s) {
+    const int64_t last = tile.newest() / kSegment;
+    for (int64_t s = tile.oldest(0) / kSegment; s <= last; ++s) {
         attend_segment(tile, s, more);
         for (int64_t row = 0; row < tile.rows; ++row) merge(whole[row], more[row], tile.width);
     }
@@ -233,7 +241,7 @@ void attend(const Run& run, const Op& op, Worker& worker) {
     for (int64_t row = 0; row < batch.rows; ++row) {
         const int64_t count = batch.starts[row + 1] - batch.starts[row];
         tiles += (count + per_tile - 1) / per_tile;
-        if (count == 1) segments += batch.positions[batch.starts[row]] / kSegment + 1;
+        if (count == 1) segments += segments_of(batch, batch.starts[row]);
     }
     // Few queries with long pasts: one task for each segment, merged afterwards.
     const bool spread = worker.count > 1 && tiles == batch.count && segments > tiles &&
@@ -259,8 +267,7 @@ void attend(const Run& run, const Op& op, Worker& worker) {
     const int64_t partial = group * (width + 2);  // floats of one segment's share
     worker.each(0, segments * run.kv.heads, [&](int64_t task) {
         int64_t segment = task / run.kv.heads, token = 0;
-        while (segment > batch.positions[token] / kSegment)
-            segment -= batch.positions[token++] / kSegment + 1;
+        while (segment >= segments_of(batch, token)) segment -= segments_of(batch, token++);
         const Tile tile = open_tile(run, op, token, 1, task % run.kv.heads, worker.scratch);
         Gathered found[kTileRows * 4];
         if (segment < tile.oldest(0) / kSegment) {
@@ -280,11 +287,11 @@ void attend(const Run& run, const Op& op, Worker& worker) {
         const int64_t token = task / run.kv.heads, kv_head = task % run.kv.heads;
         int64_t before = 0;
         for (int64_t other = 0; other < token; ++other)
-            before += batch.positions[other] / kSegment + 1;
+            before += segments_of(batch, other);
         const Tile tile = open_tile(run, op, token, 1, kv_head, worker.scratch);
         for (int64_t row = 0; row < group; ++row) {
             Gathered whole{kNothing, 0.0f, tile.sums};
-            for (int64_t s = 0; s <= batch.positions[token] / kSegment; ++s) {
+            for (int64_t s = 0; s < segments_of(batch, token); ++s) {
                 float* from = run.partial + ((before + s) * run.kv.heads + kv_head) * partial +
                               row * (width + 2);
                 merge(whole, {from[0], from[1], from + 2}, width);

@@ -3,6 +3,7 @@
 // Keys lie in a page as [head_width][16 tokens], so that sixteen scores grow side by side in the
 // lanes of a register and never have to be added up across it; values as [16 tokens][head_width].
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
 #include "../plan.h"
@@ -62,7 +63,15 @@ struct Tile {
         const int64_t first = position(row) + 1 - op->window;
         return op->window > 0 && first > 0 ? first : 0;
     }
-    int64_t newest() const { return position(rows - 1); }
+    // The last position that a row sees: its own, or the end of a block that sees itself whole.
+    int64_t newest(int64_t row) const {
+        return run->batch.visible_end[first_token + row / group] - 1;
+    }
+    int64_t newest() const {
+        int64_t last = 0;
+        for (int64_t row = 0; row < rows; row += group) last = std::max(last, newest(row));
+        return last;
+    }
 };
 
 // Scores of R queries against the keys of P pages.

@@ -78,7 +78,7 @@ void place(const Run& run, const Op& op, Worker& worker) {
             for (int64_t i = 0; i < group; ++i) turn(query + i * width, cosine, sine, table.pairs);
             turn(key, cosine, sine, table.pairs);
         }
-        const int64_t* pages = run.batch.pages + run.row_of[token] * run.batch.pages_of_row;
+        const int64_t* pages = run.batch.pages(run.row_of[token]);
         const int64_t page = pages[position / kPage], slot = position % kPage;
         write_head(kv, kv_page(kv, op.layer, 0, head, page), key, slot, kPage, slot);
         write_head(kv, kv_page(kv, op.layer, 1, head, page), value, slot * filled_width(kv), 1,

@@ -1,6 +1,5 @@
-"""The Python face: load a model, let it write, look at every step.
+"""A model with its vocabulary and its engine: what everything else stands on.
 
-import unspool
 lm = unspool.load()                                   # the default model, a path or a repo id
 print(lm.generate("Once upon a time", temperature=0.7, seed=7))
 for step in lm.stream("Once upon a time"):
@@ -12,30 +11,27 @@ print(lm.score("The cat sat on the mat").perplexity)
 from __future__ import annotations
 
 import math
-import warnings
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unspool.backends.base import Loaded
+from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
-from unspool.engine.judge import judge
-from unspool.engine.plain import check_fits
+from unspool.engine.judge import explain, judge
+from unspool.engine.request import Drafter, DraftMaker
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.tree import Branch
-from unspool.engine.write import Writers
-from unspool.errors import ModelFileError, SettingsError, UnspoolError, UnspoolWarning
-from unspool.loading import Placement, check_torch, load_weights, open_tokenizer
+from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
-from unspool.model.hub import find_model
-from unspool.request_options import build_request, continued_request, strings
+from unspool.request_options import ModelFacts, build_request, continued_request, strings
 from unspool.sampling import GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
@@ -46,62 +42,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
-
-
-def load(
-    model: str | Path | None = None,
-    *,
-    backend: str = "auto",
-    dtype: str = "auto",
-    device: str = "auto",
-    context: int | None = None,
-    memory: int | None = None,
-    quantize: int | None = None,
-    kv_bits: int = 16,
-    threads: int | None = None,
-    offline: bool = False,
-    progress: bool = True,
-) -> LanguageModel:
-    """A model, ready to write.
-
-    model      a path (a folder with safetensors, or a GGUF file), a repo id (`org/name`), or
-               nothing for the default model.
-    device     cpu, cuda, ...; by default a GPU if there is one that torch can use.
-    backend    native (on a CPU) or torch; by default native on a CPU if it is here.
-    dtype      float32, bfloat16 or float16. By default the native backend keeps the file's own
-               numbers, and torch has float32 on a CPU and bfloat16 on a GPU.
-    context    limits, or extends, how many tokens a text may have.
-    memory     bytes that keys and values of all texts may take; by default a share of what is free.
-    quantize   4 or 8: pack the weights into so many bits while loading (native backend).
-    kv_bits    16, or 8: of a number in keys and values (native backend).
-    threads    how many work; by default one for each core (native backend).
-    """
-    wanted = Placement(
-        backend=backend,
-        device=device,
-        dtype=dtype,
-        quantize=quantize,
-        kv_bits=kv_bits,
-        threads=threads,
-    )
-    choice = wanted.chosen()
-    if context is not None and (type(context) is not int or context < 1):
-        raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
-    checkpoint = open_checkpoint(find_model(model, offline=offline, progress=progress))
-    if context is not None and checkpoint.config.positions == "learned":
-        context = min(context, checkpoint.config.context)  # there is no table for more
-    if choice.remark:
-        warnings.warn(choice.remark, UnspoolWarning, stacklevel=2)
-    with ThreadPoolExecutor(1) as worker:  # unpacking weights leaves Python free meanwhile
-        weights = worker.submit(load_weights, checkpoint, wanted, choice)
-        tokenizer = open_tokenizer(checkpoint)
-    return LanguageModel(
-        weights.result(),
-        tokenizer,
-        path=checkpoint.path,
-        context=context,
-        memory=memory,
-    )
+Drafts = Drafter | DraftMaker | None
+Speculate = Any  # what a caller may give as `speculate`: see `decoding/speculative.py`
 
 
 class LanguageModel:
@@ -115,6 +57,7 @@ class LanguageModel:
         path: Path | None = None,
         context: int | None = None,
         memory: int | None = None,
+        make_drafter: Callable[[LanguageModel, Speculate], Drafts] | None = None,
     ) -> None:
         self.model = model
         self.path = path
@@ -125,7 +68,9 @@ class LanguageModel:
         self.end_ids: frozenset[int] = known | frozenset(model.config.end_ids)
         self._template: ChatTemplate | None = None
         self._memory = memory
-        self._writers: Writers | None = None
+        self._make_drafter = make_drafter
+        self._engine: Engine | None = None
+        self._starting = threading.Lock()
 
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.config.family
@@ -171,10 +116,21 @@ class LanguageModel:
         """The vocabulary as grammars see it; made once, when the first grammar is used."""
         return GrammarVocabulary.of(self.tokenizer)
 
-    def load_other(self, name: str) -> LanguageModel:
-        """Another model, on the same backend and device: to draft for this one."""
-        backend = "torch" if hasattr(self.model, "transformer") else "native"
-        return load(name, backend=backend, device=self.model.device)
+    def drafter(self, speculate: Speculate) -> Drafts:
+        """Who guesses ahead, from what a caller gave as `speculate`."""
+        if self._make_drafter is None:
+            raise SettingsError("this model was made without drafters; leave speculate out")
+        return self._make_drafter(self, speculate)
+
+    @property
+    def _facts(self) -> ModelFacts:
+        return ModelFacts(
+            self.context,
+            self.end_ids,
+            self.vocab_size,
+            lambda: self.grammar_vocabulary,
+            self.drafter,
+        )
 
     @property
     def is_instruct(self) -> bool:
@@ -198,8 +154,9 @@ class LanguageModel:
         stop         strings that end the text, and are not part of it.
         seed         same seed, same text; without one it is different each time.
         sample       the number of the sample, when one seed is to give several texts.
-        top          how many candidates each step tells (5).
-        explain      whether each step tells what the sampling stages did (True).
+        top          how many candidates each step tells (0).
+        explain      whether each step tells how it was picked: rank, entropy, the draw, and what
+                     each sampling stage did (False).
         end          False: go on when the model writes an end token.
         priority     higher goes first when many wait.
         cache        False: read the whole text again for every token, to see what the cache saves.
@@ -221,7 +178,7 @@ class LanguageModel:
         Options are those of `stream`, and `tools`.
         """
         prompt = self.chat_prompt(messages, tools=options.pop("tools", None))
-        stops = strings(options.pop("stop", ())) + self.chat_template.stops
+        stops = strings(options.pop("stop", None)) + self.chat_template.stops
         return self.generate(prompt.ids, stop=stops, **options)
 
     def chat_prompt(self, messages: Messages, **options: Any) -> ChatPrompt:
@@ -238,26 +195,20 @@ class LanguageModel:
     def begin(self, prompt: Prompt, **options: Any) -> tuple[Generation, StepStream]:
         """A generation without steps yet, and the steps to come; options as in `stream`."""
         generation = self.draft(prompt, **options)
-        return generation, self.writers.submit(generation.request)
+        return generation, self.engine.submit(generation.request)
 
     def draft(self, prompt: Prompt, **options: Any) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
-        request = build_request(self, self.prompt_ids(prompt), options)
-        return Generation(
-            request.prompt,
-            request.settings,
-            empty_reason="length" if request.limits.max_tokens == 0 else "context",
-            request=request,
-            source=self,
-        )
+        request = build_request(self._facts, self.prompt_ids(prompt), options)
+        reason = "length" if request.limits.max_tokens == 0 else "context"
+        return Generation(request, empty_reason=reason, source=self)
 
     # -- going on with what was written (see `engine/generation.py`) ---------------------------
 
     def write_on(self, generation: Generation, **options: Any) -> StepStream:
         """The steps that follow what a generation holds; options as in `stream`."""
-        generation.request = continued_request(self, generation, options)
-        generation.settings = generation.request.settings
-        return self.writers.submit(generation.request)
+        generation.request = continued_request(self._facts, generation, options)
+        return self.engine.submit(generation.request)
 
     def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
         """The likeliest tokens behind these."""
@@ -284,31 +235,35 @@ class LanguageModel:
                 bytes=self._token_bytes(token),
                 text=self._token_bytes(token).decode("utf-8", "replace"),
                 logprob=float(found.logprobs[row]),
+                position=len(tokens) + row,
                 rank=int(found.ranks[row]),
                 entropy=float(found.entropies[row]),
                 probability=1.0,
-                position=len(tokens) + row,
-                draw=None,
                 chosen=True,
             )
             for row, token in enumerate(added)
         ]
 
+    def explain(self, generation: Generation, top: int) -> list[Step]:
+        """The steps of a generation with all that can be said of how they were picked."""
+        with self.opened(generation.prompt) as branch:
+            return explain(self.engine, branch, generation.request, generation.steps, top)
+
     # -- the engine below ----------------------------------------------------------------------
 
     @property
-    def writers(self) -> Writers:
-        """The texts being written; the engine starts with the first."""
-        if self._writers is None:
-            backend = self.model.backend(memory=self._memory, context=self.context)
-            self._writers = Writers(Engine(backend), self._token_bytes)
-            # The engine's thread knows nothing of this object, so that both can go together.
-            weakref.finalize(self, self._writers.engine.close)
-        return self._writers
-
-    @property
     def engine(self) -> Engine:
-        return self.writers.engine
+        """Computes the model's texts; made when the first one comes, and only once."""
+        engine = self._engine
+        if engine is None:
+            with self._starting:
+                if self._engine is None:
+                    backend = self.model.backend(memory=self._memory, context=self.context)
+                    self._engine = Engine(backend, self._token_bytes)
+                    # Its thread knows nothing of this object, so that both can go together.
+                    weakref.finalize(self, self._engine.close)
+                engine = self._engine
+        return engine
 
     @contextmanager
     def opened(self, tokens: Sequence[int]) -> Iterator[Branch]:
@@ -321,9 +276,10 @@ class LanguageModel:
 
     def close(self) -> None:
         """Stop the engine; what is being written ends."""
-        if self._writers is not None:
-            self._writers.engine.close()
-            self._writers = None
+        with self._starting:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """A prompt as token ids, checked: not empty, in the vocabulary, within the context."""
@@ -339,7 +295,7 @@ class LanguageModel:
                     )
         if not ids:
             raise UnspoolError("the prompt is empty; give the model at least one token to go on")
-        check_fits(ids, self.context)
+        check_fits(len(ids), self.context)
         return ids
 
     # -- judging ----------------------------------------------------------------------------
@@ -376,7 +332,6 @@ class LanguageModel:
             return self.transformer
         if self.path is None:
             raise UnspoolError("this model came from no file, so it cannot be saved")
-        check_torch()
         return load_transformer(open_checkpoint(self.path))
 
 

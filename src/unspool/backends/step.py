@@ -1,0 +1,144 @@
+"""The step: the one message that goes to a backend, and what comes back.
+
+A `StepBatch` says which tokens of which texts are to be read, where their keys and values go, and
+what is wanted of the outcome. A backend launches it and gives a `Handle` at once; the handle's
+result holds the picked tokens with their log-probabilities, and logits or looks only where they
+were asked for. So a device can begin the next step before the last one has been read: a token may
+be given as "what row r of the step before picked".
+
+Everything in it is a flat array. A step can be sent to another process, written down and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from unspool.errors import UnspoolError
+from unspool.sampling.arrays import Array
+from unspool.sampling.picker import PickRows
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+_LARGEST_TABLE = 1 << 28  # entries
+
+
+def no_ints() -> Ints:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What to look at inside, for which of the batch's tokens."""
+
+    residuals: Ints = field(default_factory=no_ints)
+    attention: Ints = field(default_factory=no_ints)
+    parts: Ints = field(default_factory=no_ints)
+
+    def __bool__(self) -> bool:
+        return bool(len(self.residuals) or len(self.attention) or len(self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What was seen, taken from the same run that gave the logits."""
+
+    # [layers + 1, tokens, width]: the vector before the first layer and after each
+    residuals: Floats | None = None
+    # for each token looked at: [layers, heads, how far it may see]
+    attention: list[Floats] = field(default_factory=list)
+    # [layers, 2, tokens, width]: what attention and feed-forward added
+    parts: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdates:
+    """Changes of the block table, to be made in this order: table[slots, columns] = pages.
+
+    The block table has a row (a slot) for each text that runs; column c holds the page with the
+    keys and values of the positions from c * page_size on. It is kept by the backend from step to
+    step, so only what changed is sent.
+    """
+
+    slots: Ints = field(default_factory=no_ints)
+    columns: Ints = field(default_factory=no_ints)
+    pages: Ints = field(default_factory=no_ints)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """New tokens of several texts, to be read together.
+
+    The new tokens of row r are `tokens[starts[r]:starts[r + 1]]`, at consecutive positions. A
+    negative token -1 - r stands for the one that was picked first for row r of the step before.
+    """
+
+    tokens: Ints  # [n]
+    positions: Ints  # [n]
+    visible_end: Ints  # [n]: each token sees the positions before this one; its own + 1 if causal
+    starts: Ints  # [rows + 1]
+    slots: Ints  # [rows]: each row's line of the block table
+    updates: TableUpdates = field(default_factory=TableUpdates)  # made first
+    copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))  # then: source, target
+    sampled: Ints = field(default_factory=no_ints)  # after which tokens the backend picks the next
+    pick: PickRows | None = None  # how: one line for each of `sampled`
+    logits: Ints = field(default_factory=no_ints)  # of which tokens the logits are given back
+    look: Look | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step."""
+
+    tokens: Ints  # [sampled]: the picked ones; -1 where that failed
+    logprobs: npt.NDArray[np.float64]  # [sampled]: by the model itself, before any sampling stage
+    logits: Array  # [logits asked for, vocabulary], numpy or a device's tensor
+    inside: Inside | None = None
+    failures: dict[int, Exception] = field(default_factory=dict)  # by number in `sampled`
+
+
+class Handle(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and give what came of it; raises what went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The handle of a backend that computes at once."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
+class BlockTable:
+    """Which pages the texts of the next steps have, kept from step to step."""
+
+    def __init__(self) -> None:
+        self.pages = np.full((8, 64), -1, np.int64)
+
+    def apply(self, updates: TableUpdates) -> None:
+        if not len(updates.slots):
+            return
+        rows, columns = self.pages.shape
+        row, column = int(updates.slots.max()), int(updates.columns.max())
+        lowest = min(int(updates.slots.min()), int(updates.columns.min()))
+        if lowest < 0 or (row + 1) * (column + 1) > _LARGEST_TABLE:
+            raise UnspoolError(f"there is no line {row}, column {column} in the block table")
+        if row >= rows or column >= columns:
+            while row >= rows:
+                rows *= 2
+            while column >= columns:
+                columns *= 2
+            grown = np.full((rows, columns), -1, np.int64)
+            grown[: self.pages.shape[0], : self.pages.shape[1]] = self.pages
+            self.pages = grown
+        self.pages[updates.slots, updates.columns] = updates.pages

@@ -1,0 +1,75 @@
+"""The one place that says what a token shows of its text, and whether the text ends with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unspool.errors import ContextError
+from unspool.text.tokenizer.stream import TextStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to stop, and what to record."""
+
+    max_tokens: int = 256
+    context: int
+    end_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    sample: int = 0  # which of several samples with one seed
+    top: int = 0  # candidates to record at each step
+    explain: bool = False  # record what each sampling stage did
+
+    def room(self, prompt_length: int) -> int:
+        """How many tokens may follow a prompt."""
+        return max(0, min(self.max_tokens, self.context - prompt_length))
+
+
+def check_fits(length: int, context: int) -> None:
+    if length > context:
+        raise ContextError(
+            f"the prompt has {length:,} tokens and the model's context holds {context:,}; "
+            "shorten the prompt"
+        )
+
+
+class Ending:
+    """A text as it grows: what can be shown of it, and why it ends."""
+
+    __slots__ = ("_limits", "_prompt", "text")
+
+    def __init__(self, limits: Limits, prompt_length: int, text: TextStream | None = None) -> None:
+        self._limits, self._prompt = limits, prompt_length
+        self.text = TextStream(limits.stop) if text is None else text
+
+    def copy(self) -> Ending:
+        return Ending(self._limits, self._prompt, self.text.copy())
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text."""
+        return self.text.stopped
+
+    def push(
+        self, token: int, piece: bytes, length: int, must_end: bool = False
+    ) -> tuple[str, str | None]:
+        """What can be shown once this token is there, and why the text ends with it, if it does.
+
+        `length` is that of the whole text, this token included; `must_end` says that a grammar
+        allows nothing more. The end token itself is never shown.
+        """
+        limits = self._limits
+        if token in limits.end_ids:
+            return self.text.push(b""), "stop"
+        shown = self.text.push(piece)
+        if self.text.stopped is not None or must_end:
+            return shown, "stop"
+        if length - self._prompt >= limits.max_tokens:
+            return shown, "length"
+        if length >= limits.context:
+            return shown, "context"
+        return shown, None
+
+    def finish(self) -> str:
+        """What was held back until it was certain that the text ends here."""
+        return self.text.finish()

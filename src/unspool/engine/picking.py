@@ -1,0 +1,99 @@
+"""Tokens for the texts whose picks the chain of sampling stages makes, all in one pass.
+
+These are the texts that want their steps explained, or have a grammar, a guard or an unusual stage.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unspool.engine.sequence import Sequence
+from unspool.sampling import (
+    BadLogitsError,
+    Chain,
+    NoCandidateError,
+    Pick,
+    RowInput,
+    SamplingSettings,
+)
+from unspool.sampling.arrays import Array
+
+
+class ChainPicker:
+    """Picks for many texts, and remembers the chains of those that come together again."""
+
+    def __init__(self) -> None:
+        self._chains: dict[tuple[int, ...], Chain] = {}
+
+    def pick(self, ready: list[Sequence]) -> list[tuple[Sequence, BaseException]]:
+        """One token for every text; with drafts, as many as they got right. Those that cannot
+        have one are given back, with the reason."""
+        failed: list[tuple[Sequence, BaseException]] = []
+        going = [(sequence, joined(sequence.logits)) for sequence in ready]
+        while going:
+            further = []
+            for sequence, logits, pick in self._picks(going, failed):
+                try:
+                    again = sequence.accept(pick.token, pick.logprob, pick) and len(logits) > 1
+                except BaseException as error:  # a caller's predicate, say
+                    failed.append((sequence, error))
+                    continue
+                if again:
+                    further.append((sequence, logits[1:]))
+            going = further
+        return failed
+
+    def _picks(
+        self,
+        going: list[tuple[Sequence, Array]],
+        failed: list[tuple[Sequence, BaseException]],
+    ) -> list[tuple[Sequence, Array, Pick]]:
+        """A pick for each text; a text that cannot have one fails alone."""
+        groups: dict[tuple[int, bool], list[tuple[Sequence, Array, RowInput]]] = {}
+        for sequence, logits in going:
+            limits = sequence.request.limits
+            try:
+                row = sequence.row_input()
+            except Exception as error:  # a grammar that grew beyond its limits, say
+                failed.append((sequence, error))
+                continue
+            groups.setdefault((limits.top, limits.explain), []).append((sequence, logits, row))
+        found: list[tuple[Sequence, Array, Pick]] = []
+        for (top, explain), members in groups.items():
+            while members:
+                chain = self._chain([sequence.request.settings for sequence, _, _ in members])
+                stacked = joined([logits[:1] for _, logits, _ in members])
+                rows = [row for _, _, row in members]
+                try:
+                    picks = chain.pick(stacked, rows, top=top, explain=explain)
+                except (BadLogitsError, NoCandidateError) as error:
+                    failed += [(members[number][0], error) for number in error.rows]
+                    members = [m for n, m in enumerate(members) if n not in error.rows]
+                    continue
+                except Exception as error:  # a fault without a name: nobody here can go on
+                    failed += [(sequence, error) for sequence, _, _ in members]
+                    break
+                found += [(s, logits, p) for (s, logits, _), p in zip(members, picks, strict=True)]
+                break
+        return found
+
+    def _chain(self, settings: list[SamplingSettings]) -> Chain:
+        key = tuple(map(id, settings))
+        if key not in self._chains:
+            if len(self._chains) > 64:
+                self._chains.clear()
+            self._chains[key] = Chain(settings)
+        return self._chains[key]
+
+
+def joined(parts: list[Array]) -> Array:
+    """Rows of logits in one array, of the kind that they are."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return np.empty((0, 0), np.float32)
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    import torch
+
+    return torch.cat(parts)

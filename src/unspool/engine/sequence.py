@@ -1,0 +1,328 @@
+"""One text that is being written: its history, how it ends, its guard, grammar and drafter.
+
+The same loop as `plain.py`, turned inside out: whenever the scheduler has had the text computed,
+it takes the picked token, says what it shows, and puts it behind its branch to be computed next.
+A text may bring a draft of what comes next; the tokens of the draft are checked in one step, and
+those that would have been picked anyway are kept. Because the draw of a position does not depend on
+how the logits were computed, a drafted text is the same text.
+
+A text whose steps nobody wants explained, without grammar, guard or unusual stages, has its tokens
+picked by the backend, within the step. The others get logits, and are picked for together by the
+chain (`picking.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from unspool.engine.ending import Ending
+from unspool.engine.request import Drafter, Request
+from unspool.engine.scheduler import Scheduler, Task
+from unspool.engine.steps import Step, explained_step
+from unspool.engine.stream import StepQueue
+from unspool.sampling import GrammarState, Pick, RowInput, StageState, next_state
+from unspool.sampling.guards import GuardRun
+from unspool.sampling.picker import Ints, history_range, is_ordinary, row_numbers, sees_history
+
+
+@dataclass(slots=True)
+class _Mark:
+    """What must be known of a written token to go back to just behind it."""
+
+    state: StageState | None
+    ending: Ending | None  # a copy, kept only where going back may be needed
+
+
+class Sequence(Task):
+    """A text on its way; lives on the engine's thread."""
+
+    __slots__ = (
+        "accepting", "asked", "checked", "draft", "drafter", "ending", "finished", "grammar",
+        "guard", "history", "length", "marks", "prompt_length", "queue", "request", "retracted",
+        "scheduler", "sees_history", "since", "token_bytes", "vocab_size",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        vocab_size: int,
+        token_bytes: Callable[[int], bytes],
+        request: Request,
+        queue: StepQueue,
+        drafter: Drafter | None,
+    ) -> None:
+        limits = request.limits
+        self.scheduler, self.vocab_size, self.token_bytes = scheduler, vocab_size, token_bytes
+        self.request, self.queue, self.drafter = request, queue, drafter
+        self.prompt_length = len(request.prompt)
+        start = [*request.prompt, *(step.token for step in request.written)]
+        self.length = len(start)
+        room = self.prompt_length + limits.room(self.prompt_length)
+        self.history = np.empty(max(room, self.length), np.int64)
+        self.history[: self.length] = start
+        self.ending = Ending(limits, self.prompt_length)
+        self.guard: GuardRun | None = None
+        self.grammar: GrammarState | None = None
+        if request.guards is not None:
+            self.guard = request.guards.start()
+        if request.grammar is not None:
+            self.grammar = request.grammar.start()
+        self.draft: list[int] = []
+        self.accepting = self.length  # how many tokens stood here when the last step was planned
+        self.checked = 0  # tokens of the draft that proved right
+        self.asked: float | None = None  # when the drafter was asked for the draft
+        self.marks: list[_Mark] | None = None  # of the written tokens, where they may be needed
+        if self.guard is not None or request.settings.mirostat_tau > 0:
+            self.marks = []
+        self.retracted = 0  # steps taken back since the last one that was sent
+        self.finished = False
+        for step in request.written:
+            self._read(step)
+        branch = scheduler.tree.open(start, cached=request.cached)
+        super().__init__(branch, priority=request.priority)
+        self.cached = request.cached
+        settings = request.settings
+        self.sees_history = sees_history(settings)
+        watched = self.guard is not None or self.grammar is not None
+        if not (watched or limits.top or limits.explain) and is_ordinary(settings):
+            self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
+        queue.prompt_reused = branch.reused
+        queue.missed_from = branch.reused if branch.reused < self.length - 1 else None
+        self.since = perf_counter()
+
+    def _read(self, step: Step) -> None:
+        """Take a token in as if it had been written just now, but sent already."""
+        self.ending.text.push(self.token_bytes(step.token))
+        if self.marks is not None:
+            before = self.marks[-1].state if self.marks else None
+            chance = step.probability
+            chance = math.exp(step.logprob) if chance is None else chance
+            self._remember(next_state(self.request.settings, before, chance))
+        if self.grammar is not None:
+            self.grammar.advance(step.token)
+
+    def begin(self) -> None:
+        if self.length >= len(self.history):
+            self.end(None)
+        else:
+            self.scheduler.add(self)
+
+    # -- what the scheduler asks --------------------------------------------------------------
+
+    def complete(self) -> None:
+        """The text is computed to its end: take what the backend picked."""
+        for token, logprob in self.picked:
+            if not self.accept(token, logprob, None):
+                break
+        self.go_on()
+
+    def run_ahead(self) -> bool:
+        if (
+            self.pick_floats is None
+            or self.drafter is not None
+            or self.sees_history
+            or not self.cached
+            or self.length + 1 >= len(self.history)
+        ):
+            return False
+        self.scheduler.tree.append(self.branch, [-1 - self.row])
+        return True
+
+    def penalized(self) -> tuple[Ints, int, int] | None:
+        if not self.sees_history:
+            return None
+        end = self.length + len(self.draft)
+        self.history[self.length : end] = self.draft  # overwritten by what is picked
+        start, last = history_range(self.request.settings, self.prompt_length, self.length)
+        return self.history, start, last
+
+    def fail(self, error: BaseException) -> None:
+        self.end(error)
+
+    # -- the way of a token -------------------------------------------------------------------
+
+    def row_input(self) -> RowInput:
+        """What the sampling stages need to know of this text's next token."""
+        forbidden = self.guard.forbidden(len(self.guard)) if self.guard is not None else ()
+        return RowInput(
+            self.history[: self.length],
+            self.prompt_length,
+            self.request.limits.sample,
+            state=self.marks[-1].state if self.marks else None,
+            forbidden=tuple(forbidden),
+            allowed=self.grammar.mask() if self.grammar is not None else None,
+        )
+
+    def accept(self, token: int, logprob: float, pick: Pick | None) -> bool:
+        """Take a picked token; True if the draft had guessed it, so that more can be picked."""
+        drafted, guessed = None, False
+        if self.checked < len(self.draft):
+            guessed = self.draft[self.checked] == token
+            drafted = "accepted" if guessed else "rejected"
+            self.queue.accepted += guessed and self.asked is not None
+        self.history[self.length] = token
+        self.length += 1
+        if self.grammar is not None:
+            self.grammar.advance(token)
+        if not self._keep(token, logprob, pick, drafted):
+            return False
+        self.checked += guessed
+        return guessed
+
+    def go_on(self) -> None:
+        """Put what was picked behind the branch, with a new draft, to be computed next."""
+        if self.finished:
+            return
+        tree, branch = self.scheduler.tree, self.branch
+        if self.asked is not None:
+            self._tell_drafter()
+        if self.ahead:  # its place is taken already
+            branch.tail[-1] = int(self.history[self.length - 1])
+            self.ahead = False
+        else:
+            # All but the last token of the history is in the branch, unless drafts or guards
+            # erred. The last one is always run, also when a guard went back to it.
+            known = min(self.accepting + self.checked, self.length - 1)
+            if known < branch.length:  # a wrong guess is not worth storing
+                tree.rewind(branch, known, store=not self.draft)
+            tree.append(branch, self.history[known : self.length].tolist())
+            self.draft, self.checked = [], 0
+            if self.grammar is not None or self.drafter is not None:
+                self.draft = self._new_draft()
+                tree.append(branch, self.draft)
+        self.accepting = self.length
+        self.wanted = len(self.draft) + 1
+        self.decoding = True
+        self.picked.clear()
+        self.logits.clear()
+        if not self.cached:  # as if nothing had ever been computed of it
+            tree.preempt(branch)
+
+    # -- drafts -------------------------------------------------------------------------------
+
+    def _new_draft(self) -> list[int]:
+        room = len(self.history) - self.length - 1
+        if room <= 0:
+            return []
+        if self.grammar is not None:
+            forced: list[int] = self.grammar.forced()[:room]
+            if forced:
+                return forced
+        if self.drafter is None:
+            return []
+        self.asked = perf_counter()
+        try:
+            tokens = self.history[: self.length].tolist()
+            draft = self._sound(self.drafter.propose(tokens, room)[:room])
+        except Exception as error:
+            self._without_drafter(error)
+            return []
+        if self.grammar is not None and draft:
+            draft = draft[: self.grammar.accepts(draft)]
+        self.queue.drafted += len(draft)
+        return draft
+
+    def _sound(self, proposed: Several[int]) -> list[int]:
+        """A guess as far as it can be run, and as it can matter: nothing follows an end token."""
+        size, draft = self.vocab_size, list[int]()
+        for token in map(int, proposed):
+            if not 0 <= token < size:
+                break
+            draft.append(token)
+            if token in self.request.limits.end_ids:
+                break
+        return draft
+
+    def _tell_drafter(self) -> None:
+        """How the round went that the drafter was asked for."""
+        asked, self.asked = self.asked, None
+        if self.drafter is None or asked is None:
+            return
+        try:
+            note = self.drafter.learn(len(self.draft), self.checked, perf_counter() - asked)
+        except Exception as error:
+            self._without_drafter(error)
+            return
+        if note:
+            self.queue.notes.append(note)
+
+    def _without_drafter(self, error: Exception) -> None:
+        self.drafter, self.asked = None, None
+        self.queue.notes.append(f"drafting stopped: the drafter failed ({error!r})")
+
+    # -- what leaves, and what is taken back --------------------------------------------------
+
+    def _keep(self, token: int, logprob: float, pick: Pick | None, drafted: str | None) -> bool:
+        """Send the step; or take back what the guards object to. True if the text goes on."""
+        piece = self.token_bytes(token)
+        must_end = self.grammar is not None and self.grammar.must_end
+        before = self.ending.copy() if self.guard is not None else self.ending
+        shown, finish = self.ending.push(token, piece, self.length, must_end)
+        if self.guard is not None:
+            assert pick is not None
+            verdict = self.guard.push(token, piece, logprob, pick.entropy)
+            if finish and verdict.kind == "keep":
+                verdict = self.guard.finish()
+            if verdict.kind == "rewind":
+                assert verdict.to is not None
+                self.ending = before
+                self._take_back(verdict.to + len(self.request.written), str(verdict.reason))
+                return False
+            if verdict.kind == "stop":
+                finish = "guard"
+                self.queue.notes.append(f"stopped: {verdict.reason}")
+        if finish:
+            shown += self.ending.finish()
+            self.queue.stopped_by = self.ending.stopped_by
+        now = perf_counter()
+        seconds, self.since = now - self.since, now
+        position, retracted = self.length - 1, self.retracted
+        if pick is None:
+            step = Step(token, piece, shown, logprob, position, seconds, finish, draft=drafted)
+        else:
+            if self.marks is not None:
+                self._remember(pick.state)
+            step = explained_step(
+                pick, position, shown, self.token_bytes, seconds, finish, drafted, retracted
+            )
+            self.retracted = 0
+        self.queue.put(step)
+        if finish:
+            self.end(None)
+            return False
+        return True
+
+    def _remember(self, state: StageState | None) -> None:
+        """What is needed to come back to just behind the token."""
+        assert self.marks is not None
+        ending = self.ending.copy() if self.guard is not None else None
+        self.marks.append(_Mark(state, ending))
+
+    def _take_back(self, to: int, reason: str) -> None:
+        """Drop the written tokens from number `to` on; the last one was not sent yet."""
+        assert self.marks is not None
+        taken = self.length - self.prompt_length - to
+        self.queue.notes.append(f"took {taken} tokens back: {reason}")
+        self.retracted += len(self.marks) - to
+        if self.grammar is not None:
+            self.grammar.rewind(taken)
+        del self.marks[to:]
+        self.length = self.prompt_length + to
+        before = self.marks[-1].ending if self.marks else None
+        self.ending = before.copy() if before else Ending(self.request.limits, self.prompt_length)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def end(self, error: BaseException | None) -> None:
+        if self.finished:
+            return
+        self.finished = True
+        self.scheduler.remove(self)
+        self.scheduler.tree.close(self.branch, store=error is None)
+        self.queue.end(error)

@@ -1,0 +1,417 @@
+"""The engine's thread cannot die, nobody waits for ever, and what is taken is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import null_model
+import pytest
+
+import unspool
+from unspool.conversation import Conversation
+from unspool.engine.ending import Limits
+from unspool.engine.engine import Engine
+from unspool.engine.request import Request
+from unspool.engine.stream import StepQueue, StepStream
+from unspool.errors import SettingsError, UnspoolError
+from unspool.sampling import SamplingSettings
+
+
+def request(prompt: list[int], count: int = 20, **more: Any) -> Request:
+    options = more.pop("settings", SamplingSettings(seed=1))
+    limits = Limits(max_tokens=count, context=5000, **more.pop("limits", {}))
+    return Request(prompt=tuple(prompt), settings=options, limits=limits, **more)
+
+
+def new_engine(**shape: Any) -> Engine:
+    return Engine(null_model.NullModel(**shape), lambda token: b"%d " % token)
+
+
+def within(seconds: float, work: Any) -> Any:
+    """What a call gives; an error, rather than a test that hangs, if it never comes back."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it never came back"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def is_idle(engine: Engine) -> bool:
+    deadline = time.monotonic() + 30
+    while engine.call(lambda: len(engine.scheduler)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+# -- options are checked at the door ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("priority", [None, "x", float("nan"), 1.5, True])
+def test_a_priority_that_is_none(tiny_lm: Any, priority: Any):
+    with pytest.raises(SettingsError, match=r"priority is .*; it may be a whole number"):
+        tiny_lm.generate([1, 2], max_tokens=2, priority=priority)
+    made = tiny_lm.generate([1, 2], max_tokens=2, end=False)
+    with pytest.raises(SettingsError, match="priority"):
+        made.resume(priority=priority)
+    assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=2, end=False)).tokens) == 2
+
+
+@pytest.mark.parametrize("stop", [7, ["a", 3], {"a": 1}])
+def test_stop_strings_that_are_none(tiny_lm: Any, stop: Any):
+    with pytest.raises(SettingsError, match=r"stop is .*; it may be a string, or a list"):
+        tiny_lm.generate([1, 2], max_tokens=2, stop=stop)
+
+
+def test_one_stop_string_is_one_stop_string_in_a_conversation(lm: Any):
+    talk = Conversation(lm)
+    generation, steps = talk.ask("Hi", max_tokens=1, stop="END")
+    list(steps)
+    assert generation.request.limits.stop[0] == "END"
+
+
+# -- the loop goes on -------------------------------------------------------------------------
+
+
+def test_an_error_anywhere_in_the_loop_fails_who_is_in_flight_and_nobody_later(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = new_engine()
+    for owner, name in [
+        (engine.scheduler, "plan"),
+        (engine.tree, "reserve"),
+        (engine.tree, "advance"),
+        (engine.tree, "slot_of"),
+        (engine.backend, "launch"),
+    ]:
+        with monkeypatch.context() as patched:
+
+            def broken(*_: Any, **__: Any) -> Any:
+                raise RuntimeError(f"broken {name}")  # noqa: B023
+
+            patched.setattr(owner, name, broken)
+            with pytest.raises(RuntimeError, match=f"broken {name}"):
+                within(30, lambda: list(engine.submit(request([1, 2, 3], 9))))
+        assert len(within(30, lambda: list(engine.submit(request([1, 2, 3], 9))))) == 9
+    engine.call(engine.tree.index.clear)
+    assert engine.tree.pool.used == 0
+
+
+def test_a_command_that_raises_is_told_to_who_gave_it():
+    engine = new_engine()
+    running = engine.submit(request([1, 2], 200))
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 / 0)
+    assert len(within(30, lambda: list(running))) == 200
+
+
+def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.MonkeyPatch):
+    engine = new_engine()
+    engine.call(lambda: None)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def dies() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(engine.loop, "_fail_everyone", lambda error: dies())
+    stream = engine.submit(request([1, 2], 10))
+    engine.loop.tell(dies)
+    with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
+        within(60, lambda: list(stream) and list(engine.submit(request([1, 2], 10))))
+    with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
+        within(60, lambda: engine.open([1, 2]))
+    assert not engine.loop.alive
+
+
+def test_a_drafter_a_listener_and_a_predicate_that_raise_harm_nobody():
+    class Bad:
+        def propose(self, tokens: Any, most: int) -> list[int]:
+            raise RuntimeError("no idea")
+
+        def learn(self, *_: Any) -> None: ...
+
+    engine = new_engine()
+    plain = [step.token for step in engine.submit(request([1, 2], 20))]
+    drafted = engine.submit(request([1, 2], 20, drafter=Bad()))
+    heard = engine.submit(request([1, 2], 20))
+
+    def listener() -> None:
+        raise RuntimeError("Event loop is closed")
+
+    heard._queue.listeners.append(listener)
+    assert [step.token for step in within(30, lambda: list(drafted))] == plain
+    assert [step.token for step in within(30, lambda: list(heard))] == plain
+    assert "drafting stopped" in drafted.notes[0]
+
+
+def test_two_callers_cannot_compute_one_branch_at_once():
+    engine = new_engine()
+    branch = engine.open([1, 2, 3])
+    gate, errors = threading.Event(), list[str]()
+    engine.loop.tell(lambda: gate.wait(30))
+
+    def extend() -> None:
+        try:
+            engine.extend(branch, [4])
+        except UnspoolError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=extend) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while len(engine.loop._commands) < 2:
+        time.sleep(0.001)
+    gate.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(errors) == 1 and "computed for another caller" in errors[0]
+    assert branch.tokens == [1, 2, 3, 4], "the one that was refused changed nothing"
+    engine.release(branch)
+    with pytest.raises(UnspoolError, match="released"):
+        engine.extend(branch, [5])
+
+
+def test_eight_first_callers_make_one_engine(tmp_path: Any):
+    import tiny
+
+    tiny.save("llama", tmp_path)
+    lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
+    made: list[Any] = []
+    usual, gate = lm.model.backend, threading.Barrier(8)
+
+    def slow(**options: Any) -> Any:
+        time.sleep(0.05)
+        return usual(**options)
+
+    lm.model.backend = slow
+
+    def first() -> None:
+        gate.wait()
+        made.append(lm.engine)
+
+    threads = [threading.Thread(target=first) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, made))) == 1
+
+
+# -- leaving is cancelling --------------------------------------------------------------------
+
+
+def leave_by_break(stream: StepStream) -> None:
+    for _ in stream:
+        break
+
+
+def leave_by_with(stream: StepStream) -> None:
+    with stream:
+        next(stream)
+
+
+def leave_by_close(stream: StepStream) -> None:
+    next(stream)
+    stream.close()
+
+
+def leave_by_an_error(stream: StepStream) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in stream:
+            1 / 0  # noqa: B018
+
+
+def leave_by_interrupt(stream: StepStream) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        for _ in stream:
+            raise KeyboardInterrupt
+
+
+async def _left_early(stream: StepStream) -> None:
+    async for _ in stream:
+        break
+
+
+def leave_asynchronously(stream: StepStream) -> None:
+    asyncio.run(_left_early(stream))
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        leave_by_break,
+        leave_by_with,
+        leave_by_close,
+        leave_by_an_error,
+        leave_by_interrupt,
+        leave_asynchronously,
+    ],
+)
+def test_leaving_cancels(leave: Any):
+    engine = new_engine(pages=2000, context=5000)
+    stream = engine.submit(request([1, 2], 4000))
+    leave(stream)
+    assert is_idle(engine), "the text was written on"
+    assert engine.steps < 3900
+    assert len(within(30, lambda: list(engine.submit(request([1, 2], 5))))) == 5
+
+
+def test_letting_go_of_a_stream_cancels():
+    engine = new_engine(pages=2000, context=5000)
+    stream = engine.submit(request([1, 2], 4000))
+    next(stream)
+    del stream
+    gc.collect()
+    assert is_idle(engine) and engine.steps < 3900
+
+
+def test_ctrl_c_in_generate_cancels(tmp_path: Any):
+    """In a process of its own, which is sent the real signal."""
+    import tiny
+
+    tiny.save("llama", tmp_path)
+    code = f"""
+import os, signal, threading, time, unspool
+lm = unspool.load({str(tmp_path)!r}, backend="torch", memory=8 << 20)
+threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    while True:
+        lm.generate([1, 2, 3], max_tokens=90, end=False)
+except KeyboardInterrupt:
+    while lm.engine.call(lambda: len(lm.engine.scheduler)):
+        time.sleep(0.01)
+    print("idle", len(lm.generate([1, 2, 3], max_tokens=4, end=False).tokens))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["idle", "4"], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_event_loop_does_not_reach_the_engine(tiny_lm: Any):
+    async def leave() -> None:
+        async for _ in tiny_lm.stream([1, 2, 3], max_tokens=90, end=False):
+            break
+
+    for _ in range(3):
+        asyncio.run(leave())
+    assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=3, end=False)).tokens) == 3
+
+
+def test_an_asynchronous_reader_gets_an_error_that_comes_right_behind_a_step(tiny_lm: Any):
+    step = tiny_lm.generate([1, 2], max_tokens=1, end=False).steps[0]
+    queue = StepQueue()
+
+    async def read() -> list[Any]:
+        found: list[Any] = []
+        try:
+            async for one in StepStream(queue):
+                found.append(one)
+                if len(found) == 1:  # both come while it is busy with the first
+                    queue.put(step)
+                    queue.end(UnspoolError("it broke"))
+        except UnspoolError as error:
+            found.append(str(error))
+        return found
+
+    queue.put(step)
+    assert within(30, lambda: asyncio.run(read())) == [step, step, "it broke"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_stream_in_a_forked_child_is_an_error():
+    engine = new_engine(pages=2000, context=5000)
+    stream = engine.submit(request([1, 2], 4000))
+    next(stream)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(30)
+            while True:
+                next(stream)
+        except UnspoolError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    stream.close()
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def test_a_preempted_text_finds_its_pages_again():
+    """Preempted in the very step in which it would have run, and no more than that is lost."""
+    engine = new_engine(pages=40, context=400)
+    backend: Any = engine.backend
+    first = engine.submit(request(list(range(20)), 60))
+    second = engine.submit(request([7] * 40, 60))
+    assert len(within(60, lambda: list(first))) == 60
+    assert len(within(60, lambda: list(second))) == 60
+    preempted = engine.scheduler.preemptions
+    assert preempted > 0, "the memory was meant to be too small"
+    read = sum(sum(run) for run in backend.runs)
+    assert read < 180 + preempted * 50, "what was still stored was not computed again"
+
+
+def test_nobody_is_let_in_only_to_be_preempted():
+    """Twelve texts in memory for three: each is preempted a few times at the most."""
+    engine = new_engine(pages=60, context=400)
+    streams = [engine.submit(request([n] * 10, 60)) for n in range(12)]
+    assert all(len(within(120, lambda s=s: list(s))) == 60 for s in streams)
+    assert engine.scheduler.preemptions <= 24
+
+
+@pytest.mark.parametrize("pages", [400, 60])
+def test_steps_that_overlap_give_the_same_texts(pages: int):
+    """A device that is asked for a step only after the next one was launched."""
+    asked = [
+        request([n, n + 1, n + 2], 10 + n, settings=SamplingSettings(seed=n, temperature=1.0))
+        for n in range(14)
+    ]
+    asked.append(request([3, 4], 20, limits={"end_ids": frozenset(range(8))}))
+    asked.append(request([3, 5], 20, settings=SamplingSettings(frequency_penalty=0.5, seed=3)))
+    asked.append(request([3, 6], 20, limits={"explain": True}))
+    texts = []
+    for overlaps in (False, True):
+        engine = new_engine(pages=pages, overlaps=overlaps)
+        streams = [engine.submit(one) for one in asked]
+        texts.append([[step.token for step in within(60, lambda s=s: list(s))] for s in streams])
+        backend: Any = engine.backend
+        assert (backend.ahead > 20) == overlaps
+        assert is_idle(engine)
+        engine.call(engine.tree.index.clear)
+        assert engine.tree.pool.used == 0
+    assert texts[0] == texts[1]
+
+
+def test_cancelling_while_steps_overlap():
+    engine = new_engine(pages=400, overlaps=True, context=3000)
+    for seed in range(30):
+        stream = engine.submit(request([1, 2, seed % 40], 500))
+        other = engine.submit(request([5, seed % 40], 12))
+        for _ in range(seed % 4):
+            next(stream)
+        stream.close()
+        assert len(within(30, lambda other=other: list(other))) == 12
+    assert is_idle(engine)
+    engine.call(engine.tree.index.clear)
+    assert engine.tree.pool.used == 0
