@@ -24,14 +24,15 @@ class Node:
     page: int
     parent: Node | None
     depth: int  # pages from the root to here, this one included
-    children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
+    # By their first token, then by all of them.
+    children: dict[int, dict[tuple[int, ...], Node]] = field(default_factory=dict)
     live: int = 0  # branches that stand here, and children that are live
     used: int = 0  # when it was last live
     removed: bool = False
 
     def all_children(self) -> Iterator[Node]:
         for same_start in self.children.values():
-            yield from same_start
+            yield from same_start.values()
 
 
 class PrefixIndex:
@@ -50,17 +51,15 @@ class PrefixIndex:
         tokens that is in all."""
         node, at = self.root, 0
         while at < len(tokens):
-            best, shared = None, 0
-            for child in node.children.get(tokens[at], ()):
-                same = _common(child.tokens, tokens, at)
-                if same > shared:
-                    best, shared = child, same
-            if best is None:
+            siblings = node.children.get(tokens[at])
+            if siblings is None:
                 break
-            at += shared
-            if shared < self._size:
-                return node, best, at
-            node = best
+            page = tuple(tokens[at : at + self._size])
+            child = siblings.get(page)
+            if child is None or len(page) < self._size:
+                best = max(siblings.values(), key=lambda other: _common(other.tokens, page))
+                return node, best, at + _common(best.tokens, page)
+            node, at = child, at + self._size
         return node, None, at
 
     def insert(self, parent: Node, chunk: tuple[int, ...], page: int) -> Node:
@@ -68,18 +67,23 @@ class PrefixIndex:
 
         If all of its tokens are known already, the page is given back, and the known one serves.
         """
-        same = parent.children.setdefault(chunk[0], [])
-        for child in same:
-            shared = _common(child.tokens, chunk, 0)
-            if shared == len(chunk):
-                self._pool.release((page,))
-                return child
-            if shared == len(child.tokens):  # known in part; a page that is not full has no child
+        siblings = parent.children.setdefault(chunk[0], {})
+        known = siblings.get(chunk)
+        if known is None and len(chunk) < self._size:  # perhaps as the beginning of another
+            known = next((n for n in siblings.values() if n.tokens[: len(chunk)] == chunk), None)
+        if known is not None:
+            self._pool.release((page,))
+            return known
+        for child in siblings.values():
+            held = len(child.tokens)
+            if held < self._size and child.tokens == chunk[:held]:  # known in part: more now
+                del siblings[child.tokens]
                 self._pool.release((child.page,))
                 child.page, child.tokens = page, chunk
+                siblings[chunk] = child
                 return child
         node = Node(chunk, page, parent, parent.depth + 1)
-        same.append(node)
+        siblings[chunk] = node
         self.pages += 1
         self._cached(node)
         return node
@@ -136,7 +140,7 @@ class PrefixIndex:
         parent = node.parent
         assert parent is not None and not node.children
         siblings = parent.children[node.tokens[0]]
-        siblings.remove(node)
+        del siblings[node.tokens]
         if not siblings:
             del parent.children[node.tokens[0]]
         node.removed = True
@@ -163,14 +167,11 @@ class PrefixIndex:
             heapq.heapify(self._candidates)
 
 
-def _common(stored: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
+def _common(stored: tuple[int, ...], tokens: tuple[int, ...]) -> int:
     """How many tokens two runs share from their beginnings."""
-    other = tokens[at : at + len(stored)]
-    if stored == (other if type(other) is tuple else tuple(other)):
-        return len(stored)
     shared = 0
-    for one, two in zip(stored, other, strict=False):
-        if one != two:
+    for one, other in zip(stored, tokens, strict=False):
+        if one != other:
             break
         shared += 1
     return shared

@@ -50,7 +50,7 @@ def told_step(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
         "bytes": list(step.bytes),
         "logprob": finite(step.logprob),
         "rank": step.rank,
-        "entropy": finite(step.entropy),
+        "entropy": None if step.entropy is None else finite(step.entropy),
         "probability": step.probability,
         "draw": None
         if step.draw is None
