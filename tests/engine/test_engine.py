@@ -95,11 +95,11 @@ def test_same_text_from_a_cached_prefix_and_after_forgetting():
     first = [step.token for step in engine.submit(asked)]
     again = engine.submit(asked)
     assert [step.token for step in again] == first == expected(asked)
-    assert (again.prompt_reused, again.missed_from) == (19, None)
+    assert again.prompt_reused == 19
     engine.call(engine.tree.index.clear)
     third = engine.submit(asked)
     assert [step.token for step in third] == first
-    assert (third.prompt_reused, third.missed_from) == (0, 0)
+    assert third.prompt_reused == 0
 
 
 @settings(max_examples=30, deadline=None)

@@ -167,19 +167,6 @@ def test_a_report_of_all_kept_in_another_order() -> None:
     assert (report.kept, report.removed, report.changed, report.kept_mass) == (WIDTH, 0, 0, 1.0)
 
 
-def test_a_stage_of_ones_own_runs_first() -> None:
-    class OnlyEven:
-        name = "even"
-
-        def apply(self, candidates: Any, rows: Any) -> Any:
-            even = candidates.ops.columns(candidates.logits) % 2 == 0
-            return candidates.with_logits(candidates.ops.where(even, candidates.logits, -math.inf))
-
-    chain = Chain([SamplingSettings(seed=n) for n in range(20)], first=[OnlyEven()])
-    picks = chain.pick(random_logits(1, 20, 500), explain=True)
-    assert all(pick.token % 2 == 0 and pick.stages[0].name == "even" for pick in picks)
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SettingsError, match="2 rows"):
         Chain([SamplingSettings()] * 2).pick(np.zeros((3, 10), np.float32))

@@ -93,7 +93,6 @@ class Sequence(Task):
         if not (watched or limits.top or limits.explain) and is_ordinary(settings):
             self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
         queue.prompt_reused = branch.reused
-        queue.missed_from = branch.reused if branch.reused < self.length - 1 else None
         self.since = perf_counter()
 
     def _read(self, step: Step) -> None:

@@ -28,7 +28,6 @@ class StepQueue:
         self.error: BaseException | None = None
         self.listeners: list[Callable[[], object]] = []
         self.prompt_reused = 0  # tokens of the prompt that were computed before
-        self.missed_from: int | None = None  # from which token of the prompt on nothing was
         self.notes: list[str] = []  # what the engine has to say, such as that drafting was stopped
         self.stopped_by: str | None = None  # the stop string that ended the text
         self.drafted = self.accepted = 0  # tokens guessed ahead, and those of them that were right
@@ -72,11 +71,6 @@ class StepStream(Iterator[Step]):
     def prompt_reused(self) -> int:
         """Tokens of the prompt that were computed before."""
         return self._queue.prompt_reused
-
-    @property
-    def missed_from(self) -> int | None:
-        """From which token of the prompt on nothing could be reused."""
-        return self._queue.missed_from
 
     @property
     def notes(self) -> list[str]:

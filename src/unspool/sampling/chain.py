@@ -61,20 +61,11 @@ class _Fallen(NamedTuple):
 
 
 class Chain:
-    """Picks tokens for a batch of rows, each with its own settings.
+    """Picks tokens for a batch of rows, each with its own settings."""
 
-    `first` are stages that run before all others in every row: constraints that are no setting,
-    such as a grammar.
-    """
-
-    def __init__(
-        self,
-        settings: SamplingSettings | Sequence[SamplingSettings],
-        first: Sequence[Stage] = (),
-    ) -> None:
+    def __init__(self, settings: SamplingSettings | Sequence[SamplingSettings]) -> None:
         rows = (settings,) if isinstance(settings, SamplingSettings) else tuple(settings)
         self.settings = rows
-        self._first = tuple(first)
         members: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
         for number, row in enumerate(rows):
             members.setdefault((row.greedy, active_stages(row)), []).append(number)
@@ -138,7 +129,7 @@ class Chain:
         except NoCandidateError as error:
             raise BadLogitsError("the model gave every token the logit -inf", error.rows) from None
         rows = Rows(group.settings, said)
-        stages = (*self._first, *group.stages)
+        stages = group.stages
         if any(len(row.forbidden) for row in said):
             stages = (_FORBIDDEN, *stages)
         if any(row.allowed is not None for row in said):

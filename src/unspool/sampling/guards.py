@@ -8,7 +8,6 @@
 Penalties forbid forms: a token that occurred gets less likely, wherever it stands. A guard forbids
 a behaviour: only when the text has gone wrong is it taken back, to where that began, and only the
 one continuation that led there is closed. `GuardRun` does all the bookkeeping; an engine obeys.
-`repair` is the whole loop in its simplest form.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 from unspool.errors import SettingsError
 from unspool.sampling.loops import LoopGuard, repetition_rate
@@ -45,7 +44,6 @@ __all__ = [
     "Verdict",
     "Watch",
     "Watched",
-    "repair",
     "repetition_rate",
 ]
 
@@ -214,39 +212,3 @@ class GuardRun:
         for watch in self._watches:
             watch.rewind(length)
         self._forbidden = {at: ids for at, ids in self._forbidden.items() if at <= length}
-
-    def copy(self) -> Self:
-        """For a fork: both sides go on from here, each on its own."""
-        twin = self.__class__.__new__(self.__class__)
-        twin.policy, twin._off = self.policy, self._off
-        twin.repairs, twin._tokens = self.repairs[:], self._tokens[:]
-        twin._watches = [watch.copy() for watch in self._watches]
-        twin._forbidden = self._forbidden.copy()
-        return twin
-
-
-Picker = Callable[[list[int], frozenset[int]], tuple[int, bytes, float, float]]
-"""(tokens so far, what is forbidden now) -> token, its bytes, logprob, entropy."""
-
-
-def repair(
-    next_token: Picker, policy: GuardPolicy, max_tokens: int
-) -> tuple[list[int], GuardRun, str]:
-    """Write with guards: the tokens, the run with its repairs, and why it ended.
-
-    The engine does the same with a branch in place of the list.
-    """
-    run, tokens = policy.start(), list[int]()
-    while True:
-        if len(tokens) < max_tokens:
-            token, piece, logprob, entropy = next_token(tokens, run.forbidden(len(tokens)))
-            tokens.append(token)
-            verdict = run.push(token, piece, logprob, entropy)
-            if verdict.kind == "keep":
-                continue
-        else:
-            verdict = run.finish()
-        if verdict.kind == "rewind":
-            del tokens[verdict.to :]
-        else:
-            return tokens, run, verdict.reason or "length"

@@ -10,9 +10,7 @@ tokens cost one lookup.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import Self
 
 from unspool.errors import SettingsError
 from unspool.sampling.watches import Trouble, Watched, brief, whole_number
@@ -138,12 +136,6 @@ class Periods:
             self.items.pop()
             self._numbers.pop(len(self.items), None)
 
-    def copy(self) -> Self:
-        twin = copy(self)
-        twin.items, twin._before = self.items[:], self._before[:]
-        twin._numbers, twin._last = self._numbers.copy(), self._last.copy()
-        return twin
-
 
 class Words:
     """The words of a growing text, as far as they are finished, and the tokens they began in.
@@ -181,12 +173,6 @@ class Words:
         remaining = self._finished[-1] if self._finished else 0
         del self.owners[remaining:]
         return remaining
-
-    def copy(self) -> Words:
-        twin = Words()
-        for name, column in vars(self).items():
-            setattr(twin, name, column[:])
-        return twin
 
 
 def _joins(word: str, character: str) -> bool:
@@ -259,13 +245,6 @@ class LoopWatch:
         self._tokens_seen.rewind(length)
         if self._guard.words:
             self._words_seen.rewind(self._words.rewind(length))
-
-    def copy(self) -> Self:
-        twin = copy(self)
-        twin._text, twin._words = self._text.copy(), self._words.copy()
-        twin._tokens_seen = self._tokens_seen.copy()
-        twin._words_seen = self._words_seen.copy()
-        return twin
 
 
 def repetition_rate(tokens: Sequence[int], n: int = 4) -> float:

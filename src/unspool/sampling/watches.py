@@ -17,9 +17,8 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.patterns import compile_safely, waits_for_more
@@ -54,8 +53,6 @@ class Watch(Protocol):
 
     def rewind(self, length: int) -> None:
         """Forget every token from index `length` on."""
-
-    def copy(self) -> Self: ...
 
 
 class Guard(Protocol):
@@ -106,12 +103,6 @@ class Watched:
     def rewind(self, length: int) -> None:
         for column in (self.tokens, self.parts, self._pending, self._whole, self._reach):
             del column[length:]
-
-    def copy(self) -> Watched:
-        twin = Watched()
-        for name, column in vars(self).items():
-            setattr(twin, name, column[:])
-        return twin
 
     def owner(self, character: int) -> int:
         """The token that holds a character's first byte."""
@@ -215,11 +206,6 @@ class BannedWatch:
     def rewind(self, length: int) -> None:
         self._text.rewind(length)
 
-    def copy(self) -> Self:
-        twin = copy(self)
-        twin._text = self._text.copy()
-        return twin
-
 
 # -- surprise -------------------------------------------------------------------------------
 
@@ -279,11 +265,6 @@ class SurpriseWatch:
 
     def rewind(self, length: int) -> None:
         del self._surprises[length:]
-
-    def copy(self) -> Self:
-        twin = copy(self)
-        twin._surprises = self._surprises[:]
-        return twin
 
 
 # -- a caller's own function ----------------------------------------------------------------
@@ -345,11 +326,6 @@ class PredicateWatch:
     def rewind(self, length: int) -> None:
         self._text.rewind(length)
         self._whole = self._whole[: self._text.length]
-
-    def copy(self) -> Self:
-        twin = copy(self)
-        twin._text = self._text.copy()
-        return twin
 
 
 def whole_number(name: str, value: object, least: int) -> None:
