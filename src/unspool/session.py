@@ -23,7 +23,7 @@ from unspool.backends.base import Loaded
 from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
-from unspool.engine.judge import explain, judge
+from unspool.engine.judge import chosen_steps, explain, judge
 from unspool.engine.request import Drafter, DraftMaker
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
@@ -228,21 +228,7 @@ class LanguageModel:
         self.prompt_ids([*tokens, *added])
         with self.opened([*tokens, *added[:-1]]) as branch:
             logits = self.engine.extend(branch, wanted=len(added))
-        found = score_logits(logits, added)
-        return [
-            Step(
-                token=token,
-                bytes=self._token_bytes(token),
-                text=self._token_bytes(token).decode("utf-8", "replace"),
-                logprob=float(found.logprobs[row]),
-                position=len(tokens) + row,
-                rank=int(found.ranks[row]),
-                entropy=float(found.entropies[row]),
-                probability=1.0,
-                chosen=True,
-            )
-            for row, token in enumerate(added)
-        ]
+        return chosen_steps(logits, added, len(tokens), self._token_bytes)
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """The steps of a generation with all that can be said of how they were picked."""

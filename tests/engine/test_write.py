@@ -293,3 +293,24 @@ def test_half_a_character_survives_going_on(lm: Any):
         begun = begun.choose(piece)
     assert begun.rewind(len(pieces)).text.endswith("�") or "🌿" in begun.text
     assert lm.tokenizer.decode(begun.resume(max_tokens=8).tokens).startswith(" 🌿")
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"frequency_penalty": 0.4}], ids=str)
+def test_steps_can_be_explained_afterwards(tiny_lm: Any, options: dict[str, Any]):
+    asked = {"max_tokens": 12, "seed": 3, "end": False, **options}
+    silent = tiny_lm.generate([5, 6, 7], **asked)
+    told = tiny_lm.generate([5, 6, 7], explain=True, top=4, **asked)
+    assert silent.tokens == told.tokens
+    assert not any(step.explained or step.stages for step in silent.steps)
+    later = silent.explained(top=4)
+    for one, other, plain in zip(later.steps, told.steps, silent.steps, strict=True):
+        assert (one.token, one.rank, one.text) == (other.token, other.rank, other.text)
+        assert plain.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert one.entropy == pytest.approx(other.entropy, abs=1e-4)
+        assert one.probability == pytest.approx(other.probability, abs=1e-4)
+        assert [s.name for s in one.stages] == [s.name for s in other.stages]
+        assert [c.token for c in one.candidates] == [c.token for c in other.candidates]
+        assert (one.draw is None) == (other.draw is None)
+    changed = silent.rewind(4).choose(42).resume().explained()
+    assert changed.steps[4].token == 42 and changed.steps[4].chosen
+    assert all(step.explained for step in changed.steps)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from unspool.decoding.written import Branches, Prompt, Scorer, blank, judged, whole
+from unspool.engine.ending import Ending
 from unspool.engine.generation import Generation
+from unspool.engine.judge import chosen_steps
 from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
-from unspool.sampling import score
 from unspool.session import LanguageModel
-from unspool.text.tokenizer.stream import TextStream
 
 if TYPE_CHECKING:
     from rich.tree import Tree as RichTree
@@ -188,17 +188,14 @@ def _told(generation: Generation) -> list[Step]:
     complete; and a proposed piece may go on behind the end of the text.
     """
     limits, steps = generation.request.limits, generation.steps
-    stream, told = TextStream(limits.stop), list[Step]()
+    # A piece that is as long as it may be is no reason for the text to end.
+    ending = Ending(replace(limits, max_tokens=limits.context), len(generation.prompt))
+    told: list[Step] = []
     for number, step in enumerate(steps):
-        ended = step.token in limits.end_ids
-        shown = stream.push(b"" if ended else step.bytes)
-        finish = step.finish_reason
-        if ended or stream.stopped is not None:
-            finish = "stop"
-        elif step.position + 1 == limits.context:
-            finish = "context"
+        shown, finish = ending.push(step.token, step.bytes, step.position + 1)
+        finish = finish or step.finish_reason
         if finish or number == len(steps) - 1:
-            shown += stream.copy().finish()
+            shown += ending.copy().finish()
         told.append(replace(step, text=shown, finish_reason=finish))
         if finish:
             break
@@ -253,27 +250,9 @@ def _propose(lm: LanguageModel, level: Sequence[Node], expand: Expander) -> list
     grown: list[Node] = []
     for (parent, so_far, added), rows in zip(asked, logits, strict=True):
         text = parent.generation.fork()
-        text.steps += _chosen(lm, len(so_far), added, rows[-len(added) :])
+        given = rows[-len(added) :]
+        text.steps += chosen_steps(given, added, len(so_far), lm.engine.token_bytes)
         child = _grow(parent, text)
         if child is not None:
             grown.append(child)
     return grown
-
-
-def _chosen(lm: LanguageModel, position: int, tokens: Sequence[int], logits: Any) -> list[Step]:
-    """Steps for tokens that the model did not pick itself; their texts are told later."""
-    found = score(logits, tokens)
-    return [
-        Step(
-            token=token,
-            bytes=lm.engine.token_bytes(token),
-            text="",
-            logprob=float(found.logprobs[row]),
-            position=position + row,
-            rank=int(found.ranks[row]),
-            entropy=float(found.entropies[row]),
-            probability=1.0,
-            chosen=True,
-        )
-        for row, token in enumerate(tokens)
-    ]

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from unspool.engine.engine import Engine
 from unspool.engine.request import Request
-from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step
+from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step, readable
 from unspool.engine.tree import Branch
 from unspool.sampling import Chain, RowInput
 from unspool.sampling import score as score_logits
+from unspool.sampling.arrays import Array
 
 _AT_ONCE = 256  # rows of logits: bounds the memory that a long text needs
 
@@ -53,6 +54,28 @@ def judge(
                 )
             )
     return Score(positions)
+
+
+def chosen_steps(
+    logits: Array, tokens: Sequence[int], position: int, token_bytes: Callable[[int], bytes]
+) -> list[Step]:
+    """Steps for tokens that the model did not pick itself, from this position on, as it judges
+    them. Their texts are those of the single tokens."""
+    found = score_logits(logits, tokens)
+    return [
+        Step(
+            token=token,
+            bytes=token_bytes(token),
+            text=readable(token_bytes(token)),
+            logprob=float(found.logprobs[row]),
+            position=position + row,
+            rank=int(found.ranks[row]),
+            entropy=float(found.entropies[row]),
+            probability=1.0,
+            chosen=True,
+        )
+        for row, token in enumerate(tokens)
+    ]
 
 
 def explain(
