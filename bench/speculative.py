@@ -16,7 +16,7 @@ from typing import Any
 import unspool
 from unspool.decoding.speculative import make_drafter
 from unspool.engine.generation import Generation
-from unspool.engine.plain import Limits
+from unspool.engine.ending import Limits
 from unspool.engine.request import Request
 from unspool.sampling import SamplingSettings
 
@@ -56,9 +56,9 @@ def written(lm: Any, prompt: str, drafter: Any) -> tuple[Generation, float]:
         limits=Limits(max_tokens=TOKENS, context=lm.context),
         drafter=drafter,
     )
-    generation = Generation(request.prompt, request.settings, request=request)
+    generation = Generation(request)
     began = time.perf_counter()
-    for _ in generation.extend(lm.writers.submit(request)):
+    for _ in generation.extend(lm.engine.submit(request)):
         pass
     return generation, time.perf_counter() - began
 
