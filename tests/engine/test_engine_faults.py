@@ -185,6 +185,9 @@ def test_two_callers_cannot_compute_one_branch_at_once():
         thread.join(30)
     assert len(errors) == 1 and "computed for another caller" in errors[0]
     assert branch.tokens == [1, 2, 3, 4], "the one that was refused changed nothing"
+    with pytest.raises(UnspoolError, match="named twice"):
+        engine.extend_all([(branch, [5]), (branch, [6])])
+    assert branch.tokens == [1, 2, 3, 4]
     engine.release(branch)
     with pytest.raises(UnspoolError, match="released"):
         engine.extend(branch, [5])

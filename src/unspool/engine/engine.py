@@ -136,9 +136,12 @@ class Engine:
         tasks = [_Computation(self.loop, branch, wanted) for branch, _ in additions]
 
         def add() -> None:
+            if len({branch for branch, _ in additions}) < len(additions):
+                raise UnspoolError("a branch was named twice; fork it, and name the fork")
+            for branch, _ in additions:  # before anything is changed
+                self.scheduler.check_idle(branch)
             for task, (branch, tokens) in zip(tasks, additions, strict=True):
                 task.look, task.deep = look, deep
-                self.scheduler.check_idle(branch)
                 self.tree.append(branch, tokens)
                 self.scheduler.add(task)
 
@@ -200,7 +203,11 @@ class Engine:
 
         self._waiting.add(queue)
         queue.on_start = lambda: self._waiting.discard(queue)
-        loop.tell(begin)
+        try:
+            loop.tell(begin)
+        except UnspoolError:  # it is closed
+            self._waiting.discard(queue)
+            raise
         return StepStream(queue, lambda: loop.tell(cancel), loop.check_alive)
 
     # -- the thread below ----------------------------------------------------------------------

@@ -322,6 +322,8 @@ class Sequence(Task):
         if self.finished:
             return
         self.finished = True
-        self.scheduler.remove(self)
-        self.scheduler.tree.close(self.branch, store=error is None)
-        self.queue.end(error)
+        try:
+            self.scheduler.remove(self)
+            self.scheduler.tree.close(self.branch, store=error is None)
+        finally:  # whatever happens, nobody waits for more
+            self.queue.end(error)
