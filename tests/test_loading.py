@@ -15,7 +15,13 @@ import tiny
 import unspool
 from unspool import loading
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
-from unspool.loading import Choice, Placement, TorchMissingError, load_weights
+from unspool.loading import (
+    Choice,
+    Placement,
+    TorchMissingError,
+    load_weights,
+    make_drafter_for,
+)
 
 WHY = "the kernels were not built"
 
@@ -159,9 +165,14 @@ def test_saving_a_native_model_needs_torch(tiny_lm: Any, tmp_path: Path):
 def test_another_model_comes_the_same_way(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr("unspool.loading.load", lambda name, **options: asked.append(options))
-    tiny_lm.load_other("x")
+    monkeypatch.setattr(
+        "unspool.decoding.speculative.make_drafter", lambda speculate, lm, load: load(speculate)
+    )
+    tiny_lm.drafter("x")
     fake = SimpleNamespace(config=tiny_lm.config, device="cpu")
-    unspool.LanguageModel(fake, None).load_other("x")  # type: ignore[arg-type]
+    unspool.LanguageModel(fake, None, make_drafter=make_drafter_for).drafter("x")  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="without drafters"):
+        unspool.LanguageModel(fake, None).drafter("x")  # type: ignore[arg-type]
     assert asked == [
         {"backend": "torch", "device": "cpu"},
         {"backend": "native", "device": "cpu"},
@@ -214,7 +225,7 @@ class Model:
     def __init__(self): self.config = config
     def backend(self, *, memory, context): return FakeBackend(table, context=context)
 
-lm = unspool.LanguageModel(Model(), None)
+lm = unspool.LanguageModel(Model(), None, make_drafter=unspool.loading.make_drafter_for)
 made = lm.generate([1, 2], max_tokens=9, seed=3)
 assert len(made.tokens) == 9
 scored = lm.score([1, 2, *made.tokens])

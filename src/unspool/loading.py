@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unspool.backends.base import Loaded
+from unspool.backends.torch.available import INSTALL_TORCH, TorchMissingError, check_torch
 from unspool.engine.request import Drafter, DraftMaker
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 from unspool.model.checkpoint import (
@@ -27,7 +28,6 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 
 BACKENDS = ("auto", "native", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
-INSTALL_TORCH = "pip install 'unspool[torch]'"
 
 # What an NVIDIA driver shows: seen without importing torch, which takes seconds.
 _NVIDIA = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
@@ -86,11 +86,12 @@ def load(
         path=checkpoint.path,
         context=context,
         memory=memory,
-        make_drafter=_drafter,
+        make_drafter=make_drafter_for,
     )
 
 
-def _drafter(lm: LanguageModel, speculate: Speculate) -> Drafter | DraftMaker | None:
+def make_drafter_for(lm: LanguageModel, speculate: Speculate) -> Drafter | DraftMaker | None:
+    """Who guesses ahead for a model; another model that drafts is loaded the same way."""
     from unspool.decoding.speculative import make_drafter
 
     backend = "torch" if hasattr(lm.model, "transformer") else "native"
@@ -181,23 +182,6 @@ class Placement:
         }
         for name in (name for name, set_ in given.items() if set_):
             raise SettingsError(f"{name} is for the native CPU backend; {why}")
-
-
-class TorchMissingError(UnspoolError):
-    """Torch would be needed, and is not installed."""
-
-
-def check_torch(device: str = "cpu") -> None:
-    """Torch is here and can use the device; otherwise an error that says what to do."""
-    try:
-        import torch
-    except ImportError as error:
-        raise TorchMissingError(f"this needs torch, which is not here: {INSTALL_TORCH}") from error
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingsError(f"the device {device!r} cannot be used here: {reason}") from error
 
 
 def load_weights(checkpoint: Checkpoint, wanted: Placement, choice: Choice) -> Loaded:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unspool.backends.base import Loaded
+from unspool.backends.torch.available import check_torch
 from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
@@ -318,6 +319,7 @@ class LanguageModel:
             return self.transformer
         if self.path is None:
             raise UnspoolError("this model came from no file, so it cannot be saved")
+        check_torch()
         return load_transformer(open_checkpoint(self.path))
 
 
