@@ -1,14 +1,16 @@
 """Which tokens belong to which message.
 
-The template tells where a message begins (it is asked to leave a sign where its loop takes the next
-one). A message that no loop takes, such as a system prompt that the template pulls to the front or
-into the first user turn, is found by its words.
+Each character of the rendered text says which message it belongs to (`origin.py`): the caller's
+words to the message they stand in, the template's to the message that its loop has in turn. A
+message that no loop takes, such as a system prompt that the template pulls to the front or into the
+first user turn, is found by its words alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,40 +32,22 @@ class Cut:
     ids: list[int]
 
 
-def message_starts(
-    text: str,
-    contents: Sequence[str],
-    known: Mapping[int, int],
-    controls: Collection[str],
-    *,
-    with_end: bool,
-) -> list[int]:
-    """Where each message begins; with `with_end` also where the last one ends.
-
-    `contents` are the words of the messages, `known` the places that are known already.
-    """
-    ender = re.compile(
-        r"\s?(?:" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + r")?\n?"
-    )
+def message_starts(origin: str, count: int) -> list[int]:
+    """Where each of `count` messages begins in a text with these origins, one a character."""
+    runs = [(ord(found[1]), *found.span()) for found in re.finditer(r"(?s)(.)\1*", origin)]
+    begins = [begin for _, begin, _ in runs]
+    words: dict[int, list[tuple[int, int]]] = {}  # message -> where its own words stand
+    for mark, begin, end in runs:
+        if not mark & 1:
+            words.setdefault(mark >> 1, []).append((begin, end))
     starts = [0]
-    for number, content in enumerate(contents):
-        begin = starts[-1]
-        following = known.get(number + 1, -1)
-        limit = known.get(number + 2, len(text))  # not in a later message, whose words it shares
-        place = text.find(content, begin, limit) if content else -1
-        if following >= begin and (number in known or place < 0):
-            starts.append(following)
-        elif place < 0:
-            starts.append(begin)
-        else:
-            end = place + len(content)
-            if following < end:
-                closed = ender.match(text, end)
-                end = closed.end() if closed and following < 0 else end
-            starts.append(max(end, following))
-    if with_end:
-        return starts
-    return starts[:-1]
+    for number in range(2, count + 1):
+        first = words[number][0][0] if number in words else len(origin)
+        before = [end for begin, end in words.get(number - 1, ()) if begin < first]
+        start = max([starts[-1], *before])
+        later = range(bisect_left(begins, start), len(runs))
+        starts.append(next((begins[i] for i in later if runs[i][0] >> 1 >= number), len(origin)))
+    return starts
 
 
 def token_spans(
