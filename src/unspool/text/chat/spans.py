@@ -54,25 +54,24 @@ def token_spans(
     cuts: Sequence[Cut], starts: Sequence[int], token_bytes: Callable[[int], bytes]
 ) -> list[tuple[int, int]]:
     """From places in the text to places in the ids: (start, end) of each, without gaps."""
-    total = sum(len(cut.ids) for cut in cuts)
-    borders = [_token_at(cuts, start, token_bytes) for start in starts[1:]]
-    edges = [0, *borders, total]
-    return [(min(a, total), max(a, b)) for a, b in pairwise(edges)]
-
-
-def _token_at(cuts: Sequence[Cut], place: int, token_bytes: Callable[[int], bytes]) -> int:
-    """The first token that begins at this place of the text or behind it."""
-    chars = tokens = 0
+    edges, chars, tokens = [0], 0, 0
     for cut in cuts:
-        if place <= chars:
-            return tokens
-        if place < chars + len(cut.text):
-            # Counted from the end, because an encoder may put a space before the text.
-            rest = len(cut.text[place - chars :].encode("utf-8", "replace"))
-            inside = len(cut.ids)
-            while inside and (rest := rest - len(token_bytes(cut.ids[inside - 1]))) >= 0:
-                inside -= 1
-            return tokens + inside
-        chars += len(cut.text)
-        tokens += len(cut.ids)
-    return tokens
+        behind = chars + len(cut.text)
+        while len(edges) < len(starts) and starts[len(edges)] < behind:
+            place = max(0, starts[len(edges)] - chars)
+            edges.append(tokens + _token_at(cut, place, token_bytes))
+        chars, tokens = behind, tokens + len(cut.ids)
+    edges += [tokens] * (len(starts) + 1 - len(edges))
+    return [(a, max(a, b)) for a, b in pairwise(edges)]
+
+
+def _token_at(cut: Cut, place: int, token_bytes: Callable[[int], bytes]) -> int:
+    """The first token of a cut that begins at this place of its text or behind it."""
+    if place == 0:
+        return 0
+    # Counted from the end, because an encoder may put a space before the text.
+    rest = len(cut.text[place:].encode("utf-8", "replace"))
+    inside = len(cut.ids)
+    while inside and (rest := rest - len(token_bytes(cut.ids[inside - 1]))) >= 0:
+        inside -= 1
+    return inside
