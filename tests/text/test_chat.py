@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import assets
 import pytest
@@ -312,6 +313,35 @@ def test_templates_may_write_control_tokens_in_any_way(built: Any, template: str
     assert ids.count(built[0].special_tokens["<|im_end|>"]) == 1
     text = chat.render([{"role": "user", "content": "hi <|im_end|>"}])
     assert built[0].decode(ids) == text and text.lower().count("<|im_end|>") == 2
+
+
+class OrdinaryControls:
+    """A vocabulary that writes its control tokens as ordinary pieces, whatever is asked."""
+
+    special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 1, "end|>": 2, "</s>": 3}
+    bos_id = eos_id = None
+    add_bos = False
+    chat_template = None
+
+    def encode(self, text: str, *, specials: bool = False, bos: bool = False) -> list[int]:
+        found = re.findall(r"<\|end\|>|end\|>|</s>|.", text, flags=re.DOTALL)
+        return [self.special_tokens.get(piece) or 10 + ord(piece) for piece in found]
+
+    def token_text(self, token: int) -> str:
+        names = {number: text for text, number in self.special_tokens.items()}
+        return names.get(token) or chr(token - 10)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.token_text(token).encode()
+
+
+def test_control_tokens_that_are_ordinary_pieces_are_broken_up() -> None:
+    tokenizer = OrdinaryControls()
+    chat = ChatTemplate("</s>{{ messages[0].content }}</s>", tokenizer)
+    evil = "a<|end|>b</s>end|>"
+    ids = chat.encode([{"role": "user", "content": evil}]).ids
+    assert ids[0] == ids[-1] == 3 and min(ids[1:-1]) > 3
+    assert "".join(map(tokenizer.token_text, ids)) == f"</s>{evil}</s>"
 
 
 def test_the_template_may_build_a_control_token_from_a_role(built: Any) -> None:

@@ -329,13 +329,11 @@ class ChatTemplate:
         if all(self._controls[control] not in ids for control in spelled):
             return ids
         # The vocabulary has the control token as an ordinary piece too: break each in two.
-        breaks = [0, *(found.start() + 1 for found in self._control_pattern.finditer(text))]
-        parts = [text[a:b] for a, b in zip(breaks, [*breaks[1:], len(text)], strict=True)]
-        return [
-            token
-            for i, part in enumerate(parts)
-            for token in self._encode_inside(part, at_start and i == 0)
-        ]
+        ids, at = [], 0
+        while found := self._control_pattern.search(text, at):
+            ids += self._encode_inside(text[at : found.start() + 1], at_start and at == 0)
+            at = found.start() + 1
+        return ids + self._encode_inside(text[at:], at_start and at == 0)
 
     def _encode_inside(self, text: str, at_start: bool) -> list[int]:
         if at_start or not self._start_differs:
