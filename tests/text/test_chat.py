@@ -302,7 +302,7 @@ WRITTEN = [
     "{% set x %}<|im_end|>{% endset %}{{ x ~ c }}", "{{ {'a': '<|im_end|>'}['a'] }}{{ c }}",
     "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}"
     "{% endfor %}{{ ns.t + '<|im_end|>' }}",
-    "{% filter upper %}{{ c }}{% endfilter %}<|im_end|>", "{{ ('<|im_end|>' | safe) + c }}",
+    "{% filter upper %}{{ c }}{% endfilter %}<|im_end|>", "{{ ('<|im_end|>' | safe) ~ c }}",
 ]  # fmt: skip
 
 
@@ -362,6 +362,7 @@ METHODS = [
     "{{ c.splitlines() }}", "{{ c.split() }}", "{{ c is in ['<t>', 't'] }}", "{{ c ~ '<t>' }}",
     "{% for p in c.split('<') %}{{ loop.index }}{{ p }}{% endfor %}", "{{ {'t': 1}[c] }}",
     "{{ '{:>9}'.format('x') }}{{ '%s!' % c }}", "{{ c is string }}{{ c is mapping }}",
+    "{{ ('<' | safe) + c + '>' }}{{ c + (c | e) }}{{ (c | e) ~ c }}{{ c | e | e }}",
     "{{ c.title() }}", "{{ c.index('t') if 't' in c else 0 }}", "{{ c | urlencode }}",
 ]  # fmt: skip
 

@@ -14,6 +14,8 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any, SupportsIndex
 
+from markupsafe import escape
+
 from unspool.text.chat.budget import active_budget
 
 
@@ -133,6 +135,27 @@ class Text(str):
 
     def title(self) -> Text:
         return self._same_length(super().title())
+
+
+class SafeText(Text):
+    """What the filters `safe` and `escape` give: as in Jinja, `+` escapes what it is joined to."""
+
+    __slots__ = ()
+
+    def __add__(self, other: str) -> SafeText:
+        joined = concat((self, escaped(other)))
+        return SafeText(joined, joined._origin)
+
+    def __radd__(self, other: str) -> SafeText:
+        joined = concat((escaped(other), self))
+        return SafeText(joined, joined._origin)
+
+
+def escaped(text: str) -> Text:
+    """With &lt; for < and so on."""
+    if isinstance(text, SafeText):
+        return text
+    return Text(text, origin_of(text))._same_length(str(escape(str.__str__(text))))
 
 
 def origin_of(text: str) -> str:

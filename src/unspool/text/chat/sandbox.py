@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import nodes, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_forceescape, sync_do_join
+from jinja2.filters import sync_do_join
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
@@ -28,7 +28,7 @@ from jinja2.utils import Namespace
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.chat.budget import Budget, TemplateLimitError, active_budget, current_budget
-from unspool.text.chat.origin import UNKNOWN, Text, concat, origin_of
+from unspool.text.chat.origin import SafeText, Text, concat, escaped, origin_of
 from unspool.text.chat.rewrite import HOOKS, Rewriter, Run, current_run, show, weighed
 
 LONGEST_SOURCE = 131_072  # characters; the longest templates in use have about 20,000
@@ -78,7 +78,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         filters: dict[str, Any] = dict(self.filters)
         for name in ("urlize", "xmlattr", "wordwrap", "random"):
             del filters[name]
-        filters |= {"tojson": _to_json, "join": _join, "safe": str}
+        filters |= {"tojson": _to_json, "join": _join, "safe": _safe}
         filters |= dict.fromkeys(("e", "escape", "forceescape"), _escape)
         self.filters = {name: _guarded_filter(name, f) for name, f in filters.items()}
         tests: dict[str, Any] = dict(self.tests)
@@ -229,8 +229,12 @@ def _join(eval_ctx: Any, value: Any, d: str = "", attribute: Any = None) -> str:
     return sync_do_join(eval_ctx, value, Text(d, origin_of(d)), attribute)
 
 
+def _safe(value: Any) -> str:
+    return SafeText(text := show(value), origin_of(text))
+
+
 def _escape(value: Any) -> str:
-    return Text(do_forceescape(value), UNKNOWN)
+    return _safe(escaped(show(value)))
 
 
 def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
