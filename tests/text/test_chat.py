@@ -450,11 +450,18 @@ def test_text_parts(built: Any) -> None:
         ChatTemplate(CHATML, built[0]).render(picture)
 
 
+DEEP: list[Any] = []
+for _ in range(500):
+    DEEP = [DEEP]
+
+
 @pytest.mark.parametrize(
     "messages",
     [[], "hello", {"role": "user", "content": "x"}, None, ["hello"], [{"content": "x"}],
      [{"role": "user"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": 3}],
-     [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "f": print}]],
+     [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "f": print}],
+     [{"role": "user", "content": "x", "f": DEEP}],
+     [{"role": "user", "content": "x", "f": {(): 1}}]],
 )  # fmt: skip
 def test_bad_messages(built: Any, messages: Any) -> None:
     with pytest.raises(UnspoolError) as caught:

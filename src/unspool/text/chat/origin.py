@@ -16,7 +16,10 @@ from typing import Any, SupportsIndex
 
 from markupsafe import escape
 
+from unspool.errors import UnspoolError
 from unspool.text.chat.budget import active_budget
+
+_DEEPEST = 100
 
 
 def origin_mark(owner: int, *, template: bool) -> str:
@@ -172,14 +175,16 @@ def concat(pieces: Iterable[str]) -> Text:
     return Text("".join(texts), "".join(map(origin_of, texts)))
 
 
-def with_origin(value: Any, origin: str) -> Any:
+def with_origin(value: Any, origin: str, depth: int = 0) -> Any:
     """The same JSON-like value with a `Text` of this origin in place of each string."""
     if isinstance(value, str):
         return Text(value, origin)
+    if depth > _DEEPEST:
+        raise UnspoolError(f"a value nested more than {_DEEPEST} deep, which no template needs")
     if isinstance(value, dict):
-        return {key: with_origin(item, origin) for key, item in value.items()}
+        return {key: with_origin(item, origin, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
-        return [with_origin(item, origin) for item in value]
+        return [with_origin(item, origin, depth + 1) for item in value]
     return value
 
 

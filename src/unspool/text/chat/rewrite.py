@@ -29,20 +29,15 @@ class Run:
         self.now = now
         self.origin = TEMPLATE  # of what the template spells now
         self._numbers = {id(message): n for n, message in enumerate(messages, start=1)}
-        self._loops: dict[int, int] = {}  # loops under way -> number of the message in turn
+        self._loop = 0  # the one that goes through the messages
 
     def enter(self, loop: int, targets: Iterable[Any]) -> None:
-        for target in targets:
-            if id(target) in self._numbers:
-                self._loops[loop] = self._numbers[id(target)]
-                self._update()
+        for number in filter(None, (self._numbers.get(id(target)) for target in targets)):
+            self._loop, self.origin = loop, origin_mark(number, template=True)
 
     def leave(self, loop: int) -> None:
-        if self._loops.pop(loop, None):
-            self._update()
-
-    def _update(self) -> None:
-        self.origin = origin_mark(next(reversed(self._loops.values()), 0), template=True)
+        if loop == self._loop:
+            self._loop, self.origin = 0, TEMPLATE
 
 
 current_run: ContextVar[Run] = ContextVar("unspool_template_run")
