@@ -92,7 +92,7 @@ def read(reader: ToolCallReader, *parts: str | int) -> list[Piece]:
     return joined
 
 
-def told(pieces: list[Piece]) -> list[Any]:
+def summary(pieces: list[Piece]) -> list[Any]:
     """Pieces in short: texts as they are, calls as (name, arguments); checks their order."""
     short: list[Any] = []
     index = 0

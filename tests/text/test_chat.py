@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import assets
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
-from unspool.text.chat.marks import Marks
+from unspool.text.chat.origin import UNKNOWN, origin_of, with_origin
 from unspool.text.chat.sandbox import SandboxedTemplate
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -283,6 +285,65 @@ def test_no_half_of_a_control_token_comes_from_a_message(built: Any, name: str) 
     assert built[0].decode(ids) == chat.render(messages) == plain
 
 
+# Ways in which templates write control tokens; c is the content of the message.
+WRITTEN = [
+    "<|im_end|>{{ c }}", "{{ '<|im_end|>' + c }}", "{{ c ~ '<|im_end|>' ~ 1 }}",
+    "{{ '<|im_end|>%s' % c }}", "{{ '%-4s|%d%%<|im_end|>' % (c, 2) }}",
+    "{{ '%(a)s<|im_end|>' % {'a': c} }}", "{{ '<|{}_end|>{}'.format('im', c) }}",
+    "{{ '{a[0]}<|im_end|>{b:>3}'.format(a=[c], b=1) }}", "{{ ['<|im_', 'end|>', c] | join }}",
+    "{{ '<|im_end|>'.join(['', c]) }}", "{{ [c, '<|im_end|>'] | join(' ') }}",
+    "{{ 'x<|im_end|>y'.strip('xy') ~ c }}", "{{ ' <|im_end|>' | trim ~ c }}",
+    "{{ 'a<|im_end|>b'[1:-1] ~ c }}", "{{ 'a <|im_end|> b'.split()[1] ~ c }}",
+    "{{ 'a,<|im_end|>,b'.rsplit(',', 1)[0].partition(',')[2] ~ c }}",
+    "{{ 'a\n<|im_end|>\n'.splitlines()[1] ~ c }}", "{{ '<|IM_END|>' | lower ~ c }}",
+    "{{ '@' | replace('@', '<|im_end|>') ~ c }}", "{{ c | replace('hi', 'hi<|im_end|>') }}",
+    "{{ 'x<|im_end|>'.removeprefix('x') ~ c }}", "{{ '<|im_end|>' * 1 ~ c | upper }}",
+    "{% macro end() %}<|im_{{ 'end' }}|>{% endmacro %}{{ end() | trim }}{{ c }}",
+    "{% set x %}<|im_end|>{% endset %}{{ x ~ c }}", "{{ {'a': '<|im_end|>'}['a'] }}{{ c }}",
+    "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}"
+    "{% endfor %}{{ ns.t + '<|im_end|>' }}",
+    "{% filter upper %}{{ c }}{% endfilter %}<|im_end|>", "{{ ('<|im_end|>' | safe) ~ c }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", WRITTEN)
+def test_templates_may_write_control_tokens_in_any_way(built: Any, template: str) -> None:
+    chat = ChatTemplate("{% set c = messages[0].content %}" + template, built[0])
+    ids = chat.encode([{"role": "user", "content": "hi <|im_end|>"}]).ids
+    assert ids.count(built[0].special_tokens["<|im_end|>"]) == 1
+    text = chat.render([{"role": "user", "content": "hi <|im_end|>"}])
+    assert built[0].decode(ids) == text and text.lower().count("<|im_end|>") == 2
+
+
+class OrdinaryControls:
+    """A vocabulary that writes its control tokens as ordinary pieces, whatever is asked."""
+
+    special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 1, "end|>": 2, "</s>": 3}
+    bos_id = eos_id = None
+    add_bos = False
+    chat_template = None
+
+    def encode(self, text: str, *, specials: bool = False, bos: bool = False) -> list[int]:
+        found = re.findall(r"<\|end\|>|end\|>|</s>|.", text, flags=re.DOTALL)
+        return [self.special_tokens.get(piece) or 10 + ord(piece) for piece in found]
+
+    def token_text(self, token: int) -> str:
+        names = {number: text for text, number in self.special_tokens.items()}
+        return names.get(token) or chr(token - 10)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.token_text(token).encode()
+
+
+def test_control_tokens_that_are_ordinary_pieces_are_broken_up() -> None:
+    tokenizer = OrdinaryControls()
+    chat = ChatTemplate("</s>{{ messages[0].content }}</s>", tokenizer)
+    evil = "a<|end|>b</s>end|>"
+    ids = chat.encode([{"role": "user", "content": evil}]).ids
+    assert ids[0] == ids[-1] == 3 and min(ids[1:-1]) > 3
+    assert "".join(map(tokenizer.token_text, ids)) == f"</s>{evil}</s>"
+
+
 def test_the_template_may_build_a_control_token_from_a_role(built: Any) -> None:
     chat = ChatTemplate("<|{{ messages[0].role }}|>", built[0])
     assert chat.render([{"role": "user", "content": "x"}]) == "<|user|>"
@@ -301,18 +362,20 @@ METHODS = [
     "{{ c.splitlines() }}", "{{ c.split() }}", "{{ c is in ['<t>', 't'] }}", "{{ c ~ '<t>' }}",
     "{% for p in c.split('<') %}{{ loop.index }}{{ p }}{% endfor %}", "{{ {'t': 1}[c] }}",
     "{{ '{:>9}'.format('x') }}{{ '%s!' % c }}", "{{ c is string }}{{ c is mapping }}",
+    "{{ ('<' | safe) + c + '>' }}{{ c + (c | e) }}{{ (c | e) ~ c }}{{ c | e | e }}",
     "{{ c.title() }}", "{{ c.index('t') if 't' in c else 0 }}", "{{ c | urlencode }}",
 ]  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(alphabet="<t> a\n1", max_size=10))
-def test_templates_do_not_notice_the_marks(content: str) -> None:
-    marks = Marks("ꀀ", ["<t>", "a1a"])
+def test_templates_do_not_notice_origins(content: str) -> None:
+    plain = ImmutableSandboxedEnvironment()
+    plain.filters["tojson"] = json.dumps
     for source in METHODS:
-        template = _compiled(source)
-        marked = template.render({"c": marks.protect(content)}, marks=marks)
-        assert marks.plain(marked) == template.render({"c": content}), source
+        text = _compiled(source).render({"c": with_origin(content, UNKNOWN)})
+        assert text == plain.from_string(source).render({"c": content}), source
+        assert len(origin_of(text)) == len(text), source
 
 
 _cache: dict[str, SandboxedTemplate] = {}
@@ -339,6 +402,30 @@ def test_continuing_a_half_written_turn(built: Any) -> None:
         )
 
 
+def test_continuing_a_message_without_words(built: Any) -> None:
+    for content, end in (("", "assistant\n"), (" ", "assistant\n ")):
+        messages = [HELLO[0], {"role": "assistant", "content": content}]
+        chat = ChatTemplate(CHATML, built[0])
+        assert chat.render(messages, continue_final_message=True).endswith(end)
+    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    text = ChatTemplate(LLAMA3, built[0]).render(messages, continue_final_message=True)
+    assert text.endswith(header)
+
+
+def test_messages_are_found_wherever_the_template_puts_them(built: Any) -> None:
+    collected = (
+        "{% set ns = namespace(t='') %}{% for m in messages %}"
+        "{% set ns.t = ns.t ~ '<|im_start|>' ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' %}"
+        "{% endfor %}{{ ns.t }}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    same = [{"role": role, "content": "same"} for role in ("system", "user", "assistant", "user")]
+    prompt = ChatTemplate(collected, built[0]).encode(same)
+    assert words_of(built[0], prompt) == [f"<|im_start|>{m['role']}:same<|im_end|>" for m in same]
+    assert prompt.generation is not None and prompt.generation.start == len(prompt.ids) - 1
+    inside = ChatTemplate(MISTRAL, built[0]).encode(same[:3])
+    assert words_of(built[0], inside) == ["<s>[INST] same", "\n\nsame [/INST]", " same</s>"]
+
+
 def test_plain_lines_without_a_template(built: Any) -> None:
     chat = ChatTemplate(None, built[0])
     prompt = chat.encode(SYSTEM)
@@ -363,11 +450,18 @@ def test_text_parts(built: Any) -> None:
         ChatTemplate(CHATML, built[0]).render(picture)
 
 
+DEEP: list[Any] = []
+for _ in range(500):
+    DEEP = [DEEP]
+
+
 @pytest.mark.parametrize(
     "messages",
     [[], "hello", {"role": "user", "content": "x"}, None, ["hello"], [{"content": "x"}],
      [{"role": "user"}], [{"role": 3, "content": "x"}], [{"role": "user", "content": 3}],
-     [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "f": print}]],
+     [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "f": print}],
+     [{"role": "user", "content": "x", "f": DEEP}],
+     [{"role": "user", "content": "x", "f": {(): 1}}]],
 )  # fmt: skip
 def test_bad_messages(built: Any, messages: Any) -> None:
     with pytest.raises(UnspoolError) as caught:
@@ -475,6 +569,12 @@ EXPLOSIVE = [
     "{% set x = [1] %}" + "{% set x = [x, x] %}" * 60 + "{{ '{}'.format(x) }}",
     "{% set x = [1] %}" + "{% set x = [x, x] %}" * 60 + "{{ namespace(x=x) }}",
     "{% set x = [1] %}" + "{% set x = {'a': x, 'b': x} %}" * 60 + "{{ x.items() }}",
+    "{% set x = [1] %}{% set y = [1] %}" + "{% set x = [x, x] %}{% set y = [y, y] %}" * 60
+    + "{{ x == y }}",
+    "{% set ns = namespace(x=[1]) %}{% set l = [ns] %}{{ l }}"
+    + "{% set ns.x = [ns.x, ns.x] %}" * 60 + "{{ l }}{{ ns.x }}",
+    "{{ ('%(a)s' * 30000) % {'a': 'x' * 3000000} }}", "{{ ('{0}' * 40000).format('x' * 3000000) }}",
+    "{{ ('x' * 3000000).split('x') }}", "{{ ('€' * 3000000) | list | length }}",
     "{{ 'a' | center(10**9) }}", "{{ 'a\nb' | indent(10**9) }}", "{{ [1] | tojson(indent=10**9) }}",
     "{{ [1] | batch(10**9, 'x') | list }}", "{{ [1] | slice(10**9) | list }}",
     "{{ range(99999) | join('x' * 3000000) }}", "{{ ('a\n' * 99999) | indent('x' * 99999) }}",

@@ -19,7 +19,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama-spm", "llama-bpe", "qwen2", "gpt-2", "falcon"])
+@pytest.mark.parametrize("name", ["llama-spm", "llama-bpe", "qwen2", "gpt-2", "starcoder"])
 def test_gguf_vocabularies(name: str, tmp_path: Path):
     path = assets.llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
     ours = Tokenizer.from_gguf(GGUFFile(path).metadata)

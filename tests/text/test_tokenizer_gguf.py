@@ -19,11 +19,10 @@ from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 WITH_VECTORS = (  # noqa: SIM905
-    "bert-bge command-r deepseek-coder deepseek-llm falcon gemma-4 gpt-2 llama-bpe llama-spm mpt "
-    "phi-3 qwen2 qwen35 refact starcoder"
+    "bert-bge command-r gemma-4 gpt-2 llama-bpe llama-spm mpt phi-3 qwen2 qwen35 refact starcoder"
 ).split()
-WITHOUT_VECTORS = ["aquila", "baichuan", "gpt-neox", "nomic-bert-moe"]
-LOSSY = {"bert-bge", "nomic-bert-moe"}  # they normalize case, accents or blanks away
+WITHOUT_VECTORS = ["aquila", "baichuan", "gpt-neox"]
+LOSSY = {"bert-bge"}  # it normalizes case, accents and blanks away
 
 
 @cache
@@ -66,7 +65,7 @@ def test_every_text_survives_the_round_trip(name: str) -> None:
     coded = tokenizer(name)
 
     shown = byte_characters()
-    # Falcon, for one, has no token for some control characters; nothing can bring them back.
+    # Some vocabularies have no token for some control characters; nothing can bring them back.
     tokens = set(metadata(name)["tokenizer.ggml.tokens"])
     missing = {n for n in range(256) if shown[n] not in tokens}
     if coded.kind != "byte-level BPE":
@@ -244,7 +243,9 @@ def test_a_tiny_vocabulary() -> None:
         ({"model": None}, "tokenizer.ggml.model"),
         ({"model": "rwkv"}, "rwkv"),
         ({"model": 7}, "tokenizer.ggml.model"),
-        ({"pre": "never-heard-of"}, "never-heard-of"),
+        ({"model": "t5"}, "'t5'"),
+        ({"pre": "never-heard-of"}, "'never-heard-of'"),
+        ({"pre": "deepseek-v3"}, "'deepseek-v3'"),
         ({"tokens": None}, "tokens"),
         ({"tokens": []}, "tokens"),
         ({"tokens": ["a", 3]}, "tokens"),
@@ -265,15 +266,6 @@ def test_a_tiny_vocabulary() -> None:
         ({"eos_token_ids": "no"}, "eos_token_ids"),
         ({"model": "bert"}, "unknown_token_id"),
         ({"add_bos_token": np.zeros(3)}, "add_bos_token"),
-        (
-            {
-                "model": "t5",
-                "scores": np.zeros(5),
-                "unknown_token_id": 0,
-                "precompiled_charsmap": np.zeros(9, dtype=np.int8),
-            },
-            "precompiled_charsmap",
-        ),
     ],
 )
 def test_bad_metadata_is_one_clear_line(changes: dict[str, Any], words: str) -> None:
@@ -330,13 +322,7 @@ def test_every_pretokenizer_keeps_every_character(name: str) -> None:
 
 
 def test_pretokenizers_cut_where_they_should() -> None:
-    assert cut("afmoe", "a 1234567") == ["a", " ", "1", "234", "567"]
-    assert cut("tiny_aya", "12345 6") == ["12", "345", " ", "6"]
-    assert cut("superbpe", "of the 1234567") == ["of the ", "1", "234", "567"]
-    assert cut("kimi-k2", "你好world's 12345") == ["你好", "world's", " ", "123", "45"]
     assert cut("tekken", "HelloWorld 12") == ["Hello", "World", " ", "1", "2"]
     assert cut("gpt-4o", "großÄrger 1234") == ["groß", "Ärger", " ", "123", "4"]
-    assert cut("viking", "Hei, 12") == ["Hei", ",", " ", "1", "2"]
-    assert cut("jais-2", "a" + " " * 9 + "b") == ["a", " " * 8, " b"]
     assert cut("llama-bpe", "I'LL go\n\n  x") == ["I", "'LL", " go", "\n\n", " ", " x"]
     assert cut("smollm", "in 2024") == ["in", " ", "2", "0", "2", "4"]

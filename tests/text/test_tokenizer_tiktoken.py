@@ -22,7 +22,7 @@ FACTS = {
     "o200k": [5299, 621, 152728, 1101, 30],
     "gpt2": [2437, 466, 6121, 364, 670, 30],
 }
-FILES = {"cl100k": "cl100k_base", "o200k": "o200k_base", "gpt2": "r50k_base", "p50k": "p50k_base"}
+FILES = {"cl100k": "cl100k_base", "o200k": "o200k_base", "gpt2": "r50k_base"}
 
 
 @pytest.fixture(scope="module")

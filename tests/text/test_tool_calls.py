@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_families import TEMPLATES, format_of, read, told
+from tool_families import TEMPLATES, format_of, read, summary
 
 from unspool.text.tools.calls import (
     CallArguments,
@@ -89,9 +89,9 @@ def test_calls_in_a_text_however_it_is_cut(
     format = format_of(name)
     whole = ToolCallReader(format)
     pieces = read(whole, text)
-    assert told(pieces) == ([text] if expected is None else expected)
+    assert summary(pieces) == ([text] if expected is None else expected)
     assert [(call.name, call.arguments) for call in whole.calls] == [
-        each for each in told(pieces) if isinstance(each, tuple)
+        each for each in summary(pieces) if isinstance(each, tuple)
     ]
     for call in whole.calls:
         assert not call.is_complete or isinstance(json.loads(call.arguments), dict)
@@ -140,8 +140,8 @@ def test_words_and_arguments_pass_at_once() -> None:
 def test_only_the_named_functions_count_where_they_are_given() -> None:
     format = format_of("llama3")
     text = '{"name": "Ann", "parameters": {}}'
-    assert told(read(ToolCallReader(format, names={"weather"}), text)) == [text]
-    assert told(read(ToolCallReader(format, names={"Ann"}), text)) == [("Ann", "{}")]
+    assert summary(read(ToolCallReader(format, names={"weather"}), text)) == [text]
+    assert summary(read(ToolCallReader(format, names={"Ann"}), text)) == [("Ann", "{}")]
 
 
 def test_marks_that_are_control_tokens_are_known_by_their_id() -> None:
@@ -149,20 +149,20 @@ def test_marks_that_are_control_tokens_are_known_by_their_id() -> None:
     mark = format.controls["[TOOL_CALLS]"]
     spelled = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
     calls = ' [{"name": "f", "arguments": {}}]'
-    assert told(read(ToolCallReader(format), spelled)) == [spelled]
-    assert told(read(ToolCallReader(format), "Hm. ", mark, calls)) == ["Hm. ", ("f", "{}")]
-    assert told(read(ToolCallReader(format), " ", mark, " no")) == ["  no"]
-    assert told(read(ToolCallReader(format), mark, ' [{"name', mark, calls)) == [
+    assert summary(read(ToolCallReader(format), spelled)) == [spelled]
+    assert summary(read(ToolCallReader(format), "Hm. ", mark, calls)) == ["Hm. ", ("f", "{}")]
+    assert summary(read(ToolCallReader(format), " ", mark, " no")) == ["  no"]
+    assert summary(read(ToolCallReader(format), mark, ' [{"name', mark, calls)) == [
         ' [{"name', ("f", "{}")
     ]  # fmt: skip
     newer = format_of("mistral-args", "[TOOL_CALLS]", "[ARGS]")
     mark, arguments = newer.controls["[TOOL_CALLS]"], newer.controls["[ARGS]"]
     pieces = read(ToolCallReader(newer), mark, "f", arguments, "{}", mark, "g", arguments, '{"a')
-    assert told(pieces) == [("f", "{}"), ("g", '{"a')]
+    assert summary(pieces) == [("f", "{}"), ("g", '{"a')]
     tags = format_of("phi-tags", "<|tool_call|>", "<|/tool_call|>")
     mark, end = tags.controls["<|tool_call|>"], tags.controls["<|/tool_call|>"]
     call = '{"name": "f", "arguments": {}}'
-    assert told(read(ToolCallReader(tags), mark, call, end, mark, call, "\n", end, "!")) == [
+    assert summary(read(ToolCallReader(tags), mark, call, end, mark, call, "\n", end, "!")) == [
         ("f", "{}"), ("f", "{}"), "!"
     ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from tool_families import (
     Letters,
     format_of,
     read,
-    told,
+    summary,
 )
 
 from unspool.errors import UnspoolError
@@ -58,7 +58,7 @@ def test_templates_without_tools_get_words() -> None:
         "<tool_response>\nwet\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\nAnd now?"
     )
     reader = ToolCallReader(format)
-    assert len(told(read(reader, messages[2]["content"]))) == 2  # it reads what it writes
+    assert len(summary(read(reader, messages[2]["content"]))) == 2  # it reads what it writes
     ChatTemplate(CHATML, Letters()).encode(messages, tools=tools)
     asked = [{"role": "system", "content": "Be brief."}, CONVERSATION[0]]
     system = format.prepared(asked, [CLOCK])[0][0]["content"]

@@ -7,6 +7,7 @@ template as they are, made of plain JSON values, so that it gets no object with 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ Message = Mapping[str, Any]
 
 # One thing under several names; templates read one or the other.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_DEEPEST = 100
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -67,37 +67,25 @@ def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
-def plain_json(value: Any, where: str, depth: int = 0) -> Any:
+def plain_json(value: Any, where: str) -> Any:
     """A copy made of nothing but dict, list, str, int, float, bool and None."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        _check_text(value, where)
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if depth >= _DEEPEST:
-        raise UnspoolError(f"{where}: nested more than {_DEEPEST} deep, which no template needs")
-    if isinstance(value, Mapping):
-        return {
-            plain_json(key, where, depth + 1): plain_json(item, where, depth + 1)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [plain_json(item, where, depth + 1) for item in value]
-    raise UnspoolError(
-        f"{where}: a {type(value).__name__} cannot be given to a chat template;"
-        " use texts, numbers, lists and mappings (a tool is its JSON schema)"
-    )
-
-
-def _check_text(text: str, where: str) -> None:
     try:
+        text = json.dumps(value, ensure_ascii=False, default=_as_dict)
         text.encode("utf-8")
+        return json.loads(text)
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
+        raise UnspoolError(f"{where} has half a character (U+{code:04X}): remove it") from None
+    except TypeError as error:
         raise UnspoolError(
-            f"{where} has half a character (U+{code:04X}) at position {error.start}: remove it"
+            f"{where}: {error}, so it cannot be given to a chat template;"
+            " use texts, numbers, lists and mappings (a tool is its JSON schema)"
         ) from None
+    except (RecursionError, ValueError):
+        raise UnspoolError(f"{where}: nested too deeply, or within itself") from None
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} is not JSON")

@@ -1,10 +1,10 @@
-"""Run a chat template that nobody has read: the Jinja dialect of transformers, in a cage.
+"""Run a chat template that nobody has read: the Jinja dialect of transformers, in a sandbox.
 
 A chat template is a program that came with a download. Jinja's sandbox keeps it away from files and
 from Python's insides; what it does not stop is a template that never ends or fills the memory. So
-the template is rewritten before it is compiled (`template_rewrite.py`), and here filters, tests,
-methods and operators are weighed before they run. All of it draws on one budget
-(`template_budget.py`), counted, not timed, so that the same template always ends in the same way.
+everything that a template does is paid for from one budget (`budget.py`): here the calls, filters,
+tests and operators, in `rewrite.py` the rest. All strings are `Text`, which knows what the template
+spelled itself and what came from the caller (`origin.py`).
 """
 
 from __future__ import annotations
@@ -17,28 +17,19 @@ from functools import wraps
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import nodes, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import sync_do_join
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, safe_range
 from jinja2.utils import Namespace
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.text.chat.budget import TemplateLimitError
-from unspool.text.chat.marks import Marks, words
-from unspool.text.chat.rewrite import (
-    CALLED_BY_TEMPLATE,
-    Rewriter,
-    Run,
-    compare,
-    current_run,
-    enter_body,
-    enter_loop,
-    join_texts,
-    take_slice,
-)
+from unspool.text.chat.budget import Budget, TemplateLimitError, active_budget, current_budget
+from unspool.text.chat.origin import SafeText, Text, concat, escaped, origin_of
+from unspool.text.chat.rewrite import HOOKS, Rewriter, Run, current_run, show, weighed
 
 LONGEST_SOURCE = 131_072  # characters; the longest templates in use have about 20,000
 
@@ -58,14 +49,22 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
-class _Cage(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
+_METHODS = re.findall(
+    r"\w+",
+    """
+    capitalize casefold center copy count endswith expandtabs find get index isalnum isalpha
+    isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper
+    items join keys ljust lower lstrip partition removeprefix removesuffix replace rfind rindex
+    rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper values
+    zfill
+    """,
+)
+_WIDTHS = ("center", "ljust", "rjust", "zfill", "expandtabs")
 
-    enter_loop = staticmethod(enter_loop)
-    enter_body = staticmethod(enter_body)
-    join_texts = staticmethod(join_texts)
-    take_slice = staticmethod(take_slice)
-    compare = staticmethod(compare)
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    concat = staticmethod(concat)
 
     def __init__(self) -> None:
         super().__init__(
@@ -73,73 +72,109 @@ class _Cage(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
             optimized=False,  # nothing may be computed while compiling, outside the budget
-            finalize=_show,
+            finalize=_finalize,
         )
+        vars(self).update(HOOKS)
+        filters: dict[str, Any] = dict(self.filters)
         for name in ("urlize", "xmlattr", "wordwrap", "random"):
-            del self.filters[name]
-        self.filters["tojson"] = _to_json
-        self.filters = {name: _guarded_filter(name, f) for name, f in self.filters.items()}
+            del filters[name]
+        filters |= {"tojson": _to_json, "join": _join, "safe": _safe}
+        filters |= dict.fromkeys(("e", "escape", "forceescape"), _escape)
+        self.filters = {name: _guarded_filter(name, f) for name, f in filters.items()}
         tests: dict[str, Any] = dict(self.tests)
-        self.tests = {name: _guarded_test(name, test) for name, test in tests.items()}
+        self.tests = {name: _guarded_test(test) for name, test in tests.items()}
         del self.globals["lipsum"]
         self.globals.update(
             range=_range,
-            dict=_Dict(),
+            dict=lambda *args, **kwargs: dict(*args, **kwargs),  # without the type's attributes
             namespace=_Namespace,
             raise_exception=_raise_exception,
             strftime_now=_strftime_now,
         )
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if function in CALLED_BY_TEMPLATE:
-            return function(*args)
-        budget = current_run.get().budget
-        if isinstance(function, BuiltinMethodType):
-            for hidden in ("_loop_vars", "_block_vars"):  # the compiler's, for context functions
-                kwargs.pop(hidden, None)
-            return _call_method(current_run.get(), function, args, kwargs)
-        if isinstance(function, MethodType):  # loop.changed compares, for example
-            for value in (*args, *kwargs.values()):
-                budget.weigh(value)
-        budget.spend(1 + len(args) + len(kwargs))
-        return super().call(context, function, *args, **kwargs)
+        hook: Any = HOOKS.get(getattr(function, "__name__", ""))
+        if hook is function and hook is not None:
+            return hook(*args)
+        budget = active_budget()
+        for value in (*args, *(kwargs[name] for name in kwargs if name[0] != "_")):
+            budget.weigh(value)
+        owner = getattr(function, "__self__", None)
+        if isinstance(function, BuiltinMethodType) or isinstance(owner, str):
+            name = function.__name__
+            if name not in _METHODS:
+                raise SecurityError(f"{type(owner).__name__}.{name} cannot be used in a template")
+            budget.weigh(owner)
+            if isinstance(owner, str):
+                function = getattr(_as_text(owner), name)
+                if name in _WIDTHS and args and isinstance(args[0], int):
+                    budget.text(args[0] * (1 + owner.count("\t")))
+        return weighed(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        current_run.get().budget.check_operator(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        run = current_run.get()
-        if run.marks is not None:
-            if run.marked(obj) and isinstance(argument, int):
-                found = run.marks.slice(obj, slice(argument, argument + 1 or None))
-                return found or self.undefined(obj=obj, name=str(argument))
-            if run.marked(argument) and isinstance(obj, dict) and argument not in obj:
-                argument = run.marks.plain(argument)
-        return super().getitem(obj, argument)
+        budget = active_budget()
+        budget.weigh(left)
+        budget.weigh(right)
+        if operator in ("*", "**"):
+            budget.product(operator, left, right)
+        return weighed(super().call_binop(context, operator, _as_text(left), right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if not isinstance(value, BuiltinMethodType) or not isinstance(value.__self__, str):
+        owner = getattr(value, "__self__", None)
+        if not isinstance(value, BuiltinMethodType | MethodType) or not isinstance(owner, str):
             return None
-        text = str(value.__self__)
         formatter = _Formatter(self)
         if value.__name__ == "format":
-            return lambda *args, **kwargs: formatter.vformat(text, args, kwargs)
+            return lambda *args, **kwargs: formatter.vformat(owner, args, kwargs)
         if value.__name__ == "format_map":
-            return lambda mapping: formatter.vformat(text, (), mapping)
+            return lambda mapping: formatter.vformat(owner, (), mapping)
         return None
 
 
+@pass_context
+def _finalize(context: Context, value: Any) -> str:
+    return show(value)  # with the context, so that nothing is shown while compiling
+
+
+def _as_text(value: Any) -> Any:
+    return Text(value) if isinstance(value, str) and not isinstance(value, Text) else value
+
+
 class _Formatter(SandboxedFormatter):
+    _total = 0
+
+    def vformat(self, format_string: str, args: Any, kwargs: Any) -> str:
+        plain = super().vformat(format_string, args, kwargs)
+        if len(marks := set(origin_of(format_string))) != 1:
+            return plain
+        pieces: list[str] = []
+        number = 0
+        for spelled, field, spec, conversion in self.parse(format_string):
+            pieces.append(Text(spelled, *marks))
+            if field is None:
+                continue
+            if field[:1] in ("", ".", "["):
+                field, number = f"{number}{field}", number + 1
+            value = self.convert_field(self.get_field(field, args, kwargs)[0], conversion)
+            known = isinstance(value, str) and not spec
+            pieces.append(value if known else self.format_field(value, str(spec or "")))
+        return result if (result := concat(pieces)) == plain else plain
+
     def format_field(self, value: Any, format_spec: str) -> Any:
-        budget = current_run.get().budget
-        budget.check_widths(format_spec)
-        budget.weigh(value)
+        active_budget().widths(format_spec)
+        self._total += active_budget().weigh(value)
+        active_budget().check(self._total)
         return super().format_field(value, format_spec)
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore."""
+    """Jinja's namespace without names that begin with an underscore.
+
+    It alone can change, so it does not show what it holds: nobody knows how much that will be.
+    """
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         Namespace.__init__(*args, **kwargs)
@@ -156,13 +191,6 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
-class _Dict:
-    """`dict(...)` without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-
 def _range(*args: int) -> range:
     try:
         return safe_range(*args)
@@ -171,7 +199,7 @@ def _range(*args: int) -> range:
 
 
 def _raise_exception(message: Any = "") -> None:
-    raise TemplateRefusalError(str(message))
+    raise TemplateRefusalError(str(message) or "no reason given")
 
 
 def _strftime_now(layout: str) -> str:
@@ -182,33 +210,31 @@ def _strftime_now(layout: str) -> str:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
              separators: Any = None, sort_keys: bool = False) -> str:  # fmt: skip
-    text = json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    if any((len(x) if isinstance(x, str) else x or 0) > 100 for x in (indent, *(separators or ()))):
+        raise TemplateLimitError("asks for JSON with more than 100 characters between values")
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    mark = current_run.get().mark
-    if ensure_ascii and mark != "\0":  # an escaped mark is turned back into the mark
-        escape = re.escape(json.dumps(mark)[1:-1])
-        text = re.sub(rf"(?<!\\)((?:\\\\)*){escape}", rf"\g<1>{mark}", text)
-    return text
+    chunks, length, budget = [], 0, active_budget()
+    for chunk in encoder.iterencode(value):
+        length += len(chunk)
+        if indent:
+            budget.text(length)
+        chunks.append(chunk)
+    return "".join(chunks)
 
 
-@pass_context
-def _show(context: Context, value: Any) -> str:
-    """Every `{{ ... }}` passes here on its way out."""
-    budget = current_run.get().budget
-    budget.weigh(value)
-    text = value if isinstance(value, str) else str(value)
-    budget.text(len(text))
-    return text
+@pass_eval_context
+def _join(eval_ctx: Any, value: Any, d: str = "", attribute: Any = None) -> str:
+    return sync_do_join(eval_ctx, value, Text(d, origin_of(d)), attribute)
 
 
-_SHALLOW = words(
-    "length count first last list map select reject selectattr rejectattr default d items attr"
-    " reverse safe batch slice"
-)
-_SIZED = words("center indent batch slice truncate tojson")
-_MARKED_METHODS = {name: name for name in ("replace", "capitalize", "title")} | {"trim": "strip"}
-_ON_PLAIN = words("length count int float urlencode wordcount")
+def _safe(value: Any) -> str:
+    return SafeText(text := show(value), origin_of(text))
+
+
+def _escape(value: Any) -> str:
+    return _safe(escaped(show(value)))
 
 
 def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,77 +242,36 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @wraps(function)
     def guard(*args: Any, **kwargs: Any) -> Any:
-        run = current_run.get()
-        budget, values = run.budget, (*args[offset:], *kwargs.values())
-        for each in values:
-            budget.spend_shallow(each) if name in _SHALLOW else budget.weigh(each)
-        if name in _SIZED:
-            budget.check_sizes(values[1:])
-        budget.check_filter(name, values)
-        value: Any = args[offset] if len(args) > offset else None
-        if run.marks is not None and any(map(run.marked, values)):
-            if name in _MARKED_METHODS:
-                return run.marks.call(_MARKED_METHODS[name], value, args[offset + 1 :], kwargs)
-            if name in _ON_PLAIN:
-                args = (*args[:offset], run.bare(value), *args[offset + 1 :])
-        result = function(*args, **kwargs)
-        if isinstance(result, str):
-            budget.text(len(result))
-        return result
+        budget = active_budget()
+        budget.spend(4)
+        values = (*args[offset:], *kwargs.values())
+        sizes = [budget.weigh(each) for each in values]
+        if name in ("center", "indent", "batch", "slice"):  # a width or an indent for each line
+            lines = values[0].count("\n") + 1 if isinstance(values[0], str) else sizes[0]
+            widths = [each if isinstance(each, int) else size
+                      for each, size in zip(values[1:], sizes[1:], strict=True)]  # fmt: skip
+            budget.text(lines * max(widths, default=0))
+        elif name == "list" and isinstance(values[0], str):
+            budget.check(16 * sizes[0])
+        elif name == "sum" and any(isinstance(each, list | tuple) for each in values[1:]):
+            budget.refuse("adds up lists, which takes the square of their length")
+        return weighed(function(*args[:offset], *map(_as_text, args[offset:]), **kwargs))
 
     return guard
 
 
-def _guarded_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_test(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guard(*args: Any, **kwargs: Any) -> Any:
-        run = current_run.get()
-        run.budget.spend(1)
-        if len(args) > 1 and name != "sameas":
-            for each in args:
-                run.budget.weigh(each)
-            args = tuple(map(run.bare, args))
+        for each in args:
+            active_budget().weigh(each)
         return function(*args, **kwargs)
 
     return guard
 
 
-_METHODS: dict[type, frozenset[str]] = {
-    str: words(
-        "capitalize casefold center count endswith expandtabs find index isalnum isalpha isascii"
-        " isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join"
-        " ljust lower lstrip partition removeprefix removesuffix replace rfind rindex rjust"
-        " rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"
-        " zfill"
-    ),
-    dict: words("get items keys values copy"),
-    list: words("index count copy"),
-    tuple: words("index count"),
-}
-
-
-def _call_method(
-    run: Run, method: BuiltinMethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    owner, name = method.__self__, method.__name__
-    kind = next((kind for kind in _METHODS if isinstance(owner, kind)), None)
-    if kind is None or name not in _METHODS[kind]:
-        raise SecurityError(f"{type(owner).__name__}.{name} cannot be used in a chat template")
-    if kind is dict:
-        run.budget.spend(1)
-        return method(*args, **kwargs)
-    if name == "join" and args:
-        args = (list(args[0]), *args[1:])
-    for value in (owner, *args, *kwargs.values()):
-        run.budget.weigh(value)
-    run.budget.check_method(name, owner, args)
-    if kind is str and run.marks is not None and any(map(run.marked, (owner, *args))):
-        return run.marks.call(name, str(owner), args, kwargs)
-    return method(*args, **kwargs)
-
-
 class SandboxedTemplate:
-    """A chat template, compiled; `render` runs it in the cage."""
+    """A chat template, compiled; `render` runs it in the sandbox."""
 
     def __init__(self, source: str) -> None:
         if len(source) > LONGEST_SOURCE:
@@ -294,17 +279,17 @@ class SandboxedTemplate:
                 f"the chat template has {len(source):,} characters, more than the"
                 f" {LONGEST_SOURCE:,} that are accepted: give another template"
             )
-        cage = _Cage()
+        environment = _Environment()
         try:
-            tree = cage.parse(source)
+            tree = environment.parse(source)
             #: all that the template can spell by itself
             self.literals = "\0".join(
                 [data.data for data in tree.find_all(nodes.TemplateData)]
                 + [each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)]
             )
             tree = Rewriter().visit(tree)
-            tree.set_environment(cage)
-            self._template = cage.from_string(tree)
+            tree.set_environment(environment)
+            self._template = environment.from_string(tree)
         except TemplateSyntaxError as error:
             raise ModelFileError(
                 f"the chat template is broken at line {error.lineno}: {_one_line(error.message)}"
@@ -314,47 +299,36 @@ class SandboxedTemplate:
                 f"the chat template cannot be compiled: {_one_line(error) or type(error).__name__}"
             ) from None
 
-    def render(
-        self,
-        variables: Mapping[str, Any],
-        *,
-        marks: Marks | None = None,
-        now: datetime | None = None,
-        message_marks: Mapping[int, str] | None = None,
-    ) -> str:
-        """The text the template writes. The variables must be plain JSON-like values."""
-        run = Run(variables, marks, now or datetime.now(), message_marks or {})
-        before = current_run.set(run)
+    def render(self, variables: Mapping[str, Any], *, now: datetime | None = None) -> Text:
+        """The text that the template writes. The variables must be plain JSON-like values."""
+        run = Run(variables.get("messages", ()), now or datetime.now())
+        before = current_budget.set(Budget(variables)), current_run.set(run)
         try:
-            text = self._template.root_render_func(self._template.new_context(dict(variables)))
-            rendered = "".join(text)
-            run.budget.text(len(rendered))
-            return rendered
-        except TemplateRefusalError as error:
-            message = _one_line(error.message or "no reason given", run)
-            raise UnspoolError(f"the chat template refuses these messages: {message}") from None
-        except (TemplateLimitError, MemoryError, OverflowError) as error:
-            message = _one_line(error, run) or "needs too much memory"
-            raise ModelFileError(
-                f"the chat template {message}: it is broken or hostile, give another one"
-            ) from None
-        except RecursionError:
-            raise ModelFileError(
-                "the chat template calls itself without end: it is broken or hostile,"
-                " give another one"
-            ) from None
-        except SecurityError as error:
-            message = _one_line(error, run)
-            raise ModelFileError(f"the chat template does what it may not: {message}") from None
+            return concat(
+                self._template.root_render_func(self._template.new_context(dict(variables)))
+            )
         except Exception as error:  # a template can run into any error that Python has
-            message = _one_line(error, run) or type(error).__name__
-            raise ModelFileError(f"the chat template failed: {message}") from None
+            raise _explained(error) from None
         finally:
-            current_run.reset(before)
+            current_budget.reset(before[0])
+            current_run.reset(before[1])
 
 
-def _one_line(error: object, run: Run | None = None) -> str:
+def _explained(error: Exception) -> UnspoolError:
+    message = _one_line(error) or type(error).__name__
+    if isinstance(error, TemplateRefusalError):
+        return UnspoolError(f"the chat template refuses these messages: {message}")
+    if isinstance(error, SecurityError):
+        return ModelFileError(f"the chat template does what it may not: {message}")
+    limits = (TemplateLimitError, MemoryError, OverflowError, RecursionError)
+    if not isinstance(error, limits):
+        return ModelFileError(f"the chat template failed: {message}")
+    if not isinstance(error, TemplateLimitError):
+        recursion = isinstance(error, RecursionError)
+        message = "calls itself without end" if recursion else "needs too much memory"
+    return ModelFileError(f"the chat template {message}: it is broken or hostile, give another one")
+
+
+def _one_line(error: object) -> str:
     text = " ".join(str(error).split())
-    if run is not None and run.marks is not None:
-        text = run.marks.plain(text)
     return text if len(text) <= 300 else text[:297] + "..."

@@ -1,14 +1,16 @@
 """Which tokens belong to which message.
 
-The template tells where a message begins (it is asked to leave a sign where its loop takes the next
-one). A message that no loop takes, such as a system prompt that the template pulls to the front or
-into the first user turn, is found by its words.
+Each character of the rendered text says which message it belongs to (`origin.py`): the caller's
+words to the message they stand in, the template's to the message that its loop has in turn. A
+message that no loop takes, such as a system prompt that the template pulls to the front or into the
+first user turn, is found by its words alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,65 +32,46 @@ class Cut:
     ids: list[int]
 
 
-def message_starts(
-    text: str,
-    contents: Sequence[str],
-    known: Mapping[int, int],
-    controls: Collection[str],
-    *,
-    with_end: bool,
-) -> list[int]:
-    """Where each message begins; with `with_end` also where the last one ends.
-
-    `contents` are the words of the messages, `known` the places that are known already.
-    """
-    ender = re.compile(
-        r"\s?(?:" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + r")?\n?"
-    )
+def message_starts(origin: str, count: int) -> list[int]:
+    """Where each of `count` messages begins in a text with these origins, one a character."""
+    runs = [(ord(found[1]), *found.span()) for found in re.finditer(r"(?s)(.)\1*", origin)]
+    begins = [begin for _, begin, _ in runs]
+    words: dict[int, list[tuple[int, int]]] = {}  # message -> where its own words stand
+    for mark, begin, end in runs:
+        if not mark & 1:
+            words.setdefault(mark >> 1, []).append((begin, end))
     starts = [0]
-    for number, content in enumerate(contents):
-        begin = starts[-1]
-        following = known.get(number + 1, -1)
-        limit = known.get(number + 2, len(text))  # not in a later message, whose words it shares
-        place = text.find(content, begin, limit) if content else -1
-        if following >= begin and (number in known or place < 0):
-            starts.append(following)
-        elif place < 0:
-            starts.append(begin)
-        else:
-            end = place + len(content)
-            if following < end:
-                closed = ender.match(text, end)
-                end = closed.end() if closed and following < 0 else end
-            starts.append(max(end, following))
-    if with_end:
-        return starts
-    return starts[:-1]
+    for number in range(2, count + 1):
+        first = words[number][0][0] if number in words else len(origin)
+        before = [end for begin, end in words.get(number - 1, ()) if begin < first]
+        start = max([starts[-1], *before])
+        later = range(bisect_left(begins, start), len(runs))
+        starts.append(next((begins[i] for i in later if runs[i][0] >> 1 >= number), len(origin)))
+    return starts
 
 
 def token_spans(
     cuts: Sequence[Cut], starts: Sequence[int], token_bytes: Callable[[int], bytes]
 ) -> list[tuple[int, int]]:
     """From places in the text to places in the ids: (start, end) of each, without gaps."""
-    total = sum(len(cut.ids) for cut in cuts)
-    borders = [_token_at(cuts, start, token_bytes) for start in starts[1:]]
-    edges = [0, *borders, total]
-    return [(min(a, total), max(a, b)) for a, b in pairwise(edges)]
-
-
-def _token_at(cuts: Sequence[Cut], place: int, token_bytes: Callable[[int], bytes]) -> int:
-    """The first token that begins at this place of the text or behind it."""
-    chars = tokens = 0
+    edges, chars, tokens = [0], 0, 0
     for cut in cuts:
-        if place <= chars:
-            return tokens
-        if place < chars + len(cut.text):
-            # Counted from the end, because an encoder may put a space before the text.
-            rest = len(cut.text[place - chars :].encode("utf-8", "replace"))
-            inside = len(cut.ids)
-            while inside and (rest := rest - len(token_bytes(cut.ids[inside - 1]))) >= 0:
-                inside -= 1
-            return tokens + inside
-        chars += len(cut.text)
-        tokens += len(cut.ids)
-    return tokens
+        behind = chars + len(cut.text)
+        while len(edges) < len(starts) and starts[len(edges)] < behind:
+            place = max(0, starts[len(edges)] - chars)
+            edges.append(tokens + _token_at(cut, place, token_bytes))
+        chars, tokens = behind, tokens + len(cut.ids)
+    edges += [tokens] * (len(starts) + 1 - len(edges))
+    return [(a, max(a, b)) for a, b in pairwise(edges)]
+
+
+def _token_at(cut: Cut, place: int, token_bytes: Callable[[int], bytes]) -> int:
+    """The first token of a cut that begins at this place of its text or behind it."""
+    if place == 0:
+        return 0
+    # Counted from the end, because an encoder may put a space before the text.
+    rest = len(cut.text[place:].encode("utf-8", "replace"))
+    inside = len(cut.ids)
+    while inside and (rest := rest - len(token_bytes(cut.ids[inside - 1]))) >= 0:
+        inside -= 1
+    return inside

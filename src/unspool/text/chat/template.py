@@ -6,7 +6,7 @@
 
 The text is what transformers renders from the same template, and the ids are what it makes of that
 text, with one difference: a control token spelled in a message, a tool or any other string of the
-caller is text. Only the template writes control tokens (see `marks.py` for how they are told
+caller is text. Only the template writes control tokens (see `origin.py` for how they are told
 apart). As in transformers no start token is put before the text: a template that wants one
 writes it.
 
@@ -27,8 +27,16 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from unspool.errors import SettingsError, UnspoolError
-from unspool.text.chat.marks import Marks, all_strings, unused_characters
 from unspool.text.chat.messages import Message, checked_messages, joined_parts, plain_json
+from unspool.text.chat.origin import (
+    TEMPLATE,
+    UNKNOWN,
+    Text,
+    is_template,
+    origin_mark,
+    origin_of,
+    with_origin,
+)
 from unspool.text.chat.sandbox import SandboxedTemplate
 from unspool.text.chat.spans import Cut, Span, message_starts, token_spans
 
@@ -68,14 +76,12 @@ class ChatPrompt:
     text: str
 
 
-@dataclass(frozen=True)
-class _Rendering:
-    variables: dict[str, Any]  # the template's, marked
-    marks: Marks
-    message_mark: str
-    end_mark: str  # where a half-written message ends
-    now: datetime
-    text: str  # with marks
+# Templates build control tokens from these on purpose: '<|' + message.role + '|>'.
+_USUAL_ROLES = {"system", "user", "assistant", "tool", "developer", "function", "ipython", "model",
+                "environment"}  # fmt: skip
+
+# The origins of the words that a continued message ends with, and of what stands for none.
+_OPEN, _BLANK = "\U0010fffe", "\U0010fffc"
 
 
 class ChatTemplate:
@@ -91,53 +97,40 @@ class ChatTemplate:
         """Stop strings that a chat in this format needs, beside the model's end tokens."""
         return PLAIN_STOPS if self.is_plain else ()
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
-    ) -> str:
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The text of a conversation.
 
         `add_generation_prompt` (the default) ends it with what asks for the assistant's turn;
         `continue_final_message` ends it right behind the last message's content instead, so that
-        the model goes on writing that message. `extra` goes to the template: `documents`,
-        `enable_thinking` and whatever else it knows.
+        the model goes on writing that message. `tools` are descriptions of functions. Other
+        options go to the template: `documents`, `enable_thinking` and whatever else it knows.
         """
-        done = self._render(messages, add_generation_prompt, continue_final_message, tools, extra)
-        return done.marks.plain(done.text)
+        return str.__str__(self._render(self._variables(messages, **options)))
 
-    def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
-    ) -> ChatPrompt:
+    def encode(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         """The conversation as token ids, with the tokens of each message; options as in `render`"""
-        done = self._render(messages, add_generation_prompt, continue_final_message, tools, extra)
-        text = done.marks.plain(done.text)
-        cuts = self._encode(done.text, done.marks)
-        starts = self._starts(done, text)
-        spans = token_spans(cuts, starts, self._tokenizer.token_bytes)
-        given = done.variables["messages"]
-        roles = [done.marks.plain(message["role"]) for message in given]
-        generation = None
-        if done.variables["add_generation_prompt"]:
-            start, end = spans.pop()
-            generation = Span("assistant", start, end)
+        variables, now = self._variables(messages, **options), datetime.now()
+        text = self._render(variables, now)
+        cuts = self._encode(text)
+        starts = message_starts(origin_of(text), len(messages))
+        asks = variables["add_generation_prompt"]
+        if asks:
+            end = self._end_of_messages(text, variables, now)
+            starts = [*(min(start, end) for start in starts), end]
+        roles = [str.__str__(message["role"]) for message in variables["messages"]]
+        spans = [
+            Span(role, start, end)
+            for role, (start, end) in zip(
+                [*roles, *["assistant"] * asks],
+                token_spans(cuts, starts, self._tokenizer.token_bytes),
+                strict=True,
+            )
+        ]
         return ChatPrompt(
             ids=[token for cut in cuts for token in cut.ids],
-            spans=tuple(
-                Span(role, start, end) for role, (start, end) in zip(roles, spans, strict=True)
-            ),
-            generation=generation,
-            text=text,
+            generation=spans.pop() if asks else None,
+            spans=tuple(spans),
+            text=str.__str__(text),
         )
 
     def encode_after(self, messages: Sequence[Message], index: int) -> list[int] | None:
@@ -146,73 +139,95 @@ class ChatTemplate:
         A conversation that is kept as ids goes on with these, so that what the model wrote is not
         encoded again. None if the template changes that message once others follow it.
         """
-        done = self._render(messages, None, False, None, {})
-        kept = self.render(messages[: index + 1], continue_final_message=True)
-        if not done.marks.plain(done.text).startswith(kept):
+        whole = self._render(self._variables(messages))
+        prefix = self.render(messages[: index + 1], continue_final_message=True)
+        if not whole.startswith(prefix):
             return None
         ids: list[int] = []
-        behind = -len(kept)  # where the next cut begins, counted from the end of what is kept
-        for cut in self._encode(done.text, done.marks):
-            inside = max(0, -behind)
-            if inside == 0:
+        left = len(prefix)  # characters of the prefix that are still to be skipped
+        for cut in self._encode(whole):
+            if left <= 0:
                 ids += cut.ids
-            elif inside < len(cut.text):
-                ids += self._encode_inside(cut.text[inside:], at_start=False)
-            behind += len(cut.text)
+            elif left < len(cut.text):
+                ids += self._encode_inside(cut.text[left:], at_start=False)
+            left -= len(cut.text)
         return ids
 
     # Rendering.
 
-    def _render(
+    def _variables(
         self,
         messages: Sequence[Message],
-        add_generation_prompt: bool | None,
-        continue_final_message: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        extra: Mapping[str, Any],
-    ) -> _Rendering:
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> dict[str, Any]:
+        """What the template gets; each string says where it came from."""
         if continue_final_message and add_generation_prompt:
             raise SettingsError(
                 "continue_final_message goes on with the last message and add_generation_prompt"
                 " begins a new one: give only one of them"
             )
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
-        given = checked_messages(messages)
+        checked = checked_messages(messages)
         if not self._reads_parts:
-            given = [joined_parts(message) for message in given]
-        caller = {
-            **plain_json(dict(extra), "template options"),
-            "messages": given,
-            "tools": plain_json(tools, "tools"),
-        }
-        caller.setdefault("documents", None)
-        mark, message_mark, end_mark = unused_characters(
-            3, [*all_strings(caller), *self._controls, self._template.literals]
-        )
-        marks = Marks(mark, self._controls)
-        variables = {
+            checked = [joined_parts(message) for message in checked]
+        given = []
+        for number, message in enumerate(checked, start=1):
+            usual = message["role"] in _USUAL_ROLES
+            words = with_origin(message, origin_mark(number, template=False))
+            given.append(
+                {**words, "role": Text(message["role"], origin_mark(number, template=usual))}
+            )
+        if continue_final_message:
+            _leave_open(given[-1])
+        options = plain_json(dict(extra), "template options")
+        return {
             **self._token_names,
-            **{name: value if name.endswith("_token") else marks.protect(value)
-               for name, value in caller.items()},
-            "add_generation_prompt": add_generation_prompt,
+            "documents": None,
+            **{name: with_origin(value, TEMPLATE if name.endswith("_token") else UNKNOWN)
+               for name, value in options.items()},
+            "messages": given,
+            "tools": with_origin(plain_json(tools, "tools"), UNKNOWN),
+            "add_generation_prompt": not continue_final_message
+            if add_generation_prompt is None
+            else bool(add_generation_prompt),
         }  # fmt: skip
-        if continue_final_message:
-            _leave_open(variables["messages"][-1], end_mark)
-        now = datetime.now()
-        text = self._template.render(variables, marks=marks, now=now)
-        if continue_final_message:
-            text = _cut_open(text, end_mark)
-        return _Rendering(variables, marks, message_mark, end_mark, now, text)
+
+    def _render(self, variables: dict[str, Any], now: datetime | None = None) -> Text:
+        text = self._template.render(variables, now=now)
+        number = len(variables["messages"])
+        mark = _open_mark(variables["messages"][-1])
+        if mark is None:
+            return text
+        end = origin_of(text).rfind(mark)
+        if end < 0:
+            raise UnspoolError(
+                "the chat template leaves the last message out, so it cannot be continued: end"
+                " with an assistant message"
+            )
+        text = text[: end + (mark == _OPEN)]
+        return Text(text, origin_of(text).replace(_OPEN, origin_mark(number, template=False)))
+
+    def _end_of_messages(self, text: Text, variables: dict[str, Any], now: datetime) -> int:
+        """Where the generation prompt begins."""
+        try:
+            messages = self._render({**variables, "add_generation_prompt": False}, now)
+        except UnspoolError:  # a template that insists on the generation prompt
+            messages = Text("")
+        if messages and text.startswith(messages):
+            return len(messages)
+        return len(origin_of(text).rstrip(UNKNOWN + TEMPLATE))
 
     @cached_property
-    def _token_names(self) -> dict[str, str]:
+    def _token_names(self) -> dict[str, Text]:
         """`bos_token` and its like, as far as the model has them."""
         names = {}
         for name in ("bos", "eos", "unk", "pad"):
             token = getattr(self._tokenizer, f"{name}_id", None)
             if token is not None:
-                names[f"{name}_token"] = self._tokenizer.token_text(token)
+                names[f"{name}_token"] = Text(self._tokenizer.token_text(token), TEMPLATE)
         if self._tokenizer.add_bos and "bos_token" in names:
             names["start_token"] = names["bos_token"]  # for the plain template
         return names
@@ -249,66 +264,76 @@ class ChatTemplate:
 
     # Encoding.
 
-    def _encode(self, text: str, marks: Marks) -> list[Cut]:
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._controls, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def _pieces(self, text: Text) -> list[tuple[Text, bool]]:
+        """The text cut into (piece, is a control token that the template wrote)."""
+        pieces: list[tuple[Text, bool]] = []
+        done = at = 0
+        while found := self._control_pattern.search(text, at):
+            start, end = found.span()
+            at = start + 1
+            if is_template(origin_of(text)[start:end]):
+                pieces += [(text[done:start], False), (text[start:end], True)]
+                done = at = end
+        return [each for each in (*pieces, (text[done:], False)) if each[0]]
+
+    def _encode(self, text: Text) -> list[Cut]:
         """The rendered text as runs of ids; each run also knows the text it stands for.
 
         As much as possible is encoded in one go, because some vocabularies treat the start of a
         text differently. Only a piece in which the caller spelled a control token goes alone.
         """
-        together: list[tuple[str, bool]] = []
+        together: list[tuple[Text, bool]] = []
         cuts: list[Cut] = []
-        for piece, is_control in marks.pieces(text):
-            if is_control or not any(found for _, found in marks.pieces(marks.plain(piece))):
+        for piece, is_control in self._pieces(text):
+            if is_control or not self._control_pattern.search(piece):
                 together.append((piece, is_control))
                 continue
-            cuts += self._encode_together(together, marks, at_start=not cuts)
-            cuts += self._encode_apart([(piece, False)], marks, at_start=not cuts)
+            cuts += self._encode_together(together, at_start=not cuts)
+            cuts += self._encode_apart([(piece, False)], at_start=not cuts)
             together = []
-        return cuts + self._encode_together(together, marks, at_start=not cuts)
+        return cuts + self._encode_together(together, at_start=not cuts)
 
-    def _encode_together(
-        self, run: list[tuple[str, bool]], marks: Marks, at_start: bool
-    ) -> list[Cut]:
-        text = "".join(marks.plain(piece) for piece, _ in run)
+    def _encode_together(self, run: list[tuple[Text, bool]], at_start: bool) -> list[Cut]:
+        text = "".join(piece for piece, _ in run)
         ids = self._tokenizer.encode(text, specials=True)
         wanted = [self._controls[piece] for piece, is_control in run if is_control]
         texts = {token: piece for piece, token in self._controls.items()}
         places = [i for i, token in enumerate(ids) if token in texts and texts[token] in text]
         if [ids[place] for place in places] != wanted:
-            return self._encode_apart(run, marks, at_start)
+            return self._encode_apart(run, at_start)
         cuts, done, left = [], 0, list(reversed(places))
         for piece, is_control in run:
             end = done + 1 if is_control else (left[-1] if left else len(ids))
-            cuts.append(Cut(marks.plain(piece), ids[done:end]))
+            cuts.append(Cut(piece, ids[done:end]))
             done = end
             if is_control:
                 left.pop()
         return cuts
 
-    def _encode_apart(self, run: list[tuple[str, bool]], marks: Marks, at_start: bool) -> list[Cut]:
+    def _encode_apart(self, run: list[tuple[Text, bool]], at_start: bool) -> list[Cut]:
         cuts: list[Cut] = []
         for piece, is_control in run:
-            if is_control:
-                cuts.append(Cut(piece, [self._controls[piece]]))
-            else:
-                ids = self._encode_text(piece, marks, at_start and not cuts)
-                cuts.append(Cut(marks.plain(piece), ids))
+            ids = [self._controls[piece]] if is_control else None
+            cuts.append(Cut(piece, ids or self._encode_text(piece, at_start and not cuts)))
         return cuts
 
-    def _encode_text(self, marked: str, marks: Marks, at_start: bool) -> list[int]:
+    def _encode_text(self, text: str, at_start: bool) -> list[int]:
         """The caller's text, in which no control token may come about."""
-        text = marks.plain(marked)
         ids = self._encode_inside(text, at_start)
-        forbidden = {token for spelled, token in self._controls.items() if spelled in text}
-        if forbidden.isdisjoint(ids):
+        spelled = [control for control in self._controls if len(control) > 1 and control in text]
+        if all(self._controls[control] not in ids for control in spelled):
             return ids
-        # The vocabulary has the control token as an ordinary piece too: break it at the marks.
-        parts = [part for part in marked.split(marks.mark) if part]
-        return [
-            token
-            for i, part in enumerate(parts)
-            for token in self._encode_inside(part, at_start and i == 0)
-        ]
+        # The vocabulary has the control token as an ordinary piece too: break each in two.
+        ids, at = [], 0
+        while found := self._control_pattern.search(text, at):
+            ids += self._encode_inside(text[at : found.start() + 1], at_start and at == 0)
+            at = found.start() + 1
+        return ids + self._encode_inside(text[at:], at_start and at == 0)
 
     def _encode_inside(self, text: str, at_start: bool) -> list[int]:
         if at_start or not self._start_differs:
@@ -329,71 +354,26 @@ class ChatTemplate:
             for control in list(self._tokenizer.special_tokens)[:1]
         )
 
-    def _starts(self, done: _Rendering, text: str) -> list[int]:
-        """Where in the text each message begins, and then the generation prompt, if any."""
-        given, marks = done.variables["messages"], done.marks
-        signs = {id(each): f"{done.message_mark}{i}{done.message_mark}"
-                 for i, each in enumerate(given)}  # fmt: skip
-        asks = done.variables["add_generation_prompt"]
-        try:
-            signed = self._template.render(
-                {**done.variables, "add_generation_prompt": False},
-                marks=marks,
-                now=done.now,
-                message_marks=signs,
-            )
-        except UnspoolError:  # a template that insists on the generation prompt
-            signed = ""
-        found: dict[int, int] = {}
-        before = ""
-        sign = re.compile(f"{done.message_mark}(\\d+){done.message_mark}")
-        for i, part in enumerate(sign.split(marks.plain(signed))):
-            if i % 2:
-                found[int(part)] = len(before)  # the last time counts: earlier loops only look
-            else:
-                before += part
-        before = before.partition(done.end_mark)[0]
-        alike = _alike(text, before)
-        found = {number: place for number, place in found.items() if place <= alike}
-        contents = [marks.plain(_content_text(each)).replace(done.end_mark, "") for each in given]
-        starts = message_starts(text, contents, found, self._controls, with_end=asks)
-        if asks and alike == len(before) > 0:
-            starts[-1] = max(starts[-2], alike)
-        return starts
 
-
-def _alike(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _content_text(message: Mapping[str, Any]) -> str:
+def _last_text(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Where the text is that the message ends with, as a mapping and a key."""
     content = message.get("content")
-    if isinstance(content, list):
-        content = next((part["text"] for part in reversed(content) if "text" in part), "")
-    return content.strip() if isinstance(content, str) else ""
+    return (content[-1], "text") if isinstance(content, list) and content else (message, "content")
 
 
-def _leave_open(message: dict[str, Any], end_mark: str) -> None:
-    """Put a sign at the end of the message's content; a space shows whether it gets trimmed."""
-    content = message.get("content")
-    if isinstance(content, str):
-        message["content"] = content + end_mark + " "
-        return
-    for part in reversed(content or []):
-        if "text" in part:
-            part["text"] += end_mark + " "
-            return
-    raise UnspoolError("the last message has no text to continue: give it content")
+def _leave_open(message: dict[str, Any]) -> None:
+    """Give the end of the message's content an origin of its own.
+
+    A message without words gets one character, so that its place can be seen.
+    """
+    place, key = _last_text(message)
+    if not isinstance(place.get(key), str):
+        raise UnspoolError("the last message has no text to continue: give it content")
+    blank = not place[key].strip()
+    place[key] = Text(place[key], _OPEN) + Text("." * blank, _BLANK)
 
 
-def _cut_open(text: str, end_mark: str) -> str:
-    end = text.rfind(end_mark)
-    if end < 0:
-        raise UnspoolError(
-            "the chat template leaves the last message out, so it cannot be continued: end with"
-            " an assistant message"
-        )
-    kept = text[:end]
-    return kept if text[end + 1 : end + 2] == " " else kept.rstrip()
+def _open_mark(message: dict[str, Any]) -> str | None:
+    place, key = _last_text(message)
+    mark = origin_of(place.get(key) or "")[-1:]
+    return mark if mark in (_OPEN, _BLANK) else None

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer as Library
 
 from unspool.errors import ModelFileError
 from unspool.text.tokenizer import pieces
-from unspool.text.tokenizer.encoders import hidden_name
 from unspool.text.tokenizer.pretokenizers import Pretokenizer
 from unspool.text.tokenizer.score_merges import merges_by_rank
 
@@ -66,32 +65,28 @@ class Built:
     text_piece: Callable[[str], str]
 
 
-def byte_pair(table: Table, merges: Sequence[str] | None, cut: Pretokenizer) -> Built:
+def byte_pair(table: Table, merges: Sequence[str], cut: Pretokenizer) -> Built:
     """Byte-pair encoding with a list of merges, over bytes or (gemma4) over characters."""
-    vocab = table.pieces_in_text()
-    fallback = cut.byte_fallback
-    settings = {"byte_fallback": fallback, "ignore_merges": cut.whole_words}
-    if merges is not None:
-        model = _from_merges(vocab, merges, **settings)
-    else:
-        # Files without merges hold their tokens in the order in which tiktoken would merge them.
-        in_order = (table.tokens[n] for n in table.of_types(TokenType.NORMAL))
-        model = models.BPE(vocab, merges_by_rank(in_order, vocab), **settings)
-    library = Library(model)
+    library = Library(
+        _from_merges(
+            table.pieces_in_text(),
+            merges,
+            byte_fallback=not cut.byte_level,
+            ignore_merges=cut.whole_words,
+        )
+    )
     splits: list[Any] = [
         pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns
     ]
     if cut.byte_level:
         splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        library.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    else:
+        library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
+    library.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    if cut.byte_level:
         return Built(
             "byte-level BPE", library, pieces.byte_level_bytes, pieces.byte_level_text_piece
         )
-    if fallback:
-        library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
-    else:  # words only: the blanks between them are not kept
-        splits.insert(0, pre_tokenizers.WhitespaceSplit())
-    library.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return Built(
         "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
     )
@@ -167,35 +162,3 @@ def word_piece(table: Table, *, lowercase: bool, strip_accents: bool) -> Built:
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return Built("WordPiece", library, pieces.space_marked_bytes, pieces.space_marked_text_piece)
-
-
-def unigram(
-    table: Table, *, charsmap: bytes | None, space_prefix: bool, merge_spaces: bool
-) -> Built:
-    """SentencePiece's unigram model: the likeliest way to cut the text."""
-    if table.unk_id is None:
-        raise ModelFileError("a Unigram vocabulary needs tokenizer.ggml.unknown_token_id")
-    hidden = set(table.of_types(TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE))
-    user_defined = set(table.of_types(TokenType.USER_DEFINED))
-    seen: set[str] = set()
-    normal = table.scores[table.of_types(TokenType.NORMAL)]
-    lowest = float(normal.min()) if len(normal) else 0.0
-    scored: list[tuple[str, float]] = []
-    for n, (piece, score) in enumerate(zip(table.tokens, table.scores.tolist(), strict=True)):
-        if n in hidden or piece in seen:
-            # Its place stays, under a name that no text has. The lowest score sets what an unknown
-            # character costs, so it must not change.
-            scored.append((hidden_name(n), lowest))
-        else:
-            scored.append((piece, 0.0 if n in user_defined else score))
-            seen.add(piece)
-    library = Library(models.Unigram(scored, table.unk_id, False))
-    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
-    if merge_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if steps:
-        library.normalizer = normalizers.Sequence(steps)
-    library.pre_tokenizer = pre_tokenizers.Metaspace(
-        pieces.SPACE_MARK, "always" if space_prefix else "never", split=False
-    )
-    return Built("Unigram", library, pieces.space_marked_bytes, pieces.space_marked_text_piece)

@@ -25,9 +25,8 @@ _USUAL_IDS: dict[str, dict[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0},
     "gpt2": {"bos": 11, "eos": 11},
-    "t5": {"eos": 1, "unknown": 2, "padding": 0},
 }
-_KINDS = ("gpt2", "llama", "bert", "t5", "gemma4", "whitespace")
+_KINDS = ("gpt2", "llama", "bert", "gemma4")
 
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
@@ -62,13 +61,11 @@ class _Reader:
         self.unk_id = self._special("unknown")
         self.pad_id = self._special("padding", lenient=True)
         self.cut = self._cut()
-        if not self.cut.has_bos and "tokenizer.ggml.bos_token_id" not in metadata:
-            self.bos_id = None
         self.ends = self._mark_control()
 
     def vocabulary(self) -> Vocabulary:
         table = Table(self.tokens, self.types, self._scores(), self.unk_id)
-        space_prefix = self._flag("add_space_prefix", self.model in ("llama", "t5"))
+        space_prefix = self._flag("add_space_prefix", self.model == "llama")
         try:
             built = self._build(table, space_prefix)
         except ModelFileError:
@@ -107,53 +104,30 @@ class _Reader:
             unk_id=self.unk_id,
             pad_id=self.pad_id,
             add_bos=self._add_bos(),
-            add_eos=self._flag("add_eos_token", self.model == "t5"),
+            add_eos=self._flag("add_eos_token", False),
             chat_template=self._chat_template(),
             leading_space=leading_space,
             space_after_added=leading_space,
         )
 
     def _build(self, table: Table, space_prefix: bool) -> Built:
-        if self.model in ("gpt2", "gemma4", "whitespace"):
-            merges = self.metadata.get(_PREFIX + "merges")
-            if merges is None and _text(self.metadata, "pre") != "kimi-k2":
-                raise ModelFileError(
-                    "the vocabulary has no merges (tokenizer.ggml.merges); the file is not complete"
-                )
-            return models.byte_pair(table, _strings(merges, "merges"), self.cut)
         if self.model == "llama":
             return models.sentence_piece(table, space_prefix=space_prefix)
         if self.model == "bert":
             lowercase = self._flag("normalizer.lowercase", True)
             accents = self._flag("normalizer.strip_accents", lowercase)
             return models.word_piece(table, lowercase=lowercase, strip_accents=accents)
-        return models.unigram(
-            table,
-            charsmap=self._charsmap(),
-            space_prefix=space_prefix,
-            merge_spaces=self._flag("remove_extra_whitespaces", False),
-        )
-
-    def _charsmap(self) -> bytes | None:
-        """SentencePiece's table of replacements: the size of a tree, the tree, the texts."""
-        values = self.metadata.get(_PREFIX + "precompiled_charsmap")
-        if values is None or (numbers := np.asarray(values)).size == 0:
-            return None
-        data = numbers.astype(np.uint8).tobytes() if numbers.dtype.kind in "iu" else b""
-        size = int.from_bytes(data[:4], "little")
-        if not size or size % 4 or 4 + size > len(data):
-            raise ModelFileError("tokenizer.ggml.precompiled_charsmap is damaged")
-        return data
+        merges = _strings(self.metadata.get(_PREFIX + "merges"), "merges")
+        if merges is None:
+            raise ModelFileError(
+                "the vocabulary has no merges (tokenizer.ggml.merges); the file is not complete"
+            )
+        return models.byte_pair(table, merges, self.cut)
 
     def _cut(self) -> Pretokenizer:
-        name = _text(self.metadata, "pre")
-        if self.model == "gemma4":
-            name = "gemma4"
-        elif self.model == "whitespace":
-            name = "whitespace"
-        elif self.model != "gpt2":
-            name = None
-        return pretokenizer_named(name)
+        if self.model == "gpt2":
+            return pretokenizer_named(_text(self.metadata, "pre"))
+        return pretokenizer_named("gemma4" if self.model == "gemma4" else None)
 
     def _add_bos(self) -> bool:
         usual = self.model in ("llama", "bert") or self.cut.add_bos
@@ -196,7 +170,7 @@ class _Reader:
         scores = self._numbers("scores")
         if scores is not None:
             return scores.astype(np.float64)
-        if self.model in ("llama", "t5"):
+        if self.model == "llama":
             raise ModelFileError(
                 "a SentencePiece vocabulary needs tokenizer.ggml.scores, and the file has none"
             )
@@ -270,20 +244,9 @@ class _Reader:
         return frozenset(cut_out - not_these)
 
     def _mask_tokens(self) -> frozenset[int]:
-        """Some models' mask token swallows the blanks before it; again only names tell."""
-        pre, arch = str(self.metadata.get(_PREFIX + "pre", "")), self._architecture()
-        found: int | None = None
-        if pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code") or arch in (
-            "nomic-bert-moe",
-            "jina-bert-v3",
-        ):
-            found = self.ids.get("<mask>")
-        elif "modern-bert" in str(self.metadata.get("general.name", "")).lower():
-            found = self.ids.get("[MASK]")
-        return frozenset() if found is None else frozenset([found])
-
-    def _architecture(self) -> str:
-        return str(self.metadata.get("general.architecture", ""))
+        """ModernBERT's mask token swallows the blanks before it; again only the name tells."""
+        is_modern = "modern-bert" in str(self.metadata.get("general.name", "")).lower()
+        return frozenset({self.ids["[MASK]"]} if is_modern and "[MASK]" in self.ids else ())
 
     def _texts(self, table: Table, *types: TokenType) -> dict[str, int]:
         return {self.tokens[n]: n for n in table.of_types(*types)}

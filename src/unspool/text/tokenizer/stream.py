@@ -35,6 +35,7 @@ class StopStrings:
         for stop in _reachable(stops):
             self._add(stop)
         self._link()
+        self.first = frozenset(self.children[0])  # characters that can begin a stop string
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -83,6 +84,7 @@ class TextStream:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         stops = _checked(stop)
         self._stops = StopStrings(stops) if stops else None
+        self._is_direct = self._stops is None  # whole characters pass as they are
         self._state = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # whole characters that may still turn out to begin a stop string
@@ -100,9 +102,16 @@ class TextStream:
 
     def push(self, piece: bytes) -> str:
         """Take the bytes of one more token; give the text that has become certain."""
+        if self._is_direct:
+            try:
+                return piece.decode()
+            except UnicodeDecodeError:
+                pass
         if self._stopped is not None:
             return ""
-        return self._advance(self._decoder.decode(piece))
+        text = self._advance(self._decoder.decode(piece))
+        self._is_direct = self._stops is None and not self._half()
+        return text
 
     def finish(self) -> str:
         """No more bytes will come: give what was held, half characters as U+FFFD."""
@@ -119,7 +128,7 @@ class TextStream:
         twin = TextStream()
         twin._stops, twin._state = self._stops, self._state
         twin._decoder.setstate(self._decoder.getstate())
-        twin._held, twin._stopped = self._held, self._stopped
+        twin._held, twin._stopped, twin._is_direct = self._held, self._stopped, self._is_direct
         return twin
 
     def _half(self) -> bytes:
@@ -129,8 +138,10 @@ class TextStream:
         stops = self._stops
         if stops is None:
             return fresh
-        text = self._held + fresh
         state = self._state
+        if not state and stops.first.isdisjoint(fresh):
+            return fresh
+        text = self._held + fresh
         for end, character in enumerate(fresh, start=len(self._held) + 1):
             state = stops.step(state, character)
             found = stops.found[state]

@@ -47,10 +47,6 @@ _HARMONY |= {f"<|reserved_{n}|>": n for n in range(200000, 201088) if n not in _
 _ENCODINGS = {
     "gpt2": _Encoding("r50k_base", GPT2, {_END: 50256}),
     "r50k_base": _Encoding("r50k_base", GPT2, {_END: 50256}),
-    "p50k_base": _Encoding("p50k_base", GPT2, {_END: 50256}),
-    "p50k_edit": _Encoding(
-        "p50k_base", GPT2, {_END: 50256} | {text: 50281 + n for n, text in enumerate(_FIM)}
-    ),
     "cl100k_base": _Encoding(
         "cl100k_base",
         CL100K,

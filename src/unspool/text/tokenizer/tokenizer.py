@@ -40,7 +40,6 @@ class Tokenizer:
         self.unk_id: int | None = vocabulary.unk_id
         self.pad_id: int | None = vocabulary.pad_id
         self.add_bos: bool = vocabulary.add_bos and vocabulary.bos_id is not None
-        self.add_eos: bool = vocabulary.add_eos and vocabulary.eos_id is not None
         self.end_ids: frozenset[int] = vocabulary.end_ids
         self.special_tokens: Mapping[str, int] = MappingProxyType(dict(vocabulary.control))
         self.special_ids: frozenset[int] = frozenset(vocabulary.control.values())
@@ -130,11 +129,6 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """This token for people to read; broken characters show as �."""
         return self.token_bytes(token).decode("utf-8", "replace")
-
-    def token_piece(self, token: int) -> str:
-        """This token as the vocabulary writes it, such as 'Ġthe' or '▁the'."""
-        self._check(token)
-        return self._vocabulary.piece(token) or ""
 
     def token_id(self, text_or_piece: str) -> int | None:
         """The token written like this in the vocabulary, or the one whose text this is."""

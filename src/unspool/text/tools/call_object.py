@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 
-from unspool.text.tools.json_scan import BLANK, JsonScan, Place, escaped
+from unspool.text.tools.json_scan import BLANK, JsonScan, escaped
 
 _ARGUMENTS = ("arguments", "parameters")  # models write either, whatever their template says
 _BESIDE = ("name", "type", "id", *_ARGUMENTS)  # what a call without a mark may hold
@@ -24,7 +24,7 @@ class CallObject:
 
     def __init__(self, name: str | None = None, *, strict: bool = False) -> None:
         self.name = name
-        self.fresh: list[str] = []  # of the arguments: what was not yet told
+        self.fresh: list[str] = []  # of the arguments: what was not yet taken
         self.has_arguments = False  # all of them
         self._strict = strict
         self._scan = JsonScan()
@@ -45,18 +45,18 @@ class CallObject:
     def take(self, character: str) -> bool:
         """Take one more character; False where it cannot stand here."""
         scan = self._scan
-        place, depth = scan.place, scan.depth
-        begins = depth == 1 and place is Place.VALUE and character not in BLANK
+        in_string, depth = scan.in_string, scan.depth
+        begins = depth == 1 and scan.state == "value" and character not in BLANK
         if begins and not self._in_arguments and not self._may_begin(character):
             return False
         if not scan.take(character):
             return False
         if self._in_arguments:
-            self.fresh.append(escaped(character) if place is Place.STRING else character)
+            self.fresh.append(escaped(character) if in_string else character)
             if scan.depth == self._outside:
                 self._in_arguments, self.has_arguments = False, True
         elif depth == 1:
-            self._note(character, place)
+            self._read_string(character, in_string)
         return True
 
     def _may_begin(self, character: str) -> bool:
@@ -68,16 +68,15 @@ class CallObject:
             return self._in_arguments
         return not self._strict or self._key in _BESIDE
 
-    def _note(self, character: str, before: Place) -> None:
-        """Keep the strings of the object: its keys, and the name."""
-        now = self._scan.place
-        if before is not Place.STRING:
+    def _read_string(self, character: str, in_string: bool) -> None:
+        """Collect the strings of the object: its keys, and the name."""
+        if not in_string:
             self._string = []
-        elif now is Place.STRING:
+        elif self._scan.in_string:
             self._string.append(escaped(character))
         else:
             text: str = json.loads(f'"{"".join(self._string)}"')
-            if now is Place.COLON:
+            if self._scan.state == "colon":
                 self._key = text
             elif self._key == "name":
                 self.name = text

@@ -1,14 +1,14 @@
-"""A model's text as it arrives, told apart: words for the reader, and calls of functions.
+"""A model's text as it arrives, in two kinds of pieces: words for the reader, calls of functions.
 
-    reader = ToolCallReader(format)                   # a ToolFormat of tool_formats.py
+    reader = ToolCallReader(format)                   # a ToolFormat of formats.py
     for step in steps:
         for piece in reader.push(step.token, step.text):
             ...                                       # TextPiece, CallBegun, CallArguments, ...
     pieces, calls = reader.finish(), reader.calls
 
-Words pass at once; held is only what may begin a call. A call is reported as soon as it is certain,
-that is when its name is known and its arguments begin; from then on the arguments pass as they
-come. What looked like a call and is none becomes text again, every character of it.
+Words pass at once; only what may begin a call is held back. A call is reported as soon as it is
+certain, that is when its name is known and its arguments begin; from then on the arguments pass as
+they come. What looked like a call and is none becomes text again, every character of it.
 
 How the text was cut into tokens does not matter. Each character is looked at once: text that was
 given back is not searched again for calls inside it (one may only begin where the wrong one ended),
@@ -101,21 +101,21 @@ class ToolCallReader:
         self._format = format
         self._required = required
         self._names = names
-        self._marks = {token: mark for mark, token in format.controls.items()}
+        self._controls = {token: mark for mark, token in format.controls.items()}
         # A mark that is a control token has no text: the same letters in the text are just letters.
-        # Only what a model was told in words (generic) it may answer in letters all the same.
+        # Only a model that got its instructions in words (generic) may write the letters.
         is_control = format.begin in format.controls and format.in_template
         self._begin = "" if is_control else format.begin
         self._pieces: list[Piece] = []
-        self._out: list[str] = []  # the next piece: words, or arguments of a call that has begun
+        self._out: list[str] = []  # the next piece: words, or arguments of the call being read
         self._blanks: list[str] = []  # at an edge: text if words follow
         self._at_edge = True  # nothing but blanks since the start or the last call
-        self._held = ""  # words that may begin a mark
+        self._partial_mark = ""  # words that may begin a mark
         self._raw: list[str] = []  # all of what may turn out to be a call
         self._head = ""  # a name before its arguments, as in Mistral's newer way
         self._call = CallObject()
-        self._arguments: list[str] = []  # of the call that has begun
-        self._is_begun = False  # a call was told of and has not ended
+        self._arguments: list[str] = []  # of that call
+        self._in_call = False  # a call was reported and has not ended
         self._is_strict = False  # the call has no mark
         self._in_list = False
         self._tail = ""  # of the mark that ends a call
@@ -125,56 +125,56 @@ class ToolCallReader:
         """Take what became certain with a token: its id, for control tokens, and the text."""
         for start in range(0, len(text), _CHUNK):
             self._read(text[start : start + _CHUNK])
-        if token in self._marks:
-            self._read_control(self._marks[token])
-        return self._given()
+        if token in self._controls:
+            self._read_control(self._controls[token])
+        return self._take_pieces()
 
     def finish(self) -> list[Piece]:
         """No more will come: give what was held; a call that is not complete ends here."""
-        if self._is_begun:
+        if self._in_call:
             self._end_call(is_complete=False)
         elif self._raw:
             self._give_back()
         if self._state is None:
-            self._say_held()
+            self._add_partial_mark()
             if not (self._required or self.calls):
-                self._say_blanks()
-        return self._given()
+                self._add_blanks()
+        return self._take_pieces()
 
     # What goes out. Pieces of a kind that follow each other are one.
 
-    def _given(self) -> list[Piece]:
+    def _take_pieces(self) -> list[Piece]:
         self._end_piece()
-        given, self._pieces = self._pieces, []
-        return given
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def _end_piece(self) -> None:
         text = "".join(self._out)
         self._out = []
-        if text and self._is_begun:
+        if text and self._in_call:
             self._pieces.append(CallArguments(len(self.calls), text))
         elif text:
             self._pieces.append(TextPiece(text))
 
-    def _say(self, words: str) -> None:
-        """Words, with the blanks that were kept back before them."""
+    def _add_text(self, words: str) -> None:
+        """Words, with the blanks that were held back before them."""
         if words:
-            self._say_blanks()
+            self._add_blanks()
             self._out.append(words)
 
-    def _say_blanks(self) -> None:
+    def _add_blanks(self) -> None:
         self._out += self._blanks
         self._blanks = []
         self._at_edge = False
 
-    def _say_held(self) -> None:
-        held, self._held = self._held, ""
-        self._say(held)
+    def _add_partial_mark(self) -> None:
+        words, self._partial_mark = self._partial_mark, ""
+        self._add_text(words)
 
     def _give_back(self) -> None:
         """It was no call: all of it is text."""
         raw, self._raw = "".join(self._raw), []
-        self._say(raw)
+        self._add_text(raw)
         self._in_list = False
         self._state = None
 
@@ -191,7 +191,7 @@ class ToolCallReader:
 
     def _read_words(self, text: str) -> str:
         """Give out words up to where a call may begin; what is left behind that."""
-        if self._at_edge and not self._held:
+        if self._at_edge and not self._partial_mark:
             # Llama writes semicolons between calls.
             edge = BLANK + ";" if self._format.bare and self.calls else BLANK
             words = text.lstrip(edge)
@@ -202,27 +202,27 @@ class ToolCallReader:
                 self._open("", strict=True)
                 return words
             text = words
-        known = self._held + text
+        known = self._partial_mark + text
         found = known.find(self._begin) if self._begin else -1
         if found >= 0:
-            self._held = ""
-            self._say(known[:found])
+            self._partial_mark = ""
+            self._add_text(known[:found])
             self._open(self._begin)
             return known[found + len(self._begin) :]
         certain = len(known) - _overlap(known, self._begin)
-        self._held = known[certain:]
-        self._say(known[:certain])
+        self._partial_mark = known[certain:]
+        self._add_text(known[:certain])
         return ""
 
     def _read_control(self, mark: str) -> None:
         if mark in (self._format.begin, self._format.end):
-            if self._is_begun:
+            if self._in_call:
                 self._end_call(is_complete=False)
                 self._leave()
             elif self._raw:
                 self._give_back()
             elif self._state is None:
-                self._say_held()
+                self._add_partial_mark()
             else:
                 self._leave()
             if mark == self._format.begin:
@@ -275,15 +275,15 @@ class ToolCallReader:
 
     def _read_call(self, character: str) -> None:
         call = self._call
-        was_told = call.has_arguments and call.name is not None
+        is_reported = call.has_arguments and call.name is not None
         if not call.take(character) or not self._is_allowed(call.name):
-            self._break(was_told)
+            self._break(is_reported)
             self._read(character)
             return
-        if was_told:
+        if is_reported:
             pass  # what else the object holds is nobody's
         elif call.is_certain:
-            if not self._is_begun:
+            if not self._in_call:
                 self._begin_call(call.name or "")
             self._arguments += call.fresh
             self._out += call.fresh
@@ -309,21 +309,21 @@ class ToolCallReader:
         self._end_piece()
         self._raw, self._blanks = [], []
         self._arguments = []
-        self._is_begun = True
+        self._in_call = True
         self._pieces.append(CallBegun(len(self.calls), name))
 
     def _end_call(self, *, is_complete: bool) -> None:
         self._end_piece()
-        self._is_begun = False
+        self._in_call = False
         self._pieces.append(CallEnded(len(self.calls)))
         arguments = "".join(self._arguments)
         self.calls.append(ToolCall(self._call.name or "", arguments, is_complete))
 
-    def _break(self, was_told: bool) -> None:
+    def _break(self, is_reported: bool) -> None:
         """What comes does not belong to the call: it is text, or is behind the call."""
-        if was_told:  # only the object around the arguments is not closed
+        if is_reported:  # only the object around the arguments is not closed
             self._state = self._read_behind
-        elif self._is_begun:
+        elif self._in_call:
             self._end_call(is_complete=False)
             self._state = None
             self._at_edge = False

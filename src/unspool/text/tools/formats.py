@@ -9,7 +9,7 @@ Each family has its own way, which its chat template spells. So the family is kn
 the template's source, and what the template does with tools, calls and system messages by rendering
 a small conversation. A template that writes no tools, or writes them for a syntax that is not read
 here (XML, Python), gets the generic way: the tools and the syntax are told in the system message,
-and calls and results of earlier turns are plain text. (`tool_calls.py` reads the calls.)
+and calls and results of earlier turns are plain text. (`calls.py` reads the calls.)
 """
 
 from __future__ import annotations

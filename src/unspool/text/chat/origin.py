@@ -1,0 +1,214 @@
+"""Text that knows where each of its characters came from.
+
+A chat template writes control tokens (`<|im_end|>`) and the caller's words into one text. If the
+caller's words contain `<|im_end|>`, that is text and must not end the turn. So every string that a
+template handles is a `Text`: a `str` with an origin for each character, which says who owns it (a
+message, or none) and whether the template wrote it. Joining, slicing, splitting, stripping and
+replacing carry the origins along. An operation that is not known here gives an ordinary `str`,
+whose characters count as the caller's: that can only lose a control token, never make one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any, SupportsIndex
+
+from markupsafe import escape
+
+from unspool.errors import UnspoolError
+from unspool.text.chat.budget import active_budget
+
+_DEEPEST = 100
+
+
+def origin_mark(owner: int, *, template: bool) -> str:
+    """The origin of one character. Owner 0 is nobody, owner n is message n, counted from 1."""
+    return chr(2 * owner + template)
+
+
+UNKNOWN = origin_mark(0, template=False)
+TEMPLATE = origin_mark(0, template=True)
+
+
+def is_template(origin: str) -> bool:
+    """Whether the template wrote all of these characters."""
+    return all(ord(mark) & 1 for mark in set(origin))
+
+
+class Text(str):
+    """A string, and as many origin marks as it has characters."""
+
+    __slots__ = ("_origin",)
+    _origin: str
+
+    def __new__(cls, text: str, origin: str = UNKNOWN) -> Text:
+        """`origin` is one mark for each character, or a single one for all of them."""
+        self = super().__new__(cls, text)
+        self._origin = origin * len(text) if len(origin) == 1 else origin
+        return self
+
+    def __str__(self) -> Text:
+        return self
+
+    def __add__(self, other: str) -> Text:
+        return concat((self, other))
+
+    def __radd__(self, other: str) -> Text:
+        return concat((other, self))
+
+    def __mul__(self, times: SupportsIndex) -> Text:
+        return Text(super().__mul__(times), self._origin * times)
+
+    __rmul__ = __mul__
+
+    def __mod__(self, values: Any) -> Text:
+        return _percent(self, values)
+
+    def __getitem__(self, where: SupportsIndex | slice) -> Text:
+        return Text(super().__getitem__(where), self._origin[where])
+
+    def lstrip(self, chars: str | None = None, /) -> Text:
+        return self[len(self) - len(super().lstrip(chars)) :]
+
+    def rstrip(self, chars: str | None = None, /) -> Text:
+        return self[: len(super().rstrip(chars))]
+
+    def strip(self, chars: str | None = None, /) -> Text:
+        return self.lstrip(chars).rstrip(chars)
+
+    def removeprefix(self, prefix: str, /) -> Text:
+        return self[len(prefix) :] if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str, /) -> Text:
+        return self[: -len(suffix)] if suffix and self.endswith(suffix) else self
+
+    def _located(self, parts: Collection[str], gap: int | None) -> list[Text]:
+        """`parts` of this text, in order and `gap` characters apart (None: only spaces apart)."""
+        active_budget().check(16 * len(parts))  # each is an object of its own
+        found, at = [], 0
+        for part in parts:
+            at = at if gap is not None else self.index(part, at)
+            found.append(self[at : at + len(part)])
+            at += len(part) + (gap or 0)
+        return found
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Text]:  # type: ignore[override]
+        return self._located(super().split(sep, maxsplit), len(sep) if sep else None)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Text]:  # type: ignore[override]
+        return self._located(super().rsplit(sep, maxsplit), len(sep) if sep else None)
+
+    def splitlines(self, keepends: bool = False) -> list[Text]:  # type: ignore[override]
+        lines = self._located(super().splitlines(keepends=True), 0)
+        ends = super().splitlines(keepends)
+        return [line[: len(end)] for line, end in zip(lines, ends, strict=True)]
+
+    def partition(self, sep: str, /) -> tuple[Text, Text, Text]:
+        before, found, after = self._located(super().partition(sep), 0)
+        return before, found, after
+
+    def rpartition(self, sep: str, /) -> tuple[Text, Text, Text]:
+        before, found, after = self._located(super().rpartition(sep), 0)
+        return before, found, after
+
+    def join(self, items: Iterable[str], /) -> Text:
+        pieces: list[str] = []
+        for item in items:
+            pieces += (self, item)
+        return concat(pieces[1:])
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Text:
+        if old:
+            return Text(new, origin_of(new)).join(self.split(old, count))
+        concat([new] * (len(self) + 1))  # only to see whether so much text may be made
+        return Text(super().replace(old, new, count))
+
+    def _same_length(self, changed: str) -> Text:
+        return Text(changed, self._origin if len(changed) == len(self) else UNKNOWN)
+
+    def lower(self) -> Text:
+        return self._same_length(super().lower())
+
+    def upper(self) -> Text:
+        return self._same_length(super().upper())
+
+    def capitalize(self) -> Text:
+        return self._same_length(super().capitalize())
+
+    def title(self) -> Text:
+        return self._same_length(super().title())
+
+
+class SafeText(Text):
+    """What the filters `safe` and `escape` give: as in Jinja, `+` escapes what it is joined to."""
+
+    __slots__ = ()
+
+    def __add__(self, other: str) -> SafeText:
+        joined = concat((self, escaped(other)))
+        return SafeText(joined, joined._origin)
+
+    def __radd__(self, other: str) -> SafeText:
+        joined = concat((escaped(other), self))
+        return SafeText(joined, joined._origin)
+
+
+def escaped(text: str) -> Text:
+    """With &lt; for < and so on."""
+    if isinstance(text, SafeText):
+        return text
+    return Text(text, origin_of(text))._same_length(str(escape(str.__str__(text))))
+
+
+def origin_of(text: str) -> str:
+    return text._origin if isinstance(text, Text) else UNKNOWN * len(text)
+
+
+def concat(pieces: Iterable[str]) -> Text:
+    budget, length, texts = active_budget(), 0, []
+    for piece in pieces:
+        length += len(piece)
+        budget.check(length)
+        texts.append(piece)
+    budget.text(length)
+    return Text("".join(texts), "".join(map(origin_of, texts)))
+
+
+def with_origin(value: Any, origin: str, depth: int = 0) -> Any:
+    """The same JSON-like value with a `Text` of this origin in place of each string."""
+    if isinstance(value, str):
+        return Text(value, origin)
+    if depth > _DEEPEST:
+        raise UnspoolError(f"a value nested more than {_DEEPEST} deep, which no template needs")
+    if isinstance(value, dict):
+        return {key: with_origin(item, origin, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_origin(item, origin, depth + 1) for item in value]
+    return value
+
+
+_FIELD = re.compile(r"%(\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?[hlL]?([a-zA-Z%])")
+
+
+def _percent(layout: Text, values: Any) -> Text:
+    """`layout % values`."""
+    if re.search(r"%[^a-zA-Z%]*\*", layout):
+        active_budget().refuse("asks for a width that is itself computed")
+    active_budget().widths(layout)
+    active_budget().check((1 + layout.count("%(")) * active_budget().weigh(values))
+    plain = str.__mod__(layout, values)
+    rest = iter(values if isinstance(values, tuple) else (values,))
+    pieces: list[str] = []
+    at = 0
+    for field in _FIELD.finditer(layout):
+        pieces.append(layout[at : field.start()])
+        at = field.end()
+        if field[4] == "%":
+            pieces.append("%")
+            continue
+        value = values[field[1][1:-1]] if field[1] else next(rest, None)
+        spec = field[0].replace(field[1] or "", "", 1)
+        whole = spec == "%s" and isinstance(value, str)
+        pieces.append(str(value) if whole else str.__mod__(spec, (value,)))
+    return result if (result := concat([*pieces, layout[at:]])) == plain else Text(plain)
