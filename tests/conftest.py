@@ -45,6 +45,12 @@ def lm(default_model: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
+def go_on(lm: Any) -> dict[str, Any]:
+    """An option by which a text ends for want of tokens only."""
+    return {"logit_bias": {token: -100 for token in lm.end_ids}}
+
+
+@pytest.fixture(scope="session")
 def server(default_model: Path) -> Iterator[Any]:
     """The default model, served: shared by all tests that leave the server as it was."""
     from running_server import default_entry, running

@@ -44,12 +44,6 @@ def ask(client: openai.OpenAI) -> Any:
     return asked
 
 
-@pytest.fixture(scope="module")
-def go_on(lm: Any) -> dict[str, Any]:
-    """An option by which a text ends for want of tokens only."""
-    return {"logit_bias": {token: -100 for token in lm.end_ids}}
-
-
 def streamed(chunks: Any) -> tuple[str, list[Any]]:
     every = list(chunks)
     found = [c.choices[0].delta.content or "" for c in every if c.choices]

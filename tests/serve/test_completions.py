@@ -26,12 +26,6 @@ def http(server: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def go_on(lm: Any) -> dict[str, Any]:
-    """An option by which a text ends for want of tokens only."""
-    return {"logit_bias": {token: -100 for token in lm.end_ids}}
-
-
-@pytest.fixture(scope="module")
 def complete(client: openai.OpenAI, go_on: dict[str, Any]) -> Any:
     def completed(**given: Any) -> Any:
         usual = {"model": "smollm", "prompt": PROMPT, "seed": 5, "max_tokens": 12, **go_on}

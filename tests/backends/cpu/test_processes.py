@@ -153,10 +153,12 @@ def test_two_models_at_the_same_time():
 @needs_native
 def test_an_idle_engine_uses_no_processor(lm: Any):
     text_of(lm)
-    time.sleep(0.1)  # workers look out for the next token for a moment
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.05
+    for _ in range(100):  # workers look out for the next token for a while
+        before = time.process_time()
+        time.sleep(0.5)
+        if time.process_time() - before < 0.05:
+            return
+    pytest.fail("the processor is never left alone")
 
 
 @needs_native
