@@ -15,8 +15,8 @@ from typing import Any
 
 import unspool
 from unspool.decoding.speculative import make_drafter
-from unspool.engine.generation import Generation
 from unspool.engine.ending import Limits
+from unspool.engine.generation import Generation
 from unspool.engine.request import Request
 from unspool.sampling import SamplingSettings
 

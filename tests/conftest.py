@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ settings.load_profile("same-every-run")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
+# In the background of a shell Ctrl-C is ignored, by children too; some tests send it to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
@@ -37,6 +42,12 @@ def lm(default_model: Path) -> Any:
     import unspool
 
     return unspool.load(default_model)
+
+
+@pytest.fixture(scope="session")
+def go_on(lm: Any) -> dict[str, Any]:
+    """An option by which a text ends for want of tokens only."""
+    return {"logit_bias": {token: -100 for token in lm.end_ids}}
 
 
 @pytest.fixture(scope="session")

@@ -25,9 +25,9 @@ def press(explorer: Explorer, *keys: str) -> None:
 
 
 def test_step_by_step(explorer: Explorer):
-    assert explorer.candidates()[0].text == " Berlin"
+    likeliest = explorer.candidates()[0].token
     press(explorer, "right", " ")
-    assert explorer.text.text.startswith(" Berlin") and explorer.cursor == 2
+    assert explorer.text.tokens[0] == likeliest and explorer.cursor == 2
     press(explorer, "left", "left", "left")
     assert explorer.cursor == 0 and len(explorer.text.steps) == 2, "going back forgets nothing"
     press(explorer, "right")
@@ -36,15 +36,15 @@ def test_step_by_step(explorer: Explorer):
 
 def test_another_way_leaves_the_old_one_as_a_branch(explorer: Explorer):
     press(explorer, "right", "right", "left", "left", "down", "enter")
-    second = explorer.text.text
+    first, second = explorer.branches[1].text, explorer.text.text
     assert second == explorer._candidates[tuple(explorer.text.prompt)][1].text
     assert len(explorer.branches) == 2
     explorer.type(" for sure")
     press(explorer, "r")
     assert explorer.text.text.startswith(second + " for sure")
-    assert len(explorer.text.steps) > 5
+    assert len(explorer.text.steps) > 1 + len(explorer.lm.tokenizer.encode(" for sure"))
     press(explorer, "tab")
-    assert explorer.text.text.startswith(" Berlin")
+    assert explorer.text.text == first
     press(explorer, "left", "f")
     assert explorer.at == 2 and len(explorer.text.steps) == 1
 
@@ -55,5 +55,5 @@ def test_the_screen(explorer: Explorer):
     with console.capture() as shown:
         console.print(view(explorer, "The capital of Germany is"))
     screen = shown.get()
-    assert "The capital of Germany is Berlin" in screen
+    assert "The capital of Germany is" + explorer.branches[0].steps[0].text in screen
     assert "▸" in screen and "█" in screen and "branches" in screen

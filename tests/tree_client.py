@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 PROMPT = "The old lighthouse keeper climbed the stairs every evening, and when the storm came"
-SAMPLING = {"temperature": 0.9, "top_p": 0.9, "seed": 11}
+SAMPLING = {"temperature": 0.9, "top_p": 0.9, "seed": 11, "end": False}  # of the length asked for
 
 
 class Tree:

@@ -68,8 +68,10 @@ def test_a_worker_answers_jobs_and_sleeps_between_them(command: list[str], tmp_p
         assert worker.ask(work="memory")["peak_mb"] > 1
         state = Path(f"/proc/{worker.process.pid}/stat")
         if state.exists():
-            time.sleep(0.05)
-            assert state.read_text().rsplit(")", 1)[1].split()[0] == "T"  # stopped
+            until = time.monotonic() + 60
+            while state.read_text().rsplit(")", 1)[1].split()[0] != "T":  # stopped
+                assert time.monotonic() < until
+                time.sleep(0.01)
     assert worker.process.returncode is not None
 
 

@@ -11,7 +11,8 @@ import typer
 from unspool.cli.replay import replay as command
 from unspool.errors import ContextError, ModelFileError, UnspoolError
 from unspool.lens.replay import replay
-from unspool.lens.trace import load_trace, save_trace, trace_of
+from unspool.lens.trace import trace_of
+from unspool.lens.trace_file import load_trace, save_trace
 from unspool.sampling import GrammarSpec
 from unspool.sampling.guards import GuardPolicy, LoopGuard, PredicateGuard, SurpriseGuard
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import anthropic
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 SEED = {"unspool": {"seed": 7}}
+ENDLESS = {"unspool": {"seed": 7, "regex": "[a-z ]{900}"}}  # ends for want of tokens only
 HELLO = [{"role": "user", "content": "Say hi."}]
 WEATHER = {
     "name": "weather",
@@ -23,7 +24,7 @@ WEATHER = {
 
 
 class Person(BaseModel):
-    age: int
+    age: int = Field(ge=0, le=99)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ def test_a_stream_tells_the_same_as_the_whole(client: anthropic.Anthropic) -> No
         ],
         "metadata": {"user_id": "u"},
         "thinking": {"type": "disabled"},
+        "extra_body": ENDLESS,
     }
     whole = ask(client, **given)
     (block,) = whole.content
@@ -71,7 +73,7 @@ def test_a_stream_tells_the_same_as_the_whole(client: anthropic.Anthropic) -> No
     counted = client.messages.count_tokens(model="smollm", messages=HELLO, system=given["system"])
     assert counted.input_tokens == total
     with client.messages.stream(
-        model="smollm", messages=HELLO, max_tokens=8, system=given["system"], extra_body=SEED
+        model="smollm", messages=HELLO, max_tokens=8, system=given["system"], extra_body=ENDLESS
     ) as stream:
         assert "".join(stream.text_stream) == block.text
         assert stream.get_final_message().usage.output_tokens == 8
@@ -87,18 +89,18 @@ def test_stop_sequences_and_a_beginning_to_go_on_with(client: anthropic.Anthropi
         messages=begun,
         stop_sequences=["5", "6"],
         max_tokens=30,
-        extra_body={"temperature": 0, "top_k": 1, "top_p": 0.9},
+        extra_body={"top_k": 1, "top_p": 0.9, "unspool": {"regex": " 3, 4, 5, 6, 7"}},
     )
-    assert found.content[0].text.startswith(" 3, 4")
+    assert found.content[0].text == " 3, 4, "
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "5")
     halves = [{"role": "user", "content": "Count"}, {"role": "user", "content": "to nine."}]
-    assert ask(client, messages=halves).usage.output_tokens == 8
+    assert ask(client, messages=halves, extra_body=ENDLESS).usage.output_tokens == 8
 
 
 def test_a_tool_is_used_and_its_result_read(client: anthropic.Anthropic) -> None:
     asked = {"role": "user", "content": "Weather in Ulm?"}
     choice = {"type": "any", "disable_parallel_tool_use": True}
-    given = {"messages": [asked], "tools": [WEATHER], "tool_choice": choice, "max_tokens": 80}
+    given = {"messages": [asked], "tools": [WEATHER], "tool_choice": choice, "max_tokens": 200}
     whole = ask(client, **given)
     (use,) = whole.content
     assert use.type == "tool_use" and use.name == "weather" and {*use.input} == {"city"}
@@ -108,8 +110,10 @@ def test_a_tool_is_used_and_its_result_read(client: anthropic.Anthropic) -> None
         final = stream.get_final_message()
     assert kinds.count("input_json") > 1
     assert final.content[0].input == use.input and final.stop_reason == "tool_use"
+    long = {"type": "object", "properties": {"city": {"type": "string", "minLength": 900}},
+            "required": ["city"]}  # fmt: skip
     named = {"tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 24}
-    cut = ask(client, **given | named)
+    cut = ask(client, **given | named | {"tools": [WEATHER | {"input_schema": long}]})
     assert cut.content[0].name == "weather" and cut.stop_reason == "max_tokens"
     result = {"type": "tool_result", "tool_use_id": use.id, "is_error": True,
               "content": [{"type": "text", "text": "no such city"}]}  # fmt: skip
@@ -154,7 +158,7 @@ def test_what_is_not_there_is_refused_by_name(
 def test_an_error_on_the_way_is_an_event(
     client: anthropic.Anthropic, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.house, "settings", replace(server.house.settings, deadline=0.5))
+    monkeypatch.setattr(server.house, "settings", replace(server.house.settings, deadline=1.5))
     endless = {"max_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
     with pytest.raises(anthropic.APIStatusError, match="time was up"):
         list(ask(client, stream=True, **endless))

@@ -61,14 +61,16 @@ def test_the_tree_writes_what_chat_writes(tree: Tree, lm: Any, server: Any):
     assert [span["role"] for span in prompt["spans"]] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize("most", [6, 60])  # cut off in mid-sentence, and ended by the model itself
-def test_a_conversation_goes_on_in_its_branch(tree: Tree, lm: Any, most: int):
+@pytest.mark.parametrize("ended", [False, True])  # in mid-sentence, or by the model itself
+def test_a_conversation_goes_on_in_its_branch(tree: Tree, lm: Any, ended: bool):
     question = {"role": "user", "content": "Name a colour."}
     more = {"role": "user", "content": "And another one?"}
-    asked = {"messages": [question], "temperature": 0, "max_tokens": most}
-    branch = tree.do("resume", tree.ask("POST", "", json=asked))
-    ended = branch["finish_reason"] == "stop"
-    assert ended == (most == 60)
+    asked = {"messages": [question], "temperature": 0, "max_tokens": 6}
+    branch = tree.do("append", tree.ask("POST", "", json=asked), text="My colour is green")
+    if ended:
+        end = lm.tokenizer.special_tokens["<|im_end|>"]
+        branch = tree.do("resume", branch, logit_bias={end: 100})
+    assert (branch["finish_reason"] == "stop") == ended
     answer = {"role": "assistant", "content": branch["text"]}
     whole = lm.chat_template.encode([question, answer, more]).ids
     found = tree.do("append", branch, message=more)
@@ -76,7 +78,7 @@ def test_a_conversation_goes_on_in_its_branch(tree: Tree, lm: Any, most: int):
     assert prompt + tokens(found) == whole  # as if all of it had been said at once
     assert tokens(found)[: branch["length"]] == tokens(branch)
     assert all(step["chosen"] for step in found["steps"][branch["length"] :])
-    again = tree.do("resume", found, max_tokens=8)
+    again = tree.do("resume", found, max_tokens=8, logit_bias=None)
     alone = lm.generate(whole, max_tokens=8, temperature=0)
     assert tokens(again)[-len(alone.tokens) :] == alone.tokens
     plain = tree.new()
@@ -127,7 +129,7 @@ def test_rewind_choose_and_append_reuse_what_stays(tree: Tree, lm: Any):
     tree.do("append", branch, text=" very")
     found = tree.do("append", branch, tokens=[10, 11])
     assert tokens(found) == [*alone.tokens[:2], second, *lm.tokenizer.encode(" very"), 10, 11]
-    assert found["finish_reason"] is None and all(s["logprob"] < 0 for s in found["steps"])
+    assert found["finish_reason"] is None and all(s["logprob"] <= 0 for s in found["steps"])
     back = tree.do("rewind", branch, to=-3)
     assert len(back["steps"]) == len(found["steps"]) - 3
     tree.do("rewind", branch, to=0)
@@ -181,8 +183,10 @@ def test_settings_change_while_going_on(tree: Tree):
     tree.do("resume", branch, regex=None, max_tokens=1)
 
 
-def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree):
-    branch = tree.do("resume", tree.new(temperature=0, max_tokens=30, stop=[" the"]))
+def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree, lm: Any):
+    (the,) = lm.tokenizer.encode(" the")
+    branch = tree.new(temperature=0, max_tokens=30, stop=[" the"], logit_bias={the: 100})
+    branch = tree.do("resume", tree.do("append", branch, text=" slowly"))
     assert branch["finish_reason"] == "stop" and branch["last"]["stopped_by"] == " the"
     assert tree.do("resume", branch, 400)["error"]["code"] == "text_ended"
     with tree.live(branch, stop=[], max_tokens=2) as answer:

@@ -77,7 +77,10 @@ def test_a_watcher_that_comes_back_is_told_what_it_missed(tree: Tree):
 
 
 def test_a_guard_takes_steps_back(tree: Tree):
-    branch = tree.new(temperature=0, guard=["ban=the"], max_tokens=24)
+    """Two words are possible: without the one that the model prefers it is the other."""
+    own = {"temperature": 0, "max_tokens": 24, "regex": " (the|her) light"}
+    first = tree.do("resume", tree.new(**own))["text"].split()[0]
+    branch = tree.new(**own, guard=[f"ban={first}"])
     steps: list[dict[str, Any]] = []
     with tree.live(branch) as answer:
         for name, data, _ in read(answer):
@@ -89,12 +92,13 @@ def test_a_guard_takes_steps_back(tree: Tree):
                 assert data["data"]["notes"]
     whole = tree.get(branch)
     assert [step["token"] for step in steps] == tokens(whole)
-    assert " the " not in whole["text"] and whole["settings"]["guard"] == ["ban=the"]
+    assert whole["text"] == f" {'her' if first == 'the' else 'the'} light"
+    assert whole["settings"]["guard"] == [f"ban={first}"]
 
 
 def test_one_writes_at_a_time_and_can_be_stopped(tree: Tree, lm: Any):
-    branch = tree.new(max_tokens=500, end=False)
-    with tree.live(branch, pace=40) as answer:
+    branch = tree.new(max_tokens=2000)
+    with tree.live(branch, pace=20) as answer:
         events = read(answer)
         for name, _, _ in events:
             if name == "step":
@@ -108,31 +112,31 @@ def test_one_writes_at_a_time_and_can_be_stopped(tree: Tree, lm: Any):
             assert tree.do(verb, branch, 409, **given)["error"]["code"] == "branch_busy"
         assert tree.get(branch)["writing"]
         fork = tree.do("fork", branch)
-        tree.ask("PATCH", f"/{branch['id']}", json={"pace": 200})
+        tree.ask("PATCH", f"/{branch['id']}", json={"pace": 40})
         stopped = tree.do("stop", branch)
         assert not stopped["writing"] and stopped["finish_reason"] == "interrupted"
         assert [name for name, *_ in events][-1] == "done"
     whole = tree.get(branch)
-    assert 0 < len(whole["steps"]) < 100
-    alone = lm.generate(PROMPT, max_tokens=len(whole["steps"]), end=False, **SAMPLING)
+    assert 0 < len(whole["steps"]) < 2000
+    alone = lm.generate(PROMPT, max_tokens=len(whole["steps"]), **SAMPLING)
     assert tokens(whole) == alone.tokens and tokens(fork) == alone.tokens[: len(fork["steps"])]
     tree.do("stop", branch)  # nothing to stop is no error
 
 
 def test_a_client_that_leaves_stops_the_writing(tree: Tree, server: Any):
-    branch = tree.new(max_tokens=2000, end=False)
+    branch = tree.new(max_tokens=2000)
     with tree.live(branch) as answer:
         for name, data, _ in read(answer):
             if name == "step" and data["index"] == 3:
                 break
-    deadline = time.monotonic() + 5
-    while tree.get(branch, steps=False)["writing"]:
+    deadline = time.monotonic() + 60
+    engine = server.house.shelf.loaded[server.model].lm.engine
+    while tree.get(branch, steps=False)["writing"] or len(engine.scheduler):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     found = tree.get(branch)
-    assert found["finish_reason"] == "interrupted" and 4 <= len(found["steps"]) < 500
-    engine = server.house.shelf.loaded[server.model].lm.engine
-    assert not len(engine.scheduler) and server.house.admission.running == 0
+    assert found["finish_reason"] == "interrupted" and 4 <= len(found["steps"]) < 2000
+    assert server.house.admission.running == 0
     # Whatever is still used is kept for whoever begins alike, and goes when room is needed.
     engine.call(engine.tree.index.clear)
     assert server.pool.used == 0

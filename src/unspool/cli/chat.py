@@ -27,8 +27,6 @@ HELP = """\
 def chat(
     system: o.System = None,
     max_tokens: o.MaxTokens = 512,
-    seed: o.Seed = None,
-    stop: o.Stop = None,
     probs: o.Probs = False,
     quiet: o.Quiet = False,
     *,
@@ -45,8 +43,8 @@ def chat(
     from unspool.conversation import Conversation
 
     talk = Conversation(chosen.load(), system)
-    options = {"max_tokens": max_tokens, "stop": tuple(stop or ()), "top": 0, "explain": False}
-    options.update(sampling)
+    options = {"max_tokens": max_tokens, "top": 0, "explain": False, **sampling}
+    seed = options.pop("seed", None)
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  (gives input() a history and cursor keys)

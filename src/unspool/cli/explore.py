@@ -187,7 +187,6 @@ def read_key() -> str:
 def explore(
     prompt: Annotated[str, typer.Argument(help="The text to start from.")],
     chat: o.Chat = None,
-    seed: o.Seed = None,
     *,
     chosen: o.ModelChoice,
     sampling: dict[str, Any],
@@ -205,7 +204,7 @@ def explore(
     ids: Any = prompt
     if chat or (chat is None and lm.is_instruct):
         ids = lm.chat_prompt(prompt).ids
-    start, steps = lm.begin(ids, max_tokens=0, seed=seed, **sampling)
+    start, steps = lm.begin(ids, max_tokens=0, **sampling)
     list(start.extend(steps))
     explorer = Explorer(lm, [start])
     from rich.console import Console

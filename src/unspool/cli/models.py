@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unspool.cli import options as o
+
+if TYPE_CHECKING:
+    from unspool.model.checkpoint import Checkpoint
+    from unspool.model.config import ModelConfig
+
+Model = Annotated[str | None, typer.Argument(help="A path or a repo id.")]
 
 models = typer.Typer(
     no_args_is_help=True,
@@ -57,10 +63,7 @@ def pull(
 
 
 @models.command()
-def info(
-    model: Annotated[str | None, typer.Argument(help="A path or a repo id.")] = None,
-    offline: o.Offline = False,
-) -> None:
+def info(model: Model = None, offline: o.Offline = False) -> None:
     """What a model is: family, size, precision, context, vocabulary, template.
 
     [b]Examples[/b]
@@ -72,11 +75,9 @@ def info(
 
     from unspool.cli.show import out
     from unspool.loading import open_tokenizer
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
     from unspool.model.weights import parameter_count
 
-    checkpoint = open_checkpoint(find_model(model, offline=offline))
+    checkpoint = find_checkpoint(model, offline)
     config, tokenizer = checkpoint.config, open_tokenizer(checkpoint)
     heads = f"{config.heads} heads of {config.head_width}"
     if config.kv_heads != config.heads:
@@ -109,10 +110,7 @@ def info(
 
 
 @models.command()
-def plan(
-    model: Annotated[str | None, typer.Argument(help="A path or a repo id.")] = None,
-    offline: o.Offline = False,
-) -> None:
+def plan(model: Model = None, offline: o.Offline = False) -> None:
     """What the native backend would do with a model: how each part is kept and computed.
 
     [b]Examples[/b]
@@ -121,16 +119,18 @@ def plan(
       unspool models plan ./model.gguf
     """
     from unspool.backends.cpu.plan import printed
+
+    print(printed(find_checkpoint(model, offline)))
+
+
+def find_checkpoint(model: str | None, offline: bool) -> Checkpoint:
     from unspool.model.checkpoint import open_checkpoint
     from unspool.model.hub import find_model
 
-    print(printed(open_checkpoint(find_model(model, offline=offline))))
+    return open_checkpoint(find_model(model, offline=offline))
 
 
-def _positions(config: object) -> str:
-    from unspool.model.config import ModelConfig
-
-    assert isinstance(config, ModelConfig)
+def _positions(config: ModelConfig) -> str:
     if config.rotary is None:
         return config.positions
     scaled = "" if config.rotary.scaling == "none" else f", {config.rotary.scaling} scaling"

@@ -42,10 +42,6 @@ Chat = Annotated[
     typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text; random by default.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="Stop before this string; may be given several times.")
-]
 System = Annotated[
     str | None, typer.Option("--system", "-s", help="A system message for the chat template.")
 ]
@@ -135,6 +131,8 @@ def _model_parameters(kind: Any) -> list[inspect.Parameter]:
 
 # Setting -> (type, help, further names of the option).
 _SAMPLING: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "seed": (int, "Same seed, same text; random by default.", ()),
+    "stop": (list[str], "Stop before this string; may be given several times.", ()),
     "temperature": (float, "0: always the likeliest. Default: 0.8.", ("-t",)),
     "top_k": (int, "Keep the k likeliest; 0: off. Default: 40.", ()),
     "top_p": (float, "Keep the likeliest that sum to p; 1: off. Default: 0.95.", ()),
@@ -162,7 +160,8 @@ _SAMPLING: dict[str, tuple[Any, str, tuple[str, ...]]] = {
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command`, which takes `sampling: dict`, an option for every sampling setting."""
+    """Give `command`, which takes `sampling: dict`, an option for every sampling setting, for the
+    seed and for stop strings."""
     added = []
     for name, (kind, text, more) in _SAMPLING.items():
         option = typer.Option(
@@ -186,12 +185,12 @@ def _with_options(
         return command(**given, **{place: gathered(own)})
 
     own = inspect.signature(command, eval_str=True)
-    kept = [
+    unchanged = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in own.parameters.items()
         if name != place
     ]
-    parameters = kept + added
+    parameters = unchanged + added
     with_more.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_more.__annotations__ = {p.name: p.annotation for p in parameters}
     return with_more
@@ -209,6 +208,8 @@ def _flag(name: str) -> str:
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
     """Those that were given, in the types that the settings have."""
     found = {name: value for name, value in given.items() if value not in (None, [])}
+    if "stop" in found:
+        found["stop"] = tuple(found["stop"])
     if "stages" in found:
         found["stages"] = tuple(name.strip() for name in found["stages"].split(","))
     if "logit_bias" in found:

@@ -34,7 +34,7 @@ def replay(
 
     from unspool.cli.show import chance_style, err, legend, out, say
     from unspool.lens.replay import replay as write_again
-    from unspool.lens.trace import load_trace
+    from unspool.lens.trace_file import load_trace
 
     trace = load_trace(file)  # before the model: a broken file is told at once
     as_then = "auto" if chosen.options["quantize"] else _dtype(trace)
@@ -61,8 +61,8 @@ def _dtype(trace: Trace) -> str:
 
 def _context(trace: Trace) -> int | None:
     """The context asked for then, where it was not the model's own."""
-    asked = trace.limits.context if trace.limits else None
-    return None if asked == trace.model.config.get("context") else asked
+    context = trace.limits.context if trace.limits else None
+    return None if context == trace.model.config.get("context") else context
 
 
 def _shown(text: str) -> str:

@@ -32,8 +32,6 @@ def run(
     chat: o.Chat = None,
     system: o.System = None,
     max_tokens: o.MaxTokens = 256,
-    seed: o.Seed = None,
-    stop: o.Stop = None,
     probs: o.Probs = False,
     top: Annotated[int, typer.Option(help="Show this many candidates of each step.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Steps as JSON lines.")] = False,
@@ -100,7 +98,7 @@ def run(
         raise SettingsError("--system needs the chat template; leave --raw out")
     many = _many(samples, best_of, beam, as_json or trace is not None or bool(top))
     lm = chosen.load()
-    options: dict[str, Any] = {"max_tokens": max_tokens, "stop": tuple(stop or ())}
+    options: dict[str, Any] = {"max_tokens": max_tokens, "stop": (), **sampling}
     if chat or (chat is None and lm.is_instruct):
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids: str | list[int] = lm.chat_prompt([*messages, {"role": "user", "content": text}]).ids
@@ -108,11 +106,10 @@ def run(
     else:
         ids = text
     if many:
-        _write_many(lm, ids, many, {**options, "seed": seed, **sampling}, probs, quiet)
+        _write_many(lm, ids, many, options, probs, quiet)
         return
     whole = as_json or trace is not None
     options.update(
-        seed=seed,
         top=max(top, 5 if whole else 0),
         explain=whole,
         json_schema=_file_or_text(json_schema),
@@ -121,15 +118,15 @@ def run(
         grammar=_file_or_text(grammar),
         guard=guard or None,
         speculate=speculate,
-        **sampling,
     )
     generation, steps = lm.begin(ids, **options)
     show = _json_lines if as_json else _bars if top else show_colours if probs else show_plain
     try:
-        show(_kept(generation, steps), generation)
+        show(_until_interrupted(generation, steps), generation)
     finally:
         if trace is not None:
-            from unspool.lens.trace import save_trace, trace_of
+            from unspool.lens.trace import trace_of
+            from unspool.lens.trace_file import save_trace
 
             save_trace(trace_of(lm, generation), trace)
         if not quiet and not as_json:
@@ -146,19 +143,19 @@ def _close(generation: Generation) -> None:
 
 def _many(samples: int, best_of: int, beam: int, single: bool) -> tuple[str, int] | None:
     """Which of the ways to write several texts was asked for."""
-    asked = {
+    given = {
         name: count
         for name, count in (("samples", samples), ("best_of", best_of), ("beam", beam))
         if count != 1
     }
-    for name, count in asked.items():
+    for name, count in given.items():
         if count < 1:
             raise SettingsError(f"--{name.replace('_', '-')} is {count}; it may be 1 or more")
-    if len(asked) > 1:
+    if len(given) > 1:
         raise SettingsError("--samples, --best-of and --beam exclude each other; give one")
-    if asked and single:
-        raise SettingsError(f"--{next(iter(asked)).replace('_', '-')} cannot show single steps")
-    return next(iter(asked.items()), None)
+    if given and single:
+        raise SettingsError(f"--{next(iter(given)).replace('_', '-')} cannot show single steps")
+    return next(iter(given.items()), None)
 
 
 def _write_many(
@@ -175,7 +172,7 @@ def _write_many(
 
     kind, count = many
     if kind == "beam":
-        options.pop("seed")
+        options.pop("seed", None)
         found = beam_search(lm, ids, beams=count, **options)
         texts = list(found.generations[:1])
     elif kind == "best_of":
@@ -243,8 +240,8 @@ def _has_input() -> bool:
         return False
 
 
-def _kept(generation: Generation, steps: StepStream) -> Iterable[Step]:
-    """Steps as they come, each kept; Ctrl-C ends them where they are."""
+def _until_interrupted(generation: Generation, steps: StepStream) -> Iterable[Step]:
+    """Steps as they come, each recorded; Ctrl-C ends them where they are."""
     try:
         yield from generation.extend(steps)
     except KeyboardInterrupt:

@@ -45,9 +45,8 @@ def score(
     console = out()
     line = Text()
     for position in result.positions:
-        known = position.logprob is not None
         style = chance_style(math.exp(position.logprob)) if position.logprob is not None else "dim"
-        line.append(position.text, style if known else "dim")
+        line.append(position.text, style)
     console.print(line)
     console.print(legend())
     if top or console.is_terminal:

@@ -67,15 +67,14 @@ def _open(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer
         if vocabulary.endswith(".json"):
             return Tokenizer.from_file(vocabulary)
         return Tokenizer.from_tiktoken(vocabulary)
+    from unspool.cli.models import find_checkpoint
     from unspool.loading import open_tokenizer
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
 
-    path = find_model(model, offline=offline)
-    found = open_tokenizer(open_checkpoint(path))
+    checkpoint = find_checkpoint(model, offline)
+    found = open_tokenizer(checkpoint)
     if found is None:
         raise ModelFileError(
-            f"{path}: has no vocabulary; put its tokenizer.json beside the weights"
+            f"{checkpoint.path}: has no vocabulary; put its tokenizer.json beside the weights"
         )
     return found
 

@@ -72,12 +72,12 @@ def logit_lens(
         raise SettingsError(f"top is {top!r}; it may be a whole number from 0 up")
     token = followed(lm, seen, token)
     layers: list[LayerSaid] = []
-    kept: list[Floats] = []
+    logprobs: list[Floats] = []
     for start in range(0, len(seen.residuals), _LAYERS_AT_ONCE):
         logits = lm.model.logits(seen.residuals[start : start + _LAYERS_AT_ONCE])
         found = score(logits, [token] * len(logits), top)
         if whole:
-            kept.append(np.asarray(log_softmax(logits), np.float32))
+            logprobs.append(np.asarray(log_softmax(logits), np.float32))
         for row in range(len(logits)):
             best = zip(found.top_tokens[row], found.top_logprobs[row], strict=True)
             logprob = float(found.logprobs[row])
@@ -96,7 +96,7 @@ def logit_lens(
         token=token,
         text=lm.readable(token),
         layers=tuple(layers),
-        logprobs=np.concatenate(kept) if whole else None,
+        logprobs=np.concatenate(logprobs) if whole else None,
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 from unspool.engine.ending import Limits
@@ -47,17 +48,12 @@ class Difference:
     now: Step | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "index": self.index,
-            "position": self.position,
-            "then": _brief(self.then),
-            "now": _brief(self.now),
-        }
+        where = {"kind": self.kind, "index": self.index, "position": self.position}
+        return where | {"then": _brief(self.then), "now": _brief(self.now)}
 
     def describe(self) -> str:
         place = f"position {self.position} (new token {self.index + 1})"
-        then, now = _told(self.then), _told(self.now)
+        then, now = _described(self.then), _described(self.now)
         if self.kind == "token":
             return f"first differs at {place}: then {then}, now {now}"
         if self.kind == "bytes":
@@ -214,11 +210,8 @@ def _compare(
     then: Iterable[Step], now: Iterable[Step], given: int, limit: float
 ) -> tuple[Difference | None, float]:
     """The first difference, and how far log-probabilities were apart until there."""
-    before, after = list(then), list(now)
     largest = 0.0
-    for index in range(max(len(before), len(after))):
-        one = before[index] if index < len(before) else None
-        two = after[index] if index < len(after) else None
+    for index, (one, two) in enumerate(zip_longest(then, now)):
         kind: Kind | None = None
         if one is None or two is None:
             kind = "end"
@@ -235,8 +228,7 @@ def _compare(
             else:
                 largest = max(largest, apart)
         if kind is not None:
-            position = (one or two).position  # type: ignore[union-attr]
-            return Difference(kind, index, position, one, two), largest
+            return Difference(kind, index, (one or two).position, one, two), largest
     return None, largest
 
 
@@ -251,7 +243,7 @@ def _brief(step: Step | None) -> dict[str, Any] | None:
     }
 
 
-def _told(step: Step | None) -> str:
+def _described(step: Step | None) -> str:
     if step is None:
         return "nothing more"
     piece = repr(step.bytes.decode("utf-8", "replace")) if step.bytes else f"token {step.token}"

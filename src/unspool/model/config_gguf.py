@@ -7,6 +7,7 @@ biases and tied embeddings are seen from which tensors there are.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,12 +140,10 @@ def _gemma(family: Family, keys: _Keys, values: dict[str, Any]) -> dict[str, Any
         "activation": "gelu_tanh",
         "embedding_scale": math.sqrt(width),
         "attention_scale": (width / heads if largest else values["head_width"]) ** -0.5,
-        "attention_softcap": float(keys.number("attn_logit_softcapping", 0.0)),
-        "logit_softcap": float(keys.number("final_logit_softcapping", 0.0)),
     }
-    if family.name == "gemma2":
-        found["attention_softcap"] = float(keys.number("attn_logit_softcapping", 50.0))
-        found["logit_softcap"] = float(keys.number("final_logit_softcapping", 30.0))
+    for ours in ("attention_softcap", "logit_softcap"):
+        theirs = family.keys[ours]
+        found[ours] = float(keys.number(theirs, family.defaults.get(theirs, 0.0)))
     if family.name == "gemma3":
         base = float(keys.number("rope.freq_base_swa", 10000.0))
         found["local_rotary"] = Rotary(width=rotary.width, base=base)
@@ -158,26 +157,20 @@ def _rotary(file: GGUFFile, keys: _Keys, head_width: int) -> Rotary:
     original = int(keys.number("rope.scaling.original_context_length", context))
     kind = keys.get("rope.scaling.type", "none")
     factor = float(keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)))
+    turned = partial(Rotary, width=width, base=base)
     if "rope_factors_long.weight" in file.tensors:
-        return Rotary(
-            width=width,
-            base=base,
+        grown = longrope_attention(context / original, original)
+        return turned(
             scaling="longrope",
             factor=context / original,
             original_context=original,
-            attention_factor=float(
-                keys.number(
-                    "rope.scaling.attn_factor", longrope_attention(context / original, original)
-                )
-            ),
+            attention_factor=float(keys.number("rope.scaling.attn_factor", grown)),
             short_factors=_factors(file, "rope_factors_short.weight"),
             long_factors=_factors(file, "rope_factors_long.weight"),
         )
     if "rope_freqs.weight" in file.tensors:  # Llama 3: the slowing of each pair, worked out
         factors = _factors(file, "rope_freqs.weight")
-        return Rotary(
-            width=width,
-            base=base,
+        return turned(
             scaling="longrope",
             original_context=context,
             short_factors=factors,
@@ -185,9 +178,7 @@ def _rotary(file: GGUFFile, keys: _Keys, head_width: int) -> Rotary:
         )
     if kind == "yarn":
         grown = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-        return Rotary(
-            width=width,
-            base=base,
+        return turned(
             scaling="yarn",
             factor=factor,
             original_context=original,
@@ -196,13 +187,13 @@ def _rotary(file: GGUFFile, keys: _Keys, head_width: int) -> Rotary:
             beta_slow=float(keys.number("rope.scaling.yarn_beta_slow", 1.0)),
         )
     if kind == "linear" or (kind == "none" and factor != 1.0):
-        return Rotary(width=width, base=base, scaling="linear", factor=factor)
+        return turned(scaling="linear", factor=factor)
     if kind != "none":
         raise ModelFileError(
             f"{file.path}: the position scaling {kind!r} is not supported; "
             "these are: none, linear, yarn, longrope"
         )
-    return Rotary(width=width, base=base)
+    return turned()
 
 
 def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:

@@ -67,9 +67,14 @@ _LLAMA_DEFAULTS = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 2048,
 }
-_GEMMA_KEYS = {**_LLAMA_KEYS, "activation": "hidden_activation", "qkv_bias": "attention_bias"}
+_BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+_GEMMA_KEYS = {
+    **_BIASES,
+    "activation": "hidden_activation",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
 _GEMMA_DEFAULTS = {
-    **_LLAMA_DEFAULTS,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "head_dim": 256,
@@ -78,65 +83,50 @@ _GEMMA_DEFAULTS = {
     "max_position_embeddings": 8192,
 }
 
+
+def _like_llama(
+    name: str,
+    architecture: str,
+    *,
+    keys: Table | None = None,
+    defaults: Table | None = None,
+    **more: Any,
+) -> Family:
+    """A family by what it has beyond Llama's, or instead of it."""
+    usual = {"model_type": name, "gguf": name, "rules": LLAMA}
+    return Family(
+        name=name,
+        architecture=architecture,
+        keys={**_LLAMA_KEYS, **(keys or {})},
+        defaults={**_LLAMA_DEFAULTS, **(defaults or {})},
+        **{**usual, **more},
+    )  # fmt: skip
+
+
 _ALL = (
-    Family(
-        name="llama",
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        gguf="llama",
-        keys={
-            **_LLAMA_KEYS,
-            "qkv_bias": "attention_bias",
-            "out_bias": "attention_bias",
-            "ff_bias": "mlp_bias",
-        },
-        defaults=_LLAMA_DEFAULTS,
-        rules=LLAMA,
-    ),
-    Family(
-        name="mistral",
-        model_type="mistral",
-        architecture="MistralForCausalLM",
-        gguf="llama",
-        keys=_LLAMA_KEYS,
-        defaults={**_LLAMA_DEFAULTS, "sliding_window": 4096},
-        rules=LLAMA,
-    ),
-    Family(
-        name="qwen2",
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        gguf="qwen2",
-        keys=_LLAMA_KEYS,
-        defaults={**_LLAMA_DEFAULTS, "max_window_layers": 28},
+    _like_llama("llama", "LlamaForCausalLM", keys={**_BIASES, "ff_bias": "mlp_bias"}),
+    _like_llama("mistral", "MistralForCausalLM", gguf="llama", defaults={"sliding_window": 4096}),
+    _like_llama(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        defaults={"max_window_layers": 28},
         fixed={"qkv_bias": True},
         window_layers="later",
         window_needs_switch=True,
-        rules=LLAMA,
     ),
-    Family(
-        name="qwen3",
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
-        gguf="qwen3",
-        keys={**_LLAMA_KEYS, "qkv_bias": "attention_bias", "out_bias": "attention_bias"},
-        defaults={**_LLAMA_DEFAULTS, "head_dim": 128, "max_window_layers": 28},
+    _like_llama(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        keys=_BIASES,
+        defaults={"head_dim": 128, "max_window_layers": 28},
         fixed={"qk_norm": "head"},
         window_layers="later",
         window_needs_switch=True,
-        rules=LLAMA,
     ),
-    Family(
-        name="gemma2",
-        model_type="gemma2",
-        architecture="Gemma2ForCausalLM",
-        gguf="gemma2",
-        keys={
-            **_GEMMA_KEYS,
-            "out_bias": "attention_bias",
-            "attention_softcap": "attn_logit_softcapping",
-            "logit_softcap": "final_logit_softcapping",
-        },
+    _like_llama(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        keys=_GEMMA_KEYS,
         defaults={
             **_GEMMA_DEFAULTS,
             "attn_logit_softcapping": 50.0,
@@ -146,17 +136,11 @@ _ALL = (
         window_layers="every second",
         rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
     ),
-    Family(
-        name="gemma3",
+    _like_llama(
+        "gemma3",
+        "Gemma3ForCausalLM",
         model_type="gemma3_text",
-        architecture="Gemma3ForCausalLM",
-        gguf="gemma3",
-        keys={
-            **_GEMMA_KEYS,
-            "out_bias": "attention_bias",
-            "attention_softcap": "attn_logit_softcapping",
-            "logit_softcap": "final_logit_softcapping",
-        },
+        keys=_GEMMA_KEYS,
         defaults={
             **_GEMMA_DEFAULTS,
             "rope_theta": 1_000_000.0,
@@ -170,13 +154,10 @@ _ALL = (
         window_layers="five of six",
         rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
     ),
-    Family(
-        name="phi3",
-        model_type="phi3",
-        architecture="Phi3ForCausalLM",
-        gguf="phi3",
-        keys=_LLAMA_KEYS,
-        defaults={**_LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    _like_llama(
+        "phi3",
+        "Phi3ForCausalLM",
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         rules=rules(
             ENDS,
             layer(IN_LAYER + "self_attn.qkv_proj", "attention.q", "attention.k", "attention.v"),
@@ -186,29 +167,19 @@ _ALL = (
             NORMS_BEFORE,
         ),
     ),
-    Family(
-        name="olmo2",
-        model_type="olmo2",
-        architecture="Olmo2ForCausalLM",
-        gguf="olmo2",
-        keys={**_LLAMA_KEYS, "qkv_bias": "attention_bias", "out_bias": "attention_bias"},
-        defaults={**_LLAMA_DEFAULTS, "rms_norm_eps": 1e-5},
+    _like_llama(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        keys=_BIASES,
+        defaults={"rms_norm_eps": 1e-5},
         fixed={"norm_before": False, "norm_after": True, "qk_norm": "whole"},
         rules=rules(ENDS, ATTENTION, NORMS_AFTER, FEED),
     ),
-    Family(
-        name="smollm3",
-        model_type="smollm3",
-        architecture="SmolLM3ForCausalLM",
-        gguf="smollm3",
-        keys={
-            **_LLAMA_KEYS,
-            "qkv_bias": "attention_bias",
-            "out_bias": "attention_bias",
-            "ff_bias": "mlp_bias",
-        },
+    _like_llama(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        keys={**_BIASES, "ff_bias": "mlp_bias"},
         defaults={
-            **_LLAMA_DEFAULTS,
             "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
@@ -216,21 +187,17 @@ _ALL = (
         },
         window_layers="unrotated",
         window_needs_switch=True,
-        rules=LLAMA,
     ),
-    Family(
-        name="mixtral",
-        model_type="mixtral",
-        architecture="MixtralForCausalLM",
+    _like_llama(
+        "mixtral",
+        "MixtralForCausalLM",
         gguf="llama",
         keys={
-            **_LLAMA_KEYS,
             "experts": "num_local_experts",
             "experts_per_token": "num_experts_per_tok",
             "expert_width": "intermediate_size",
         },
         defaults={
-            **_LLAMA_DEFAULTS,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1_000_000.0,
             "num_local_experts": 8,
@@ -240,34 +207,22 @@ _ALL = (
             ENDS,
             ATTENTION,
             NORMS_BEFORE,
-            experts(
-                "block_sparse_moe.gate",
-                "block_sparse_moe.experts.{e}.w1",
-                "block_sparse_moe.experts.{e}.w3",
-                "block_sparse_moe.experts.{e}.w2",
-            ),
+            experts("block_sparse_moe", "w1", "w3", "w2"),
         ),
     ),
-    Family(
-        name="qwen3-moe",
+    _like_llama(
+        "qwen3-moe",
+        "Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
         gguf="qwen3moe",
         keys={
-            **_LLAMA_KEYS,
-            "qkv_bias": "attention_bias",
-            "out_bias": "attention_bias",
+            **_BIASES,
             "experts": "num_experts",
             "experts_per_token": "num_experts_per_tok",
             "expert_width": "moe_intermediate_size",
             "normalize_experts": "norm_topk_prob",
         },
-        defaults={
-            **_LLAMA_DEFAULTS,
-            "norm_topk_prob": False,
-            "num_experts_per_tok": 8,
-            "decoder_sparse_step": 1,
-        },
+        defaults={"norm_topk_prob": False, "num_experts_per_tok": 8, "decoder_sparse_step": 1},
         fixed={"qk_norm": "head"},
         window_needs_switch=True,
         rules=rules(
@@ -275,12 +230,7 @@ _ALL = (
             ATTENTION,
             NORMS_BEFORE,
             FEED,  # for layers without experts; their names come first in those
-            experts(
-                "mlp.gate",
-                "mlp.experts.{e}.gate_proj",
-                "mlp.experts.{e}.up_proj",
-                "mlp.experts.{e}.down_proj",
-            ),
+            experts("mlp", "gate_proj", "up_proj", "down_proj"),
         ),
     ),
     Family(

@@ -15,7 +15,6 @@ a damaged or hostile file ends in a sentence instead of a crash or a giant alloc
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
-from unspool.model.stored import FLOAT_TYPES, Stored
+from unspool.model.stored import FLOAT_TYPES, Stored, mapped
 
 # Types of metadata values: number -> (struct letter, numpy type).
 _SCALARS = {
@@ -104,13 +103,7 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            with self.path.open("rb") as handle:
-                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:  # an empty file cannot be mapped
-            raise ModelFileError(f"{path}: the file is empty; download it again") from error
-        except OSError as error:
-            raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from error
+        self._map = mapped(self.path)
         try:
             self._parse()
         except struct.error as error:

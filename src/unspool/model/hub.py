@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.default_model import DEFAULT, cache_folder, default_files, default_model
@@ -105,18 +106,25 @@ def cached_models() -> list[CachedModel]:
     return found + _cached_repos()
 
 
-def _cached_repos() -> list[CachedModel]:
+def _hub_cache() -> Any:
+    """What the hub's library keeps on this machine; None if there is nothing."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        return scan_cache_dir()
     except (CacheNotFound, OSError):
-        return []
+        return None
+
+
+def _repos(cache: Any) -> list[Any]:
+    repos = cache.repos if cache else ()
+    return sorted((r for r in repos if r.repo_type == "model"), key=lambda repo: repo.repo_id)
+
+
+def _cached_repos() -> list[CachedModel]:
     found = []
-    for repo in sorted(repos, key=lambda each: each.repo_id):
-        if repo.repo_type != "model":
-            continue
+    for repo in _repos(_hub_cache()):
         newest = max(repo.revisions, key=lambda each: each.last_modified, default=None)
         names = [file.file_name for file in newest.files] if newest else []
         if newest and any(name.endswith((".gguf", ".safetensors")) for name in names):
@@ -134,14 +142,8 @@ def remove(name: str) -> int:
         for path in files:
             path.unlink()
         return freed
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        cache = scan_cache_dir()
-        repo = next((r for r in cache.repos if r.repo_id == name and r.repo_type == "model"), None)
-    except CacheNotFound:
-        repo = None
+    cache = _hub_cache()
+    repo = next((each for each in _repos(cache) if each.repo_id == name), None)
     if repo is None:
         known = ", ".join(model.name for model in cached_models()) or "nothing"
         raise UnspoolError(f"{name} is not in the cache, which holds {known}")

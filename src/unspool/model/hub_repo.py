@@ -18,7 +18,7 @@ from typing import Any
 from unspool.errors import ModelFileError, UnspoolError
 
 _BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|jinja|tiktoken|model|txt)")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NAME = re.compile(
     r"(?P<repo>[\w.-]+/[\w.-]+)(?P<file>(?:/[^/@:]+)+)?(?:@(?P<revision>[^@:]+))?(?::(?P<tag>[\w.-]+))?"
 )
@@ -53,7 +53,7 @@ def choose_files(name: RepoName, files: Sequence[str]) -> tuple[list[str], str |
             raise ModelFileError(
                 f"{name.repo} has no file {name.file}{_choices('; it has', [*ggufs, *tensors])}"
             )
-        if name.file.lower().endswith(_PICKLES):
+        if name.file.lower().endswith(PICKLES):
             raise ModelFileError(_pickle_reason(name.repo, [name.file]))
         return _all_shards(name.file, files), name.file
     if name.tag is not None:
@@ -77,7 +77,7 @@ def choose_files(name: RepoName, files: Sequence[str]) -> tuple[list[str], str |
             f"{name.repo} has {len(firsts)} GGUF files: choose one, such as"
             f" {name.repo}/{firsts[0]}{_choices('; there are', firsts)}"
         )
-    pickles = [file for file in files if file.lower().endswith(_PICKLES)]
+    pickles = [file for file in files if file.lower().endswith(PICKLES)]
     if pickles:
         raise ModelFileError(_pickle_reason(name.repo, pickles))
     raise ModelFileError(f"{name.repo} has no weights as safetensors or GGUF: choose another")

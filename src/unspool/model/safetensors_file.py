@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import ModelFileError
-from unspool.model.stored import FLOAT_TYPES, Stored
+from unspool.model.stored import FLOAT_TYPES, Stored, mapped
 
 _LARGEST_HEADER = 100_000_000  # bytes, as in the format's own reader
 _MOST_AXES = 8
@@ -71,13 +70,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as handle:
-                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:  # an empty file cannot be mapped
-            raise self._broken("it is empty") from error
-        except OSError as error:
-            raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from error
+        self._map = mapped(path)
         self.tensors = self._parse()
 
     def _broken(self, why: str) -> ModelFileError:

@@ -7,8 +7,10 @@ them, reorder them, stack them), and rows can be moved without unpacking them.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,17 @@ FLOAT_TYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """The bytes of a file, read when they are looked at."""
+    try:
+        with path.open("rb") as handle:
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError as error:  # an empty file cannot be mapped
+        raise ModelFileError(f"{path}: the file is empty; download it again") from error
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

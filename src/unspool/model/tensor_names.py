@@ -57,12 +57,13 @@ NORMS_AROUND = rules(
 )
 
 
-def experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    return (
-        Rule(f"{IN_LAYER}{router}.weight", ("layers.{i}.feed.router.weight",)),
-        Rule(f"{IN_LAYER}{gate}.weight", ("layers.{i}.feed.gate.weight",)),
-        Rule(f"{IN_LAYER}{up}.weight", ("layers.{i}.feed.up.weight",)),
-        Rule(f"{IN_LAYER}{down}.weight", ("layers.{i}.feed.down.weight",)),
+def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The router of a block of experts, and what each expert holds."""
+    each = "experts.{e}."
+    names = {"gate": "router", each + gate: "gate", each + up: "up", each + down: "down"}
+    return tuple(
+        Rule(f"{IN_LAYER}{block}.{theirs}.weight", (f"layers.{{i}}.feed.{ours}.weight",))
+        for theirs, ours in names.items()
     )
 
 

@@ -81,13 +81,7 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    total = 0
-    for shape in shapes(config).values():
-        size = 1
-        for axis in shape:
-            size *= axis
-        total += size
-    return total
+    return sum(map(math.prod, shapes(config).values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,37 +112,27 @@ def read_weights(
     Numbers stay as the file has them, packed or not, wherever only rows are moved.
     """
     wanted = shapes(config)
-    by_name: dict[str, list[Rule]] = {}
-    for rule in rules:
-        for name in rule.ours:
-            by_name.setdefault(name, []).append(rule)
     done: set[str] = set()
     for name in wanted:
         if name in done:
             continue
-        layer, pattern = _pattern(name)
-        stacked = len(wanted[name]) == 3  # the matrices of all experts
-        candidates = [r for r in by_name.get(pattern, []) if r.for_experts == stacked]
-        for rule in candidates:
-            parts = [part.replace("{i}", layer) for part in rule.ours]
-            if not all(part in wanted for part in parts):
-                continue
-            whole = _fetch_rule(rule, layer, config, fetch)
+        tried = []
+        for rule, theirs, parts in _fitting(rules, name, wanted):
+            tried.append(theirs)
+            whole = _fetch(theirs, config, fetch)
             if whole is None:
                 continue
             pieces = _split(rule, whole, [wanted[part] for part in parts], config)
             for part, piece in zip(parts, pieces, strict=True):
                 if piece.shape != wanted[part]:
                     raise ModelFileError(
-                        f"tensor {rule.theirs.replace('{i}', layer)} has shape "
-                        f"{piece.shape} where the model's settings need {wanted[part]}; "
-                        "the settings and the weights do not belong together"
+                        f"tensor {theirs} has shape {piece.shape} where the model's settings need "
+                        f"{wanted[part]}; the settings and the weights do not belong together"
                     )
                 done.add(part)
                 yield part, piece
             break
         else:
-            tried = [rule.theirs.replace("{i}", layer) for rule in candidates]
             raise ModelFileError(
                 f"the checkpoint lacks {' or '.join(tried) or name}, which a "
                 f"{config.family} model needs; it is incomplete"
@@ -160,40 +144,38 @@ def write_weights(
 ) -> dict[str, torch.Tensor]:
     """The same weights under their names: the first rule that fits each one."""
     wanted = shapes(config)
-    theirs: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     done: set[str] = set()
     for name in wanted:
         if name in done:
             continue
-        layer, pattern = _pattern(name)
-        for rule in rules:
-            parts = [part.replace("{i}", layer) for part in rule.ours]
-            fits = pattern in rule.ours and rule.for_experts == (len(wanted[name]) == 3)
-            if fits and all(part in wanted for part in parts):
-                done.update(parts)
-                whole = _join(rule, [weights[part] for part in parts], config)
-                their_name = rule.theirs.replace("{i}", layer)
-                if "{e}" in their_name:
-                    for expert, piece in enumerate(whole):
-                        theirs[their_name.replace("{e}", str(expert))] = piece.contiguous()
-                else:
-                    theirs[their_name] = whole.contiguous()
-                break
-        else:
+        fitting = next(_fitting(rules, name, wanted), None)
+        if fitting is None:
             raise ModelFileError(f"a {config.family} checkpoint has no place for {name}")
-    return theirs
+        rule, theirs, parts = fitting
+        done.update(parts)
+        whole = _join(rule, [weights[part] for part in parts], config)
+        if "{e}" in theirs:
+            for expert, piece in enumerate(whole):
+                found[theirs.replace("{e}", str(expert))] = piece.contiguous()
+        else:
+            found[theirs] = whole.contiguous()
+    return found
 
 
-def _pattern(name: str) -> tuple[str, str]:
-    """'layers.3.feed.up.weight' -> ('3', 'layers.{i}.feed.up.weight')"""
-    if not name.startswith("layers."):
-        return "", name
-    _, layer, rest = name.split(".", 2)
-    return layer, "layers.{i}." + rest
+def _fitting(
+    rules: tuple[Rule, ...], name: str, wanted: Mapping[str, Shape]
+) -> Iterator[tuple[Rule, str, list[str]]]:
+    """The rules by which a file may hold a weight: each with their name, and all ours in it."""
+    layer = name.split(".")[1] if name.startswith("layers.") else ""
+    for_experts = len(wanted[name]) == 3  # the matrices of all experts
+    for rule in rules:
+        parts = [part.replace("{i}", layer) for part in rule.ours]
+        if rule.for_experts == for_experts and name in parts and wanted.keys() >= set(parts):
+            yield rule, rule.theirs.replace("{i}", layer), parts
 
 
-def _fetch_rule(rule: Rule, layer: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
-    name = rule.theirs.replace("{i}", layer)
+def _fetch(name: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
     if "{e}" not in name:
         return fetch(name)
     experts = [fetch(name.replace("{e}", str(expert))) for expert in range(config.experts)]
@@ -237,10 +219,8 @@ def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.T
         return whole.t()
     if rule.layout == "plus_one":
         return whole + 1
-    if rule.layout == "interleaved":
-        halves = whole.reshape(-1, 2, config.head_width // 2, *whole.shape[1:])
-        return halves.transpose(1, 2).reshape(whole.shape)
-    if rule.layout == "per_head":
-        stacked = whole.reshape(3, config.heads, config.head_width, *whole.shape[1:])
-        return stacked.transpose(0, 1).reshape(whole.shape)
+    if rule.layout in ("interleaved", "per_head"):
+        order = _row_order(rule.layout, len(whole), config)
+        assert order is not None  # they are our own rows
+        return whole[torch.from_numpy(np.argsort(order))]
     return whole
