@@ -26,7 +26,8 @@ PROMPT = [1, 40, 77]
 @pytest.fixture(scope="module")
 def made(tiny_lm) -> Trace:
     generation = tiny_lm.generate(
-        PROMPT, max_tokens=8, seed=2**70 + 1, top=4, explain=True, temperature=1.3, stop=["é", "\n\n"],
+        PROMPT, max_tokens=8, seed=2**70 + 1, top=4, explain=True, temperature=1.3,
+        stop=["é", "\n\n"],
         logit_bias={5: -math.inf, 6: 1 / 3}, dry_multiplier=0.7, dry_breakers=((3,), (4, 5)),
         stages=("temperature", "top_k", "top_p", "min_p", "dry", "logit_bias"),
     )  # fmt: skip
