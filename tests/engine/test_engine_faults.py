@@ -132,7 +132,7 @@ def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.
     def dies() -> None:
         raise SystemExit
 
-    monkeypatch.setattr(engine.loop, "_fail_everyone", lambda error: dies())
+    monkeypatch.setattr(engine.loop, "fail_everyone", lambda error: dies())
     stream = engine.submit(request([1, 2], 10))
     engine.loop.tell(dies)
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
