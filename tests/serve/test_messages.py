@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 SEED = {"unspool": {"seed": 7}}
 ENDLESS = {"unspool": {"seed": 7, "regex": "[a-z ]{900}"}}  # ends for want of tokens only
@@ -24,7 +24,7 @@ WEATHER = {
 
 
 class Person(BaseModel):
-    age: int = Field(ge=0, le=99)
+    adult: bool  # the client sends no bounds of numbers, and a number may have any length
 
 
 @pytest.fixture(scope="module")
