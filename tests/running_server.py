@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,24 @@ class Running:
     def pool(self) -> Any:
         """The pages of the first model."""
         return self.house.shelf.loaded[self.model].lm.engine.tree.pool
+
+
+def settled(server: Running, seconds: float = 10.0) -> None:
+    """Wait until nothing runs and nothing is held; every page is free then, but for what is cached
+    to be reused."""
+    shelf = server.house.shelf
+    lm = shelf.loaded[server.model].lm
+    until = time.monotonic() + seconds
+    while (
+        server.house.admission.running
+        or any(served.users for served in shelf.loaded.values())
+        or lm.engine.scheduler.tasks
+    ):
+        assert time.monotonic() < until, "something still runs"
+        time.sleep(0.005)
+    lm.engine.call(lambda: lm.engine.tree.index.forget_all())
+    assert lm.engine.tree.pool.used == 0
+    assert not lm.writers.waiting
 
 
 @contextlib.contextmanager

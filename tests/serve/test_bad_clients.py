@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import Running, default_entry, running
+from running_server import Running, default_entry, running, settled
 
 from unspool.serve.shelf import Entry
 
@@ -25,18 +25,6 @@ LONG = {"prompt": PROMPT, "max_tokens": 2000, "unspool": {"end": False}}
 
 def body_of(**given: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 16, "seed": 1, **given}
-
-
-def settled(server: Running, seconds: float = 10.0) -> None:
-    """Wait until nothing runs; every page is free then, but for what is kept to be reused."""
-    lm = server.house.shelf.loaded[server.model].lm
-    until = time.monotonic() + seconds
-    while server.house.admission.running or lm.engine.scheduler.tasks:
-        assert time.monotonic() < until, "something still runs"
-        time.sleep(0.01)
-    lm.engine.call(lambda: lm.engine.tree.index.forget_all())
-    assert lm.engine.tree.pool.used == 0
-    assert not lm.writers.waiting
 
 
 def raw(server: Running, data: bytes) -> socket.socket:

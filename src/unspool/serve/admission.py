@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 from unspool.serve.faults import ApiError
 
@@ -36,8 +39,17 @@ class Admission:
     def queued(self) -> int:
         return len(self._line)
 
-    async def enter(self, places: int) -> None:
-        """Wait for this many places. Raises at once when the line is full."""
+    @asynccontextmanager
+    async def places(self, count: int) -> AsyncIterator[None]:
+        """Hold this many places; waits for them. Raises at once when the line is full."""
+        await self._enter(count)
+        since = perf_counter()
+        try:
+            yield
+        finally:
+            self._leave(count, perf_counter() - since)
+
+    async def _enter(self, places: int) -> None:
         if self.refusing:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
         if places > self.most_running:
@@ -64,14 +76,14 @@ class Admission:
             await waiting.turn
         except asyncio.CancelledError:
             if waiting.turn.done() and not waiting.turn.cancelled():
-                self.leave(places, None)  # its turn had come just then
+                self._leave(places, None)  # its turn had come just then
             else:
                 self._line.remove(waiting)
                 self._next()  # a smaller one behind it may fit
             raise
 
-    def leave(self, places: int, seconds: float | None) -> None:
-        """Give places back; `seconds` is how long they were taken."""
+    def _leave(self, places: int, seconds: float | None) -> None:
+        """Give places back; `seconds` is how long they were held, if they were."""
         self.running -= places
         if seconds is not None:
             self._seconds += 0.1 * (seconds - self._seconds)

@@ -202,7 +202,18 @@ class Branches:
     def __init__(self, most: int) -> None:
         self.most = most
         self.all: dict[str, TreeBranch] = {}
-        self.watchers = 0
+        self._watchers = 0
+
+    @contextmanager
+    def watcher(self) -> Iterator[None]:
+        """One who watches branches; so many may."""
+        if self._watchers >= MOST_WATCHERS:
+            raise ApiError(429, f"{MOST_WATCHERS} watch already, as many as may", retry_after=5)
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
 
     def get(self, identity: str) -> TreeBranch:
         branch = self.all.get(identity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -40,9 +40,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     n = body.n or 1
     check_choices(n, house.settings.most_choices)
     call = await house.enter(request, body.model, n)
-    async with call.or_leave():
-        ready = await call.thread(_asked, call, body)
-        texts = await call.write([ready.ids], ready.options, n)
+    ready = await call.thread(_asked, call, body)
+    texts = await call.write([ready.ids], ready.options, n)
     chat = _Chat(call, body, texts, ready.use)
     return call.stream(chat.events()) if body.stream else await call.reply(chat.answer())
 
@@ -179,7 +178,7 @@ class _Chat:
 
     # -- in chunks ---------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         async for batch in self.texts.certain(live=self.is_live):
             yield b"".join(e for number, step in batch for e in self._events(number, step))
         for number, choice in enumerate(self.choices):

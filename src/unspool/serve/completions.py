@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import Request
@@ -42,11 +42,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     prompts = len(listed(body.prompt))
     places = written * max(1, min(prompts, house.settings.most_running // written))
     call = await house.enter(request, body.model, places)
-    async with call.or_leave():
-        ids, options = await call.thread(_asked, call, body)
-        scores = await _scores(call, body, ids)
-        texts = await call.write(ids, options, written)
-    answer = _Completion(call, body, texts, scores, n)
+    ids, options = await call.thread(_asked, call, body)
+    texts = await call.write(ids, options, written)
+    answer = _Completion(call, body, texts, n)
     return call.stream(answer.events()) if body.stream else await call.reply(answer.answer())
 
 
@@ -95,11 +93,9 @@ async def _scores(call: Call, body: CompletionRequest, prompts: list[list[int]])
 class _Completion:
     """The answer, whole or in chunks."""
 
-    def __init__(
-        self, call: Call, body: CompletionRequest, texts: Texts, scores: list[Score], n: int
-    ) -> None:
-        self.body, self.texts, self.scores, self.n = body, texts, scores, n
-        self.served = call.served
+    def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
+        self.call, self.body, self.texts, self.n = call, body, texts, n
+        self.served, self.scores = call.served, list[Score]()
         self.id, self.created = new_id("cmpl-"), int(time.time())
         self.speller = Speller(call.served.lm.tokenizer)
         self.offsets: dict[int, int] = {}
@@ -113,6 +109,7 @@ class _Completion:
     # -- whole -------------------------------------------------------------------------------
 
     async def answer(self) -> dict[str, Any]:
+        self.scores = await _scores(self.call, self.body, self.texts.prompts)
         await self.texts.finish()
         choices = []
         for prompt in range(len(self.texts.prompts)):
@@ -150,7 +147,8 @@ class _Completion:
 
     # -- in chunks ---------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        self.scores = await _scores(self.call, self.body, self.texts.prompts)
         if self.body.echo:
             for number in range(len(self.texts.prompts) * self.texts.n):
                 begun, offset = self._echoed(number // self.texts.n)

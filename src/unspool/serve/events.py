@@ -1,14 +1,10 @@
-"""Server-sent events: an answer that is sent while it is being written.
-
-The response watches for the client's leaving while it sends. When the client is gone, or the time
-is up, the writing behind it is stopped at once.
-"""
+"""Server-sent events: an answer that is sent while it is being written."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -18,6 +14,8 @@ from unspool.serve.faults import ApiError, as_api_error
 from unspool.serve.json_reply import dumped
 
 _LAST_WORDS = 2.0  # seconds to get an error across when the time is up already
+HEARTBEAT_SECONDS = 5.0
+_COMMENT = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -44,67 +42,61 @@ class Frames:
         return before + dumped(text) + after
 
 
-async def gone(receive: Receive) -> None:
-    """Comes back when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class EventStream(Response):
     """Events as they come, from an iterator of bytes; each item is sent at once.
 
-    `failed` makes the last event of an error, because the status is sent long before; `left` is
-    called in the end, whatever happens.
+    While nothing comes, a comment is sent every few seconds: proxies and people see that the
+    answer is still being worked on. `failed` makes the last event of an error, because the status
+    is sent long before.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         *,
-        until: float,
+        until: float | None,
         failed: Callable[[ApiError], bytes],
-        left: Callable[[BaseException | None], Awaitable[None]],
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._until, self._failed, self._left = events, until, failed, left
+        self._events, self._until, self._failed = events, until, failed
+        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        watching = asyncio.ensure_future(gone(receive))
-        why: BaseException | None = None
-        try:
-            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                why = sending.result()
-            else:
-                why = ConnectionResetError("the client has gone")
-        except BaseException as error:
-            why = error
-            raise
-        finally:
-            for task in (sending, watching):
-                task.cancel()
-            await asyncio.gather(sending, watching, return_exceptions=True)
-            await self._left(why)
-
-    async def _send(self, send: Send) -> BaseException | None:
-        """Send all events; gives the error that ended them, if one did."""
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        fault: BaseException | None = None
+        beating = asyncio.ensure_future(self._beat(send))
         try:
-            async with asyncio.timeout_at(self._until):
-                async for piece in self._events:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except Exception as error:
-            fault = error
+            fault = await self._send_events(send)
+        finally:
+            beating.cancel()
         with suppress(TimeoutError):  # a client that does not read must not hold us for ever
             async with asyncio.timeout(_LAST_WORDS if fault else None):
                 if fault is not None:
+                    scope["state"]["log"]["error"] = str(fault)
                     last = self._failed(as_api_error(fault))
                     await send({"type": "http.response.body", "body": last, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return fault
+
+    async def _send_events(self, send: Send) -> Exception | None:
+        """Send all events; gives the error that ended them, if one did."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(self._until), aclosing(self._events) as found:
+                async for piece in found:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    self._sent_at = loop.time()
+        except Exception as error:
+            return error
+        return None
+
+    async def _beat(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        while True:
+            await asyncio.sleep(self._sent_at + HEARTBEAT_SECONDS - loop.time())
+            if loop.time() >= self._sent_at + HEARTBEAT_SECONDS:
+                self._sent_at = loop.time()
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+from contextlib import AsyncExitStack
 from time import perf_counter
 from typing import Any
 
@@ -44,8 +45,10 @@ class Gate:
         scope["state"].update(arrived=began, log={}, id=identity)
         answer = _Answer(send, identity)
         try:
-            self._check(scope)
-            await self.app(scope, self._bounded(scope, receive), answer.send)
+            async with AsyncExitStack() as resources:  # whatever the request takes is released here
+                scope["state"]["resources"] = resources
+                self._check(scope)
+                await self.app(scope, self._bounded(scope, receive), answer.send)
         except ConnectionResetError:
             scope["state"]["log"]["gone"] = True
         except Exception as error:
@@ -60,6 +63,8 @@ class Gate:
         if known.status >= 500 and known.status not in (503, 504):
             tell("error", logging.ERROR, exc_info=error, id=scope["state"]["id"])
         if answer.status is None:
+            if known.status == 408:  # the rest of the body will hardly come
+                known.headers = {**(known.headers or {}), "connection": "close"}
             scope["state"]["log"]["error"] = known.message
             await error_reply(known, scope["path"])(scope, receive, answer.send)
 

@@ -4,18 +4,17 @@
     texts = await call.write(prompts, options, n)           # 400 if that cannot be
     return await call.reply(answer(texts))                  # or call.stream(events(texts))
 
-A call holds places and a model, and has a deadline. However it ends (answered, failed, out of
-time, or its client gone), its texts are stopped and both are given back.
+A call is a context: it holds places, a model and texts, and gives all of them back at its end,
+however that comes about. `enter` puts it among the resources of its request, which the middleware
+releases when the request is over: answered, failed, out of time, or its client gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -23,7 +22,8 @@ from starlette.responses import Response
 
 from unspool.serve.admission import Admission
 from unspool.serve.branches import Branches
-from unspool.serve.events import EventStream, event, gone
+from unspool.serve.disconnect import CancelledWhenGone
+from unspool.serve.events import EventStream, event
 from unspool.serve.faults import ApiError, refused
 from unspool.serve.json_reply import JsonReply
 from unspool.serve.kept import KeptResponses
@@ -33,7 +33,7 @@ from unspool.serve.shelf import Served, Shelf
 from unspool.serve.texts import Texts
 from unspool.serve.threads import in_thread
 
-Result = TypeVar("Result")
+Held = TypeVar("Held")
 
 
 class House:
@@ -51,50 +51,52 @@ class House:
         self.responses = KeptResponses()  # of /v1/responses
         self.ready = False  # the first model is loaded
 
-    async def enter(self, request: Request, model: str | None, places: int = 1) -> Call:
-        """Wait for places and for the model. Who waits and goes away leaves the line."""
+    def call(self, request: Request, model: str | None, places: int = 1) -> Call:
+        """A call to be entered: `async with house.call(request, model) as call`."""
         self.shelf.entry(model)  # a name that means nothing need not wait
-        until = asyncio.get_running_loop().time() + self.settings.deadline
+        return Call(self, request, model, places)
 
-        def leave(_: None = None) -> None:
-            self.admission.leave(places, None)
-
-        await _unless_gone(request, self.admission.enter(places), until, undo=leave)
-        try:
-            taking = self.shelf.take(model)
-            served = await _unless_gone(request, taking, until, undo=self.shelf.give_back)
-        except BaseException:
-            leave()
-            raise
-        request.state.log["model"] = served.name
-        return Call(self, request, served, places, until)
-
-    @asynccontextmanager
-    async def visit(self, request: Request, model: str | None) -> AsyncIterator[Call]:
-        """A call that is answered in one go, without `reply` or `stream`."""
-        call = await self.enter(request, model)
-        try:
-            yield call
-        finally:
-            await call.leave(None)
+    async def enter(self, request: Request, model: str | None, places: int = 1) -> Call:
+        """A call that lasts as long as its request, until the answer is sent."""
+        resources: AsyncExitStack = request.state.resources
+        return await resources.enter_async_context(self.call(request, model, places))
 
 
-@dataclass(eq=False)
 class Call:
-    """One request while it is worked on."""
+    """One request while it is worked on: holds places, a model and the texts it starts."""
 
-    house: House
-    request: Request
     served: Served
-    places: int
-    until: float  # on the event loop's clock
-    entered: float = field(default_factory=perf_counter)
-    texts: list[Texts] = field(default_factory=list)
-    _left: bool = False
+
+    def __init__(self, house: House, request: Request, model: str | None, places: int) -> None:
+        self.house, self.request, self.model, self.places = house, request, model, places
+        self.until = asyncio.get_running_loop().time() + house.settings.deadline
+        self.texts: list[Texts] = []
+        self._resources = AsyncExitStack()
+
+    async def __aenter__(self) -> Call:
+        """Wait for places and for the model. Who goes away meanwhile leaves the line."""
+        async with AsyncExitStack() as taken:
+            await taken.enter_async_context(CancelledWhenGone(self.request.receive))
+            async with asyncio.timeout_at(self.until):
+                await taken.enter_async_context(self.house.admission.places(self.places))
+                self.served = await taken.enter_async_context(self.house.shelf.use(self.model))
+            if not self.served.is_alive:
+                raise ApiError(503, "the model's engine has stopped", code="engine_stopped")
+            taken.callback(self._end_texts)
+            self._resources = taken.pop_all()
+        self.request.state.log["model"] = self.served.name
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._resources.__aexit__(*error)
 
     @property
     def settings(self) -> ServeSettings:
         return self.house.settings
+
+    async def hold(self, resource: AbstractAsyncContextManager[Held]) -> Held:
+        """Enter a context that is left with the call."""
+        return await self._resources.enter_async_context(resource)
 
     async def write(self, prompts: list[list[int]], options: dict[str, Any], n: int = 1) -> Texts:
         """Begin the texts; `options` are those of `LanguageModel.stream`."""
@@ -104,7 +106,8 @@ class Call:
         at_once = max(1, self.places // n)
         texts = Texts(self.served, self.house.metrics, arrived, prompts, n, options, at_once)
         self.texts.append(texts)
-        await self.unless_gone(texts.begin())
+        async with asyncio.timeout_at(self.until):
+            await texts.begin()
         return texts
 
     def check_prompt(self, length: int) -> None:
@@ -132,55 +135,31 @@ class Call:
         limit = self.settings.most_tokens
         return wanted if limit is None else min(wanted, limit)
 
-    async def unless_gone(self, work: Awaitable[Result]) -> Result:
-        """Do the work, unless the client leaves or the time is up."""
-        return await _unless_gone(self.request, work, self.until)
-
     async def thread(self, work: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """Have something done on a thread; who leaves meanwhile does not wait for it."""
-        return await self.unless_gone(in_thread(work, *given, **named))
-
-    @asynccontextmanager
-    async def or_leave(self) -> AsyncIterator[None]:
-        """What must succeed before there is an answer; if it does not, the call is over."""
-        try:
-            yield
-        except BaseException as error:
-            await self.leave(error)
-            raise
+        async with asyncio.timeout_at(self.until):
+            return await in_thread(work, *given, **named)
 
     async def reply(self, answer: Awaitable[Any]) -> Response:
-        """The answer as JSON."""
-        try:
-            content = await self.unless_gone(answer)
-            self._log()
-        finally:
-            await self.leave(None)
+        """The answer as JSON; all that the call held is free before it is sent."""
+        async with asyncio.timeout_at(self.until):
+            content = await answer
+        await self._resources.aclose()
         return JsonReply(content)
 
     def stream(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         failed: Callable[[ApiError], bytes] = lambda error: event(error.openai()),
     ) -> Response:
         """The answer as events, sent as they come."""
-        return EventStream(events, until=self.until, failed=failed, left=self.leave)
+        return EventStream(events, until=self.until, failed=failed)
 
-    async def leave(self, why: BaseException | None) -> None:
-        """The end, however it came about."""
-        if self._left:
-            return
-        self._left = True
+    def _end_texts(self) -> None:
         for texts in self.texts:
             texts.close()
             texts.account()
-        if isinstance(why, ConnectionResetError):
-            self.request.state.log["gone"] = True
-        elif why is not None:
-            self.request.state.log["error"] = str(why)
         self._log()
-        self.house.shelf.give_back(self.served)
-        self.house.admission.leave(self.places, perf_counter() - self.entered)
 
     def _log(self) -> None:
         """What the request's line in the log says of its texts."""
@@ -196,32 +175,6 @@ class Call:
                 decode = self.served.lm.tokenizer.decode
                 log["prompts"] = [decode(ids) for ids in texts.prompts]
                 log["texts"] = [text.generation.text for text in texts.all]
-
-
-async def _unless_gone(
-    request: Request,
-    work: Awaitable[Result],
-    until: float,
-    undo: Callable[[Result], None] | None = None,
-) -> Result:
-    """The work's result. Cancelled when the client goes or the time is up; `undo` gives back what
-    was had all the same, if that happens in the very moment in which the work is done."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(gone(request.receive))
-    had = False
-    try:
-        async with asyncio.timeout_at(until):
-            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ConnectionResetError("the client has gone")
-        had = True
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-        if undo is not None and not had and not working.cancelled() and not working.exception():
-            undo(working.result())
 
 
 def house_of(request: Request) -> House:

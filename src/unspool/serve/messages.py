@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -42,9 +42,8 @@ _PING = event({"type": "ping"}, "ping")
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     house = house_of(request)
     call = await house.enter(request, body.model)
-    async with call.or_leave():
-        ready = await call.thread(_asked, call, body)
-        texts = await call.write([ready.ids], ready.options)
+    ready = await call.thread(_asked, call, body)
+    texts = await call.write([ready.ids], ready.options)
     answer = _Answer(call, body, texts, ready.use)
     if body.stream:
         return call.stream(answer.events(), lambda error: event(error.anthropic(), "error"))
@@ -54,7 +53,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", summary="Count a conversation's tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     house = house_of(request)
-    async with house.visit(request, body.model) as call:
+    async with house.call(request, body.model) as call:
         ready = await call.thread(_conversation, call, body, {}, None)
         return JsonReply({"input_tokens": len(ready.ids)})
 
@@ -205,7 +204,7 @@ class _Answer:
 
     # -- in events ---------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         begun = False
         async for batch in self.texts.certain():
             changes = (change for _, step in batch for change in self.blocks.take(step))

@@ -23,6 +23,10 @@ async def ready(request: Request) -> Response:
     house = house_of(request)
     if house.admission.refusing or not house.ready:
         raise ApiError(503, "the server is not ready", code="not_ready", retry_after=1)
+    for served in house.shelf.loaded.values():
+        if not served.is_alive:  # so its places would never come free
+            message = f"the engine of {served.name} has stopped; restart the server"
+            raise ApiError(503, message, code="engine_stopped")
     return JsonReply({"status": "ready", "models": list(house.shelf.loaded)})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -38,9 +38,8 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     before = body.previous_response_id
     given = [*(kept.so_far(before) if before is not None else ()), *items_of(body.input)]
     call = await house.enter(request, body.model)
-    async with call.or_leave():
-        ready = await call.thread(_asked, call, body, given)
-        texts = await call.write([ready.ids], ready.options)
+    ready = await call.thread(_asked, call, body, given)
+    texts = await call.write([ready.ids], ready.options)
     keep = None if body.store is False else partial(kept.keep, given=given)
     answer = _Answer(call, body, texts, ready.use, keep)
     if body.stream:
@@ -262,7 +261,7 @@ class _Answer:
 
     # -- in events ---------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         begun = self._response("in_progress")
         yield self._event("response.created", response=begun) + self._event(
             "response.in_progress", response=begun

@@ -13,10 +13,11 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+import h11
 import uvicorn
 from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from unspool.errors import UnspoolError
 from unspool.serve.logs import tell
@@ -27,8 +28,12 @@ from unspool.serve.settings import ServeSettings
 _SWITCH_SECONDS = 0.0005
 
 
+# For a client to finish a body that was answered before all of it came; then it is cut off.
+_LINGER_SECONDS = 2.0
+
+
 class _Patient(H11Protocol):
-    """HTTP, but not for a client that never says what it wants."""
+    """HTTP, but not for a client that never says what it wants, or never stops saying it."""
 
     head_seconds = 30.0
 
@@ -38,6 +43,16 @@ class _Patient(H11Protocol):
 
     def _hang_up_if_silent(self) -> None:
         if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self.loop.call_later(_LINGER_SECONDS, self._hang_up_if_unfinished, self.cycle)
+
+    def _hang_up_if_unfinished(self, answered: RequestResponseCycle) -> None:
+        is_same = self.cycle is answered and self.conn.their_state is h11.SEND_BODY
+        if is_same and not self.transport.is_closing():
             self.transport.close()
 
 

@@ -46,6 +46,15 @@ class Served:
     users: int = 0
     used: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine was closed or its thread is gone: it takes no commands then."""
+        try:
+            self.lm.engine.tell(lambda: None)
+        except UnspoolError:
+            return False
+        return True
+
     @cached_property
     def longest_token(self) -> int:
         """In bytes: a text of more than `context` times this cannot fit."""
@@ -68,7 +77,7 @@ class Shelf:
         self.created = int(time.time())
         self._loading = asyncio.Lock()
         self._tasks: dict[str, asyncio.Future[None]] = {}  # of models that are being loaded
-        self._freed = asyncio.Condition()
+        self._freed = asyncio.Event()  # a model lost its last user
 
     def entry(self, name: str | None) -> Entry:
         """What a request means by a model's name; without one, the first model."""
@@ -87,32 +96,24 @@ class Shelf:
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Served]:
         """A model for as long as it is needed; loaded first if it is not."""
-        served = await self.take(name)
+        served = await self._loaded(name)
+        served.users += 1
         try:
             yield served
         finally:
-            self.give_back(served)
+            served.users -= 1
+            served.used = time.monotonic()
+            if not served.users:
+                self._freed.set()
 
-    async def take(self, name: str | None) -> Served:
+    async def _loaded(self, name: str | None) -> Served:
         entry = self.entry(name)
         while (served := self.loaded.get(entry.name)) is None:
             if entry.name not in self._tasks:
                 self._tasks[entry.name] = asyncio.ensure_future(self._load(entry))
             # Who asked for it may leave; the model is loaded all the same, for the next one.
             await asyncio.shield(self._tasks[entry.name])
-        served.users += 1
-        served.used = time.monotonic()
         return served
-
-    def give_back(self, served: Served) -> None:
-        served.users -= 1
-        served.used = time.monotonic()
-        if not served.users:
-            asyncio.get_running_loop().create_task(self._tell_free())
-
-    async def _tell_free(self) -> None:
-        async with self._freed:
-            self._freed.notify_all()
 
     async def _load(self, entry: Entry) -> None:
         try:
@@ -129,9 +130,8 @@ class Shelf:
             if unused:
                 await self.close(min(unused, key=lambda served: served.used))
                 continue
-            async with self._freed:
-                if all(served.users for served in self.loaded.values()):
-                    await self._freed.wait()
+            self._freed.clear()
+            await self._freed.wait()
 
     def _taken(self) -> int:
         return sum(self.entries[name].size for name in self.loaded)

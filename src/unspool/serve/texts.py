@@ -8,7 +8,9 @@ share it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
@@ -17,26 +19,10 @@ from typing import Any
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
+from unspool.errors import UnspoolError
 from unspool.serve.metrics import Metrics
 from unspool.serve.shelf import Served
 from unspool.serve.threads import in_thread
-
-
-async def begun(
-    work: Callable[..., tuple[Generation, StepStream]], *given: Any, **named: Any
-) -> tuple[Generation, StepStream]:
-    """Begin a text on a thread. If nobody waits for it any more, it is stopped when it begins."""
-    beginning = asyncio.ensure_future(in_thread(work, *given, **named))
-    try:
-        return await asyncio.shield(beginning)
-    except asyncio.CancelledError:
-        beginning.add_done_callback(_stop_unheard)
-        raise
-
-
-def _stop_unheard(beginning: asyncio.Future[tuple[Generation, StepStream]]) -> None:
-    if not beginning.cancelled() and beginning.exception() is None:
-        beginning.result()[1].close()
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +51,9 @@ class Texts:
     options: dict[str, Any]
     at_once: int = 1  # prompts; the next one is begun when one is finished
     texts: dict[int, Text] = field(default_factory=dict)  # by the number of the choice
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _streams: list[StepStream] = field(default_factory=list)  # all that were ever started
+    _closed: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _told: bool = False
     _begun: int = 0  # prompts
@@ -131,9 +120,12 @@ class Texts:
             pass
 
     def close(self) -> None:
-        """Stop whatever still runs."""
-        for text in self.texts.values():
-            text.stream.close()
+        """Stop whatever still runs, also what a thread is only about to start."""
+        with self._lock:
+            self._closed = True
+        for stream in self._streams:
+            with suppress(UnspoolError):  # an engine that was closed meanwhile
+                stream.close()
 
     @property
     def all(self) -> list[Text]:
@@ -143,7 +135,7 @@ class Texts:
         """As OpenAI counts: a prompt once, however many choices it has."""
         prompt = sum(len(ids) for ids in self.prompts)
         written = sum(len(text.generation.steps) for text in self.texts.values())
-        firsts = [self.texts[number * self.n] for number in range(self._begun)]
+        firsts = [text for number, text in self.texts.items() if number % self.n == 0]
         drafted = sum(text.stream.drafted for text in self.texts.values())
         accepted = sum(text.stream.accepted for text in self.texts.values())
         return {
@@ -165,15 +157,25 @@ class Texts:
     # -- inside ------------------------------------------------------------------------------
 
     async def _start(self, number: int) -> None:
-        generation, stream = await self._begin(number)
+        generation, stream = await in_thread(self._opened, number)
         self.texts[number] = Text(generation, stream)
         loop = asyncio.get_running_loop()
         stream.listen(lambda: self._tell(loop))
 
-    async def _begin(self, number: int) -> tuple[Generation, StepStream]:
+    def _opened(self, number: int) -> tuple[Generation, StepStream]:
+        """Start a text, on a thread; if nobody waits for it any more, it is stopped at once."""
+        generation, stream = self._begin(number)
+        with self._lock:
+            self._streams.append(stream)
+            is_late = self._closed
+        if is_late:
+            stream.close()
+        return generation, stream
+
+    def _begin(self, number: int) -> tuple[Generation, StepStream]:
         prompt, sample = self.prompts[number // self.n], number % self.n
         options = {**self.options, "sample": self.options.get("sample", 0) + sample}
-        return await begun(self.served.lm.begin, prompt, **options)
+        return self.served.lm.begin(prompt, **options)
 
     async def _start_others(self, first: int) -> None:
         if first + 1 not in self.texts:
@@ -186,7 +188,8 @@ class Texts:
         """On the engine's thread: wake the reader, once for all that came since it last looked."""
         if not self._told:
             self._told = True
-            loop.call_soon_threadsafe(self._news.set)
+            with suppress(RuntimeError):  # the server has stopped meanwhile
+                loop.call_soon_threadsafe(self._news.set)
 
     def _count(self, text: Text, steps: Sequence[Step]) -> None:
         name, metrics = self.served.name, self.metrics

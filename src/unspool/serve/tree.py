@@ -41,7 +41,7 @@ _JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabu
 async def create(body: NewBranch, request: Request) -> Response:
     branches = branches_of(request)
     branches.make_room()
-    async with house_of(request).visit(request, body.model) as call:
+    async with house_of(request).call(request, body.model) as call:
         branch: TreeBranch = await call.thread(new_branch, call, body)
     return await reply(branches.add(branch), 0, prompt=True)
 
@@ -90,7 +90,7 @@ async def append(identity: str, body: Added, request: Request) -> Response:
     branch = branches_of(request).get(identity)
     with branch.claimed():
         since = len(branch.steps)
-        async with house_of(request).visit(request, branch.model) as call:
+        async with house_of(request).call(request, branch.model) as call:
             draft, tokens = branch.at_hand(call.served.lm), body.tokens
             if body.message is not None:
                 if tokens is not None:
@@ -129,7 +129,7 @@ async def choose(identity: str, body: Chosen, request: Request) -> Response:
     with nullcontext() if body.fork else branch.claimed():
         tokens = None if body.token is None else [body.token]
         draft = branch.generation.rewind(at)  # as it stands now: others may go on writing it
-        async with house_of(request).visit(request, branch.model) as call:
+        async with house_of(request).call(request, branch.model) as call:
             draft.source = call.served.lm
             made = await call.thread(_chosen, call, draft, body.text, tokens)
         if body.fork:

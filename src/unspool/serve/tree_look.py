@@ -54,7 +54,7 @@ async def alternatives_at(
     picked = branch.steps[at].token if at < len(branch.steps) else None
     told = {"object": "tree.alternatives", "branch": identity, "at": at}
     settings = sampling(branch.generation.settings)
-    async with house_of(request).visit(request, branch.model) as call:
+    async with house_of(request).call(request, branch.model) as call:
         found = await call.thread(alternatives, call.served.lm, ids, picked, top)
     return JsonReply({**told, **found, "settings": settings})
 
@@ -97,7 +97,7 @@ async def look_at(
     )
     tokens = branch.tokens
     told = {"object": "tree.look", "branch": identity, "prompt_tokens": len(branch.prompt.ids)}
-    async with house_of(request).visit(request, branch.model) as call:
+    async with house_of(request).call(request, branch.model) as call:
         reply: Response = await call.thread(
             lambda: JsonReply({**told, **looked(call.served.lm, tokens, position, wish)})
         )

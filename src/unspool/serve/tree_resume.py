@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import nullcontext
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,9 +14,10 @@ from starlette.responses import Response
 from unspool.engine.generation import Generation
 from unspool.serve.asked import check_choices
 from unspool.serve.branch_told import told_branch, with_steps
-from unspool.serve.branches import MOST_WATCHERS, Branches, Seen, TreeBranch
+from unspool.serve.branches import Branches, Seen, TreeBranch
+from unspool.serve.disconnect import CancelledWhenGone
 from unspool.serve.events import EventStream
-from unspool.serve.faults import ApiError, refused
+from unspool.serve.faults import refused
 from unspool.serve.house import Call, House, house_of
 from unspool.serve.schemas.tree import USUAL_TOKENS, Resumed
 from unspool.serve.threads import in_thread
@@ -33,8 +35,7 @@ async def resume(identity: str, body: Resumed, request: Request) -> Response:
     branches.make_room(body.n if body.n > 1 else 0)
     with branch.claimed() if body.n == 1 else nullcontext():
         call = await house.enter(request, branch.model, body.n)
-        async with call.or_leave():
-            writing, seen = await _begun(call, branches, branch, body)
+        writing, seen = await _begun(call, branches, branch, body)
     if body.stream:
         return _streamed(call, writing, seen)
     return await call.reply(_finished(writing, seen))
@@ -61,7 +62,9 @@ async def _begun(
     texts = BranchTexts(call.served, metrics, arrived, [branch.tokens], body.n, options)
     texts.drafts, texts.most = [draft] * body.n, most
     try:
-        writing = await BranchWriting.begin(call, texts, targets, body.pace)
+        call.texts.append(texts)
+        async with asyncio.timeout_at(call.until):
+            writing = await call.hold(BranchWriting(texts, targets, body.pace))
     except BaseException:
         for each in targets:
             if each is not branch:
@@ -88,10 +91,7 @@ def _check_goes_on(draft: Generation, stop: tuple[str, ...] | None) -> None:
 
 
 async def _finished(writing: BranchWriting, seen: list[Seen]) -> dict[str, Any]:
-    try:
-        await writing.over()
-    finally:
-        await writing.stop_all()
+    await writing.over()
     told = []
     for branch, before in zip(writing.branches, seen, strict=True):
         since = min([before.count, *(to for to, _ in branch.cuts[before.cuts :])])
@@ -103,15 +103,11 @@ async def _finished(writing: BranchWriting, seen: list[Seen]) -> dict[str, Any]:
 def _streamed(call: Call, writing: BranchWriting, seen: list[Seen]) -> Response:
     branches = writing.branches
 
-    async def left(why: BaseException | None) -> None:
-        await writing.stop_all()
-        await call.leave(why)
-
     events = watch(
         list(zip(branches, seen, strict=True)),
         is_over=lambda: all(branch.writing is not writing for branch in branches),
     )
-    return EventStream(events, until=call.until, failed=failed, left=left)
+    return call.stream(events, failed)
 
 
 @router.post("/{identity}/stop", summary="Stop the writing that goes on")
@@ -134,21 +130,19 @@ async def events(
     branches, house = branches_of(request), house_of(request)
     branch = branches.get(identity)
     seen = _place_of(branch, since, last_event_id)
-    if branches.watchers >= MOST_WATCHERS:
-        raise ApiError(429, f"{MOST_WATCHERS} watch already, as many as may", retry_after=5)
-    branches.watchers += 1
+    resources: AsyncExitStack = request.state.resources
+    await resources.enter_async_context(CancelledWhenGone(request.receive))
+    resources.enter_context(branches.watcher())
 
-    async def left(_: BaseException | None) -> None:
-        branches.watchers -= 1
-
-    async def happening() -> AsyncIterator[bytes]:
+    async def happening() -> AsyncGenerator[bytes, None]:
         over = partial(_is_over, branch, house)
-        async for piece in watch([(branch, seen)], over):
-            yield piece
+        async with aclosing(watch([(branch, seen)], over)) as pieces:
+            async for piece in pieces:
+                yield piece
         if branch.deleted:
             yield tell("delete", branch, {}, seen)
 
-    return EventStream(happening(), until=float("inf"), failed=failed, left=left)
+    return EventStream(happening(), until=None, failed=failed)
 
 
 def _is_over(branch: TreeBranch, house: House) -> bool:

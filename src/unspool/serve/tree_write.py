@@ -1,7 +1,7 @@
 """Going on with branches, and telling whoever watches what happens to them.
 
-    writing = await BranchWriting.begin(call, texts, branches, pace)
-    await writing.over()                             # or: async for piece in watch(...): send it
+    async with BranchWriting(texts, branches, pace) as writing:
+        await writing.over()                         # or: async for piece in watch(...): send it
 
 Steps come from the engine as fast as it can; with a pace they are put into the branch one by one,
 and what the engine wrote ahead is dropped when the writing is stopped. Nothing is lost by that:
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -26,11 +26,9 @@ from unspool.serve.branch_told import told_branch
 from unspool.serve.branches import Seen, TreeBranch
 from unspool.serve.events import event
 from unspool.serve.faults import ApiError, as_api_error
-from unspool.serve.house import Call
-from unspool.serve.texts import Texts, begun
+from unspool.serve.texts import Texts
 from unspool.serve.told import told_step
 
-HEARTBEAT_SECONDS = 15.0
 _LOOK_AROUND_SECONDS = 1.0  # how soon an idle watcher notices that the server stops
 _STEPS_AT_ONCE = 32  # in one piece of an answer
 
@@ -46,16 +44,18 @@ class BranchTexts(Texts):
     most: int = 0  # tokens that each may have more
     started: Callable[[int, Generation], None] = lambda number, generation: None
 
-    async def _begin(self, number: int) -> tuple[Generation, StepStream]:
+    def _begin(self, number: int) -> tuple[Generation, StepStream]:
         draft = self.drafts[number]
         options = {
             **self.options,
             "sample": self.options["sample"] + number,
             "max_tokens": len(draft.steps) + self.most,
         }
-        generation, stream = await begun(draft.going_on, **options)
-        self.started(number, generation)
-        return generation, stream
+        return draft.going_on(**options)
+
+    async def _start(self, number: int) -> None:
+        await super()._start(number)
+        self.started(number, self.texts[number].generation)
 
 
 class BranchWriting:
@@ -76,19 +76,20 @@ class BranchWriting:
         self._task: asyncio.Task[None] | None = None
         texts.started = self._started
 
-    @classmethod
-    async def begin(
-        cls, call: Call, texts: BranchTexts, branches: Sequence[TreeBranch], pace: float | None
-    ) -> BranchWriting:
+    async def __aenter__(self) -> BranchWriting:
         """Start; raises what makes it impossible, and then nothing has changed."""
-        writing = cls(texts, branches, pace)
-        call.texts.append(texts)
-        await call.unless_gone(texts.begin())
-        for branch in branches:
-            branch.writing = writing
+        await self.texts.begin()
+        for branch in self.branches:
+            branch.writing = self
             branch.changed()
-        writing._task = asyncio.ensure_future(writing._run())
-        return writing
+        self._task = asyncio.ensure_future(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop, and wait until it has."""
+        self.stop()
+        with contextlib.suppress(Exception):  # whoever reads has been told
+            await self.over()
 
     def set_pace(self, pace: float | None) -> None:
         self.pace = pace
@@ -115,12 +116,6 @@ class BranchWriting:
             while branch.writing is self:
                 news.clear()
                 await news.wait()
-
-    async def stop_all(self) -> None:
-        """Stop, and wait until it has."""
-        self.stop()
-        with contextlib.suppress(Exception):  # whoever reads has been told
-            await self.over()
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -155,8 +150,7 @@ class BranchWriting:
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
-            with contextlib.suppress(UnspoolError):  # an engine that was closed meanwhile
-                self.texts.close()
+            self.texts.close()
             for number in list(self._open):  # only if this very loop has failed
                 self._end(number, "interrupted")
 
@@ -278,10 +272,9 @@ def news_of(branch: TreeBranch, seen: Seen) -> bytes:
 
 async def watch(
     branches: Sequence[tuple[TreeBranch, Seen]], is_over: Callable[[], bool]
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """What happens to the branches from now on, until it is over and all of it is told."""
     news = asyncio.Event()
-    silent = 0.0
     with contextlib.ExitStack() as watching:
         for branch, _ in branches:
             watching.enter_context(branch.watched(news))
@@ -290,16 +283,10 @@ async def watch(
             over = is_over()
             told = b"".join([news_of(branch, seen) for branch, seen in branches])
             if told:
-                silent = 0.0
                 yield told
-                continue
-            if over:
+            elif over:
                 return
-            try:
-                async with asyncio.timeout(_LOOK_AROUND_SECONDS):
-                    await news.wait()
-            except TimeoutError:
-                silent += _LOOK_AROUND_SECONDS
-                if silent >= HEARTBEAT_SECONDS:
-                    silent = 0.0
-                    yield b": still here\n\n"
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_AROUND_SECONDS):
+                        await news.wait()
