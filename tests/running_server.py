@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unspool.serve import server as serving
-from unspool.serve.app import create_app
-from unspool.serve.house import House
-from unspool.serve.settings import ServeSettings
-from unspool.serve.shelf import Entry, Shelf
+from unspool.serve.core.registry import ModelEntry, ModelRegistry
+from unspool.serve.core.state import ServerState
+from unspool.serve.http import server as serving
+from unspool.serve.http.app import create_app
+from unspool.serve.http.settings import ServeSettings
 
 
 @dataclass
@@ -23,28 +23,28 @@ class Running:
     """A server that listens."""
 
     url: str
-    house: House
+    state: ServerState
     stop: Any
 
     @property
     def model(self) -> str:
-        return self.house.shelf.first
+        return self.state.registry.first
 
     @property
     def pool(self) -> Any:
         """The pages of the first model."""
-        return self.house.shelf.loaded[self.model].lm.engine.tree.pool
+        return self.state.registry.loaded[self.model].lm.engine.tree.pool
 
 
 def settled(server: Running, seconds: float = 10.0) -> None:
     """Wait until nothing runs and nothing is held; every page is free then, but for what is cached
     to be reused."""
-    shelf = server.house.shelf
-    lm = shelf.loaded[server.model].lm
+    registry = server.state.registry
+    lm = registry.loaded[server.model].lm
     until = time.monotonic() + seconds
     while (
-        server.house.admission.running
-        or any(served.users for served in shelf.loaded.values())
+        server.state.admission.running
+        or any(served.users for served in registry.loaded.values())
         or lm.engine.scheduler.tasks
     ):
         assert time.monotonic() < until, "something still runs"
@@ -55,12 +55,12 @@ def settled(server: Running, seconds: float = 10.0) -> None:
 
 
 @contextlib.contextmanager
-def running(entries: list[Entry], **settings: Any) -> Iterator[Running]:
+def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     """A server in a thread of this process."""
     room = settings.pop("room", 1 << 33)
     wanted = replace(ServeSettings(port=0, drain=2.0), **settings)
     bound = serving.listening(wanted)
-    app, house = create_app(wanted, Shelf(entries, room=room))
+    app, state = create_app(wanted, ModelRegistry(entries, room=room))
     address: list[str] = []
     ready = threading.Event()
 
@@ -87,12 +87,12 @@ def running(entries: list[Entry], **settings: Any) -> Iterator[Running]:
         assert not thread.is_alive()
 
     try:
-        yield Running(address[0], house, stop)
+        yield Running(address[0], state, stop)
     finally:
         stop()
 
 
-def default_entry(path: Path, name: str = "smollm", **options: Any) -> Entry:
+def default_entry(path: Path, name: str = "smollm", **options: Any) -> ModelEntry:
     import unspool
 
-    return Entry(name, lambda: unspool.load(path, **options), path.stat().st_size)
+    return ModelEntry(name, lambda: unspool.load(path, **options), path.stat().st_size)

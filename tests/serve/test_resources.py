@@ -16,10 +16,10 @@ import httpx
 import pytest
 from running_server import Running, default_entry, running, settled
 
-from unspool.serve import events
-from unspool.serve.app import create_app
-from unspool.serve.settings import ServeSettings
-from unspool.serve.shelf import Shelf
+from unspool.serve.core.registry import ModelRegistry
+from unspool.serve.http import events
+from unspool.serve.http.app import create_app
+from unspool.serve.http.settings import ServeSettings
 
 SHORT = {"prompt": ["hi"] * 64, "max_tokens": 1}
 
@@ -161,19 +161,19 @@ def test_a_request_may_be_cancelled_at_every_await(
 
 
 async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late: bool) -> None:
-    shelf = Shelf([default_entry(model, memory=32 << 20)], room=1 << 33)
-    app, house = create_app(ServeSettings(most_running=8, most_queued=1), shelf)
-    async with shelf.use(None) as served:
-        house.ready = True
+    registry = ModelRegistry([default_entry(model, memory=32 << 20)], room=1 << 33)
+    app, state = create_app(ServeSettings(max_running=8, max_queued=1), registry)
+    async with registry.use(None) as served:
+        state.ready = True
         await interrupted(app, "/v1/tree", {"prompt": "Once upon"}, 10**9, late)
-        (branch,) = house.branches.all
+        (branch,) = state.branches.all
         number, was_cancelled = 0, True
         while was_cancelled:
             number += 1
             before = set(asyncio.all_tasks())
             filled = path.format(branch=branch)
             was_cancelled = await interrupted(app, filled, body, number, late)
-            assert house.admission.running == house.admission.queued == 0
+            assert state.admission.running == state.admission.queued == 0
             assert served.users == 1
             until = time.monotonic() + 20
             while served.lm.engine.scheduler.tasks or served.lm.writers.waiting:
@@ -182,18 +182,18 @@ async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late:
             while extra := asyncio.all_tasks() - before:
                 assert time.monotonic() < until, f"tasks are left running (await {number}): {extra}"
                 await asyncio.sleep(0.002)
-            assert house.branches.all[branch].writing is None
-            for other in [b for b in house.branches.all.values() if b.id != branch]:
+            assert state.branches.all[branch].writing is None
+            for other in [b for b in state.branches.all.values() if b.id != branch]:
                 assert other.writing is None
-                house.branches.delete(other)
+                state.branches.delete(other)
         assert number > 4
-    await shelf.close_all()
+    await registry.close_all()
 
 
 def test_who_waits_in_line_may_be_cancelled_at_every_await(default_model: Path):
     async def check() -> None:
-        shelf = Shelf([default_entry(default_model, memory=32 << 20)], room=1 << 33)
-        app, house = create_app(ServeSettings(most_running=2, most_queued=8), shelf)
+        registry = ModelRegistry([default_entry(default_model, memory=32 << 20)], room=1 << 33)
+        app, state = create_app(ServeSettings(max_running=2, max_queued=8), registry)
         body = {"prompt": ["a", "b"], "max_tokens": 2}
         for late in (False, True):
             number, was_cancelled = 0, True
@@ -205,8 +205,8 @@ def test_who_waits_in_line_may_be_cancelled_at_every_await(default_model: Path):
                 await asyncio.sleep(0)
                 was_cancelled = await interrupted(app, "/v1/completions", body, number, late)
                 await asyncio.wait_for(first, 60)
-                assert house.admission.running == house.admission.queued == 0
-        await shelf.close_all()
+                assert state.admission.running == state.admission.queued == 0
+        await registry.close_all()
 
     asyncio.run(check())
 
@@ -217,13 +217,13 @@ def test_who_waits_in_line_may_be_cancelled_at_every_await(default_model: Path):
 def test_ready_says_no_when_the_engine_has_stopped(default_model: Path):
     with running([default_entry(default_model, memory=32 << 20)]) as server:
         assert httpx.get(f"{server.url}/ready").status_code == 200
-        server.house.shelf.loaded[server.model].lm.engine.close()
+        server.state.registry.loaded[server.model].lm.engine.close()
         answer = httpx.get(f"{server.url}/ready")
         assert answer.status_code == 503 and "stopped" in answer.json()["error"]["message"]
         late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=20)
         assert late.status_code == 503
         assert httpx.get(f"{server.url}/health").status_code == 200
-        assert server.house.admission.running == 0
+        assert server.state.admission.running == 0
 
 
 # -- sockets ----------------------------------------------------------------------------------

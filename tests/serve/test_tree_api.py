@@ -9,9 +9,9 @@ import httpx
 import pytest
 from tree_client import PROMPT, SAMPLING, Tree, read, tokens
 
-from unspool.serve import branches as kept
-from unspool.serve.branches import Branches, TreeBranch
-from unspool.serve.faults import ApiError
+from unspool.serve.http.errors import ApiError
+from unspool.serve.tree import branches as kept
+from unspool.serve.tree.branches import Branches, TreeBranch
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +270,6 @@ def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytes
     third = store.add(branch())
     assert set(store.all) == {second.id, third.id} and first.deleted and second.parent is None
     store.delete(second)
-    monkeypatch.setattr(kept, "MOST_WEIGHT", 1)
+    monkeypatch.setattr(kept, "MAX_WEIGHT", 1)
     with pytest.raises(ApiError):
         store.add(branch())

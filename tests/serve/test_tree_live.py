@@ -131,8 +131,8 @@ def test_a_client_that_leaves_stops_the_writing(tree: Tree, server: Any):
         time.sleep(0.01)
     found = tree.get(branch)
     assert found["finish_reason"] == "interrupted" and 4 <= len(found["steps"]) < 500
-    engine = server.house.shelf.loaded[server.model].lm.engine
-    assert not engine.scheduler.tasks and server.house.admission.running == 0
+    engine = server.state.registry.loaded[server.model].lm.engine
+    assert not engine.scheduler.tasks and server.state.admission.running == 0
     # Whatever is still used is kept for whoever begins alike, and goes when room is needed.
     engine.call(engine.tree.index.forget_all)
     assert server.pool.used == 0

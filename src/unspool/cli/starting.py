@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from unspool.lm import LanguageModel
-    from unspool.serve.settings import ServeSettings
+    from unspool.serve.http.settings import ServeSettings
 
 
 @contextmanager
@@ -43,28 +43,28 @@ class Starting:
         unload_after: float | None = None,
     ) -> None:
         """Serve until asked to stop; `started` is called with the address and the models."""
-        from unspool.serve import server
-        from unspool.serve.app import create_app
-        from unspool.serve.logs import tell
-        from unspool.serve.shelf import Entry, Shelf
+        from unspool.serve.core.registry import ModelEntry, ModelRegistry
+        from unspool.serve.http import server
+        from unspool.serve.http.app import create_app
+        from unspool.serve.http.logs import tell
 
         bound = server.listening(settings)
         loads = [self._ahead.load, *(model.choice.load for model in self._found[1:])]
         entries = [
-            Entry(model.name, load, model.size)
+            ModelEntry(model.name, load, model.size)
             for model, load in zip(self._found, loads, strict=True)
         ]
-        shelf = Shelf(entries, room=model_memory or _most_room(), idle=unload_after)
-        app, house = create_app(settings, shelf)
+        registry = ModelRegistry(entries, room=model_memory or _most_room(), idle=unload_after)
+        app, state = create_app(settings, registry)
 
         def stopping() -> None:
-            house.admission.refusing = True
-            tell("stopping", running=house.admission.running, queued=house.admission.queued)
+            state.admission.refusing = True
+            tell("stopping", running=state.admission.running, queued=state.admission.queued)
 
         def stands(address: str) -> None:
             gc.freeze()  # so that later collections need not look at it
             gc.enable()
-            names = list(shelf.entries)
+            names = list(registry.entries)
             tell("started", address=address, models=names, keys=len(settings.api_keys))
             started(address, names)
 

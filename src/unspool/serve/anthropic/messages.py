@@ -1,0 +1,256 @@
+"""`POST /v1/messages`: answer a conversation, as Anthropic does; and count its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from itertools import groupby
+from typing import Any
+
+from fastapi import Request
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from unspool.serve.anthropic.messages_schema import (
+    CountRequest,
+    Message,
+    MessagesRequest,
+    TextBlock,
+    TextContent,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from unspool.serve.core.blocks import Block, BlockParser, Change, Grown, Opened
+from unspool.serve.core.options import closed, options_of
+from unspool.serve.core.schema import stops
+from unspool.serve.core.state import Call, new_id, state_of
+from unspool.serve.core.step_json import told
+from unspool.serve.core.texts import Texts
+from unspool.serve.http.errors import bad_request
+from unspool.serve.http.events import event
+from unspool.serve.http.replies import JsonReply, to_json
+from unspool.serve.http.routes import new_router
+from unspool.serve.openai.conversation import PreparedChat, asked, called, set_format
+from unspool.serve.openai.tools import ToolUse
+from unspool.text.tools.formats import Tool
+
+router = new_router("Anthropic")
+_PING = event({"type": "ping"}, "ping")
+
+
+@router.post("/v1/messages", summary="Answer a conversation")
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    state = state_of(request)
+    call = await state.enter(request, body.model)
+    ready = await call.thread(_prepare, call, body)
+    texts = await call.write([ready.ids], ready.options)
+    answer = _Answer(call, body, texts, ready.use)
+    if body.stream:
+        return call.stream(answer.events(), lambda error: event(error.anthropic(), "error"))
+    return await call.reply(answer.answer())
+
+
+@router.post("/v1/messages/count_tokens", summary="Count a conversation's tokens")
+async def count_tokens(body: CountRequest, request: Request) -> Response:
+    state = state_of(request)
+    async with state.call(request, body.model) as call:
+        ready = await call.thread(_conversation, call, body, {}, None)
+        return JsonReply({"input_tokens": len(ready.ids)})
+
+
+# -- what was asked --------------------------------------------------------------------------
+
+
+def _prepare(call: Call, body: MessagesRequest) -> PreparedChat:
+    options = options_of(
+        body.unspool,
+        stop=stops(body.stop_sequences),
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+    )
+    wanted = None if body.output_config is None else body.output_config.format
+    if wanted is not None:
+        set_format(options, wanted.type, wanted.schema_, "output_config.format")
+    return _conversation(call, body, options, body.max_tokens)
+
+
+def _conversation(
+    call: Call, body: CountRequest, options: dict[str, Any], most: int | None
+) -> PreparedChat:
+    messages = [] if body.system is None else [_said("system", _joined(body.system))]
+    # Turns of one side in a row are one turn.
+    for role, turns in groupby(body.messages, key=lambda message: message.role):
+        messages += _turn(role, [block for turn in turns for block in _blocks(turn)])
+    return asked(call, messages, _tool_use(body), options, most)
+
+
+def _blocks(turn: Message) -> Sequence[TextBlock | ToolUseBlock | ToolResultBlock]:
+    if isinstance(turn.content, str):
+        return [TextBlock(type="text", text=turn.content)]
+    return turn.content
+
+
+def _turn(
+    role: str, blocks: Sequence[TextBlock | ToolUseBlock | ToolResultBlock]
+) -> list[dict[str, Any]]:
+    """The messages that one turn comes to, as templates know them."""
+    texts, calls, results = [], [], []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, ToolUseBlock):
+            calls.append(called(block.id, block.name, json.dumps(block.input)))
+        else:
+            results.append(_result(block))
+    if calls and role != "assistant":
+        raise bad_request(f"a message of the {role} has a tool_use block", "messages")
+    if results and role != "user":
+        raise bad_request(f"a message of the {role} has a tool_result block", "messages")
+    if role == "assistant":
+        said = _said(role, "".join(texts))
+        return [said | {"tool_calls": calls} if calls else said]
+    words = [_said(role, "\n\n".join(texts))] if texts or not results else []
+    return results + words  # results answer the calls of the turn before, so they come first
+
+
+def _said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _result(block: ToolResultBlock) -> dict[str, Any]:
+    text = "" if block.content is None else _joined(block.content)
+    content = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _joined(content: TextContent) -> str:
+    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
+
+
+def _tool_use(body: CountRequest) -> ToolUse:
+    tools = [
+        Tool(t.name, t.description or "", closed(t.input_schema, t.strict))
+        for t in body.tools or ()
+    ]
+    choice = body.tool_choice
+    if choice is None:
+        return ToolUse(tuple(tools))
+    if (choice.type == "tool") != (choice.name is not None):
+        raise bad_request("tool_choice has a name if it is of type tool", "tool_choice.name")
+    named = {"any": "required", "tool": f"={choice.name}"}.get(choice.type, choice.type)
+    said = "disable_parallel_tool_use" in choice.model_fields_set
+    return ToolUse(tuple(tools), named, not choice.disable_parallel_tool_use if said else None)
+
+
+# -- what is answered ------------------------------------------------------------------------
+
+
+class _Answer:
+    """A message, whole or in events."""
+
+    def __init__(self, call: Call, body: MessagesRequest, texts: Texts, use: ToolUse) -> None:
+        self.body, self.texts, self.served = body, texts, call.served
+        self.id = new_id("msg_")
+        self.blocks = BlockParser(use.reader(call.served), one_call=use.parallel is False)
+
+    # -- whole -------------------------------------------------------------------------------
+
+    async def answer(self) -> dict[str, Any]:
+        await self.texts.finish()
+        blocks = self.blocks.read(self.texts.all[0].generation)
+        content = [_block(block, _input(block)) for block in blocks]
+        return self._message(content, self._usage()) | self._end() | self._extra()
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.served.name,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+            "usage": usage,
+        }
+
+    def _end(self) -> dict[str, Any]:
+        """Why the text ended, as Anthropic says it."""
+        text = self.texts.all[0]
+        reason, by = text.generation.finish_reason, text.stream.stopped_by
+        if reason == "context":
+            return {"stop_reason": "model_context_window_exceeded"}
+        if reason in ("length", "interrupted"):
+            return {"stop_reason": "max_tokens"}
+        if by is not None and by in (self.body.stop_sequences or ()):
+            return {"stop_reason": "stop_sequence", "stop_sequence": by}
+        return {"stop_reason": "tool_use" if self.blocks.has_calls else "end_turn"}
+
+    def _usage(self) -> dict[str, Any]:
+        used = self.texts.usage()
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": used["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": used["completion_tokens"],
+        }
+
+    def _extra(self) -> dict[str, Any]:
+        if self.body.unspool is None:
+            return {}
+        return {"unspool": told(self.texts, self.body.unspool.trace)}
+
+    # -- in events ---------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        begun = False
+        async for batch in self.texts.certain():
+            changes = (change for _, step in batch for change in self.blocks.take(step))
+            found = b"".join(map(_changed, changes))
+            if not begun:  # not sooner: how much of the prompt was cached shows with the first step
+                begun, found = True, self._start() + found
+            if found:
+                yield found
+        end = {"stop_sequence": None, "stop_details": None} | self._end()
+        last = {"type": "message_delta", "delta": end, "usage": self._usage()} | self._extra()
+        stop = event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
+        yield stop if begun else self._start() + stop
+
+    def _start(self) -> bytes:
+        message = self._message([], self._usage() | {"output_tokens": 0})
+        return event({"type": "message_start", "message": message}, "message_start") + _PING
+
+
+def _changed(change: Change) -> bytes:
+    block, told_fields = change.block, dict[str, Any]()
+    if isinstance(change, Opened):
+        kind, told_fields = "content_block_start", {"content_block": _block(block, {})}
+    elif isinstance(change, Grown):
+        kind = "content_block_delta"
+        if block.name is None:
+            told_fields = {"delta": {"type": "text_delta", "text": change.text}}
+        else:
+            told_fields = {"delta": {"type": "input_json_delta", "partial_json": change.text}}
+    else:
+        kind = "content_block_stop"
+    return event({"type": kind, "index": block.index, **told_fields}, kind)
+
+
+def _block(block: Block, given: dict[str, Any]) -> dict[str, Any]:
+    if block.name is None:
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": given}
+
+
+def _input(block: Block) -> dict[str, Any]:
+    """A call's arguments; of those that break off, what is complete, as clients read a stream."""
+    if block.name is None:
+        return {}
+    try:
+        found = from_json(block.text, allow_partial=True)
+        to_json(found)  # no number may be too large to be told
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,215 @@
+"""`POST /v1/completions`: continue texts, as OpenAI's older endpoint does.
+
+`echo` with `logprobs` tells the log-probabilities of the prompt too, which is how evaluation
+harnesses score given answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from unspool.decoding.written import mean_logprob
+from unspool.engine.generation import Generation
+from unspool.engine.steps import Score, Step
+from unspool.serve.core.options import check_choices, finish_reason, sampling_options
+from unspool.serve.core.schema import listed
+from unspool.serve.core.state import Call, new_id, state_of
+from unspool.serve.core.step_json import step_json, told
+from unspool.serve.core.texts import Texts
+from unspool.serve.http.errors import bad_request
+from unspool.serve.http.events import DONE, EventTemplate, event
+from unspool.serve.http.routes import new_router
+from unspool.serve.openai.completions_schema import CompletionRequest
+from unspool.serve.openai.logprobs import LogprobFormat, joined
+
+router = new_router("OpenAI")
+DEFAULT_TOKENS = 16  # as OpenAI
+
+
+@router.post("/v1/completions", summary="Continue a text")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    state = state_of(request)
+    n = body.n or 1
+    written = max(n, body.best_of or 0)
+    check_choices(written, state.settings.max_choices, "n" if n == written else "best_of")
+    _check(body, n)
+    prompts = len(listed(body.prompt))
+    places = written * max(1, min(prompts, state.settings.max_running // written))
+    call = await state.enter(request, body.model, places)
+    ids, options = await call.thread(_prepare, call, body)
+    texts = await call.write(ids, options, written)
+    answer = _Completion(call, body, texts, n)
+    return call.stream(answer.events()) if body.stream else await call.reply(answer.answer())
+
+
+def _check(body: CompletionRequest, n: int) -> None:
+    if body.best_of is not None and body.best_of < n:
+        raise bad_request(f"best_of is {body.best_of}, and n is {n}: n cannot be larger", "best_of")
+    if body.best_of is not None and body.best_of > n and body.stream:
+        raise bad_request("best_of cannot be streamed: which is best shows at the end", "best_of")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request(
+            "max_tokens is 0, and echo is not asked for: nothing to answer", "max_tokens"
+        )
+
+
+def _prepare(call: Call, body: CompletionRequest) -> tuple[list[list[int]], dict[str, Any]]:
+    lm, many = call.served.lm, listed(body.prompt)
+    for text in many:
+        if isinstance(text, str):
+            call.check_text(text)
+    # A model that begins every text with a token of its own has that for an empty prompt.
+    prompts = [lm.prompt_ids(text or _start(call)) for text in many]
+    options = sampling_options(body, top=body.logprobs or 0)
+    longest = max(map(len, prompts))
+    options["max_tokens"] = call.token_limit(body.max_tokens, longest, usual=DEFAULT_TOKENS)
+    return prompts, options
+
+
+def _start(call: Call) -> list[int]:
+    """An empty prompt: the token that begins a text."""
+    tokenizer = call.served.lm.tokenizer
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    if first is None:
+        raise bad_request(
+            "the prompt is empty; give the model at least one token to go on", "prompt"
+        )
+    return [first]
+
+
+async def _scores(call: Call, body: CompletionRequest, prompts: list[list[int]]) -> list[Score]:
+    """How the model judges the prompts, where that was asked for."""
+    if not body.echo or body.logprobs is None:
+        return []
+    score, top = call.served.lm.score, body.logprobs
+    work = [call.thread(score, ids, top=top) for ids in prompts]
+    return list(await asyncio.gather(*work))
+
+
+class _Completion:
+    """The answer, whole or in chunks."""
+
+    def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
+        self.call, self.body, self.texts, self.n = call, body, texts, n
+        self.served, self.scores = call.served, list[Score]()
+        self.id, self.created = new_id("cmpl-"), int(time.time())
+        self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
+        self.offsets: dict[int, int] = {}
+        self._words = EventTemplate(self._chunk)
+        self.trace = body.unspool is not None and body.unspool.trace
+        self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
+
+    def _echo(self, prompt: int) -> str:
+        return self.served.lm.tokenizer.decode(self.texts.prompts[prompt]) if self.body.echo else ""
+
+    # -- whole -------------------------------------------------------------------------------
+
+    async def answer(self) -> dict[str, Any]:
+        self.scores = await _scores(self.call, self.body, self.texts.prompts)
+        await self.texts.finish()
+        choices = []
+        for prompt in range(len(self.texts.prompts)):
+            found = [self.texts.texts[prompt * self.texts.n + i] for i in range(self.texts.n)]
+            ranked = [text.generation for text in found]
+            if self.texts.n > self.n:
+                ranked = sorted(ranked, key=mean_logprob, reverse=True)[: self.n]
+            choices += [self._whole(prompt, generation) for generation in ranked]
+        answer: dict[str, Any] = {
+            **self._outer("text_completion"),
+            "choices": [{**choice, "index": i} for i, choice in enumerate(choices)],
+            "usage": self.texts.usage(),
+        }
+        if self.body.unspool is not None:
+            answer["unspool"] = told(self.texts, self.trace)
+        return answer
+
+    def _whole(self, prompt: int, generation: Generation) -> dict[str, Any]:
+        logprobs = None
+        if self.body.logprobs is not None:
+            begun, offset = self._echoed(prompt)
+            written = self.logprob_format.completion(generation.steps, self.body.logprobs, offset)
+            logprobs = joined(begun, written) if begun else written
+        return {
+            "index": 0,
+            "text": self._echo(prompt) + generation.text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(generation.finish_reason),
+        }
+
+    def _echoed(self, prompt: int) -> tuple[dict[str, Any] | None, int]:
+        if not self.scores:
+            return None, 0
+        return self.logprob_format.echoed(self.scores[prompt], self.body.logprobs or 0)
+
+    # -- in chunks ---------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        self.scores = await _scores(self.call, self.body, self.texts.prompts)
+        if self.body.echo:
+            for number in range(len(self.texts.prompts) * self.texts.n):
+                begun, offset = self._echoed(number // self.texts.n)
+                self.offsets[number] = offset
+                yield self._chunk(number, self._echo(number // self.texts.n), begun, None)
+        async for batch in self.texts.certain(live=self.trace):
+            found = (self._event(number, step) for number, step in batch)
+            joined_events = b"".join(e for e in found if e is not None)
+            if joined_events:
+                yield joined_events
+        for number, text in self.texts.texts.items():
+            if not text.generation.steps:
+                reason = finish_reason(text.generation.finish_reason)
+                yield self._chunk(number, "", None, reason)
+        if self.wants_usage or self.body.unspool is not None:
+            last = {**self._outer("text_completion"), "choices": []}
+            if self.wants_usage:
+                last["usage"] = self.texts.usage()
+            if self.body.unspool is not None:
+                last["unspool"] = told(self.texts, False)
+            yield event(last)
+        yield DONE
+
+    def _event(self, number: int, step: Step) -> bytes | None:
+        logprobs = None
+        if self.body.logprobs is not None:
+            offset = self.offsets.get(number, 0)
+            logprobs = self.logprob_format.completion([step], self.body.logprobs, offset)
+            self.offsets[number] = offset + len(step.text)
+        reason = finish_reason(step.finish_reason) if step.finish_reason else None
+        tell = self.trace or step.retracts
+        if not (logprobs or reason or tell):
+            return self._words(number, step.text) if step.text else None
+        return self._chunk(number, step.text, logprobs, reason, step if tell else None)
+
+    def _chunk(
+        self,
+        number: int,
+        text: str,
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        step: Step | None = None,
+    ) -> bytes:
+        choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        chunk: dict[str, Any] = {**self._outer("text_completion"), "choices": [choice]}
+        if self.wants_usage:
+            chunk["usage"] = None
+        if step is not None:
+            prompt = self.texts.prompts[number // self.texts.n]
+            chunk["unspool"] = step_json(step, len(prompt), self.served.lm.readable)
+        return event(chunk)
+
+    def _outer(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.served.name,
+            "system_fingerprint": self.served.fingerprint,
+        }
