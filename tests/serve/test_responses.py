@@ -152,16 +152,16 @@ def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(client: openai.Open
 
 
 def test_the_oldest_responses_go_first() -> None:
-    kept = ResponseStore(most=2, room=1000)
+    store = ResponseStore(most=2, room=1000)
     for name in "abc":
-        kept.keep({"id": name, "output": []}, [{"type": "message", "id": name}])
-    assert len(kept) == 2 and kept.given("c")[0]["id"] == "c"
+        store.add({"id": name, "output": []}, [{"type": "message", "id": name}])
+    assert len(store) == 2 and store.items("c")[0]["id"] == "c"
     with pytest.raises(Exception, match="not found"):
-        kept.response("a")
-    kept.keep({"id": "large", "output": [{"text": "x" * 960}]}, [])
-    assert len(kept) == 1
-    kept.forget("large")
-    assert len(kept) == 0
+        store.response("a")
+    store.add({"id": "large", "output": [{"text": "x" * 960}]}, [])
+    assert len(store) == 1
+    store.delete("large")
+    assert len(store) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from unspool.serve.core.schema import Strict, Tokens
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import new_router
-from unspool.serve.openai.chat import message_of, tools_of
+from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message, tools_of
 from unspool.serve.openai.chat_schema import FunctionTool, Message
-from unspool.serve.openai.tools import ToolUse, chat_prompt
 from unspool.text.tokenizer.merges import merge_steps
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -175,7 +174,7 @@ async def apply_template(body: TemplateRequest, request: Request) -> Response:
 
 
 def _applied(call: Call, body: TemplateRequest) -> dict[str, Any]:
-    messages = [message_of(message) for message in body.messages]
+    messages = [template_message(message) for message in body.messages]
     call.check_text(*(str(message.get("content", "")) for message in messages))
     prompt = chat_prompt(call.served, messages, ToolUse(tools_of(body.tools)), {})
     return {

@@ -1,4 +1,8 @@
-"""`POST /v1/messages`: answer a conversation, as Anthropic does; and count its tokens."""
+"""`POST /v1/messages`: answer a conversation, as Anthropic does; and count its tokens.
+
+An adapter: the request becomes a chat of OpenAI's and goes the same way, and what comes of it is
+put into Anthropic's words.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,20 @@ from unspool.serve.anthropic.messages_schema import (
     MessagesRequest,
     TextBlock,
     TextContent,
+    ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
 )
 from unspool.serve.core.blocks import Block, BlockParser, Change, Grown, Opened
-from unspool.serve.core.options import closed, options_of
-from unspool.serve.core.schema import stops
 from unspool.serve.core.state import Call, new_id, state_of
-from unspool.serve.core.step_json import told
+from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event
 from unspool.serve.http.replies import JsonReply, to_json
 from unspool.serve.http.routes import new_router
-from unspool.serve.openai.conversation import PreparedChat, asked, called, set_format
-from unspool.serve.openai.tools import ToolUse
-from unspool.text.tools.formats import Tool
+from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
+from unspool.serve.openai.chat_schema import ChatRequest
 
 router = new_router("Anthropic")
 _PING = event({"type": "ping"}, "ping")
@@ -54,35 +56,58 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     state = state_of(request)
     async with state.call(request, body.model) as call:
-        ready = await call.thread(_conversation, call, body, {}, None)
-        return JsonReply({"input_tokens": len(ready.ids)})
+        return JsonReply({"input_tokens": await call.thread(_count, call, body)})
 
 
-# -- what was asked --------------------------------------------------------------------------
+# -- the request, as a chat -------------------------------------------------------------------
 
 
 def _prepare(call: Call, body: MessagesRequest) -> PreparedChat:
-    options = options_of(
-        body.unspool,
-        stop=stops(body.stop_sequences),
+    wanted = None if body.output_config is None else body.output_config.format
+    chat = _to_chat(
+        body,
+        stop=body.stop_sequences,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=body.top_k,
+        max_tokens=body.max_tokens,
+        response_format=wanted and {"type": wanted.type, "json_schema": {"schema": wanted.schema_}},
+        unspool=body.unspool,
     )
-    wanted = None if body.output_config is None else body.output_config.format
-    if wanted is not None:
-        set_format(options, wanted.type, wanted.schema_, "output_config.format")
-    return _conversation(call, body, options, body.max_tokens)
+    return prepare_chat(call, chat, top_k=body.top_k)
 
 
-def _conversation(
-    call: Call, body: CountRequest, options: dict[str, Any], most: int | None
-) -> PreparedChat:
-    messages = [] if body.system is None else [_said("system", _joined(body.system))]
+def _count(call: Call, body: CountRequest) -> int:
+    return len(prepare_chat(call, _to_chat(body)).ids)
+
+
+def _to_chat(body: CountRequest, **more: Any) -> ChatRequest:
+    messages = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _join(body.system)})
     # Turns of one side in a row are one turn.
     for role, turns in groupby(body.messages, key=lambda message: message.role):
         messages += _turn(role, [block for turn in turns for block in _blocks(turn)])
-    return asked(call, messages, _tool_use(body), options, most)
+    functions = [
+        {"name": t.name, "description": t.description, "parameters": t.input_schema,
+         "strict": t.strict}
+        for t in body.tools or ()
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": function} for function in functions]
+    chat = {"messages": messages, "tools": tools, **_tool_choice(body.tool_choice), **more}
+    return ChatRequest.model_validate(chat)
+
+
+def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    if (choice.type == "tool") != (choice.name is not None):
+        raise bad_request("tool_choice has a name if it is of type tool", "tool_choice.name")
+    found: dict[str, Any] = {"tool_choice": {"any": "required"}.get(choice.type, choice.type)}
+    if choice.type == "tool":
+        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if "disable_parallel_tool_use" in choice.model_fields_set:
+        found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return found
 
 
 def _blocks(turn: Message) -> Sequence[TextBlock | ToolUseBlock | ToolResultBlock]:
@@ -94,53 +119,29 @@ def _blocks(turn: Message) -> Sequence[TextBlock | ToolUseBlock | ToolResultBloc
 def _turn(
     role: str, blocks: Sequence[TextBlock | ToolUseBlock | ToolResultBlock]
 ) -> list[dict[str, Any]]:
-    """The messages that one turn comes to, as templates know them."""
-    texts, calls, results = [], [], []
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ToolUseBlock):
-            calls.append(called(block.id, block.name, json.dumps(block.input)))
-        else:
-            results.append(_result(block))
-    if calls and role != "assistant":
+    """The messages that one turn comes to."""
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    results = [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+    if uses and role != "assistant":
         raise bad_request(f"a message of the {role} has a tool_use block", "messages")
     if results and role != "user":
         raise bad_request(f"a message of the {role} has a tool_result block", "messages")
     if role == "assistant":
-        said = _said(role, "".join(texts))
-        return [said | {"tool_calls": calls} if calls else said]
-    words = [_said(role, "\n\n".join(texts))] if texts or not results else []
+        calls = [tool_call(use.id, use.name, json.dumps(use.input)) for use in uses]
+        return [{"role": role, "content": "".join(texts), "tool_calls": calls or None}]
+    words = [{"role": role, "content": "\n\n".join(texts)}] if texts or not results else []
     return results + words  # results answer the calls of the turn before, so they come first
 
 
-def _said(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
 def _result(block: ToolResultBlock) -> dict[str, Any]:
-    text = "" if block.content is None else _joined(block.content)
+    text = "" if block.content is None else _join(block.content)
     content = f"Error: {text}" if block.is_error else text
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _joined(content: TextContent) -> str:
+def _join(content: TextContent) -> str:
     return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
-
-
-def _tool_use(body: CountRequest) -> ToolUse:
-    tools = [
-        Tool(t.name, t.description or "", closed(t.input_schema, t.strict))
-        for t in body.tools or ()
-    ]
-    choice = body.tool_choice
-    if choice is None:
-        return ToolUse(tuple(tools))
-    if (choice.type == "tool") != (choice.name is not None):
-        raise bad_request("tool_choice has a name if it is of type tool", "tool_choice.name")
-    named = {"any": "required", "tool": f"={choice.name}"}.get(choice.type, choice.type)
-    said = "disable_parallel_tool_use" in choice.model_fields_set
-    return ToolUse(tuple(tools), named, not choice.disable_parallel_tool_use if said else None)
 
 
 # -- what is answered ------------------------------------------------------------------------
@@ -200,23 +201,24 @@ class _Answer:
     def _extra(self) -> dict[str, Any]:
         if self.body.unspool is None:
             return {}
-        return {"unspool": told(self.texts, self.body.unspool.trace)}
+        return {"unspool": texts_json(self.texts, self.body.unspool.trace)}
 
     # -- in events ---------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        begun = False
+        started = False
         async for batch in self.texts.certain():
             changes = (change for _, step in batch for change in self.blocks.take(step))
             found = b"".join(map(_changed, changes))
-            if not begun:  # not sooner: how much of the prompt was cached shows with the first step
-                begun, found = True, self._start() + found
+            # Not sooner: how much of the prompt was cached shows with the first step.
+            if not started:
+                started, found = True, self._start() + found
             if found:
                 yield found
         end = {"stop_sequence": None, "stop_details": None} | self._end()
         last = {"type": "message_delta", "delta": end, "usage": self._usage()} | self._extra()
         stop = event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
-        yield stop if begun else self._start() + stop
+        yield stop if started else self._start() + stop
 
     def _start(self) -> bytes:
         message = self._message([], self._usage() | {"output_tokens": 0})
@@ -224,18 +226,16 @@ class _Answer:
 
 
 def _changed(change: Change) -> bytes:
-    block, told_fields = change.block, dict[str, Any]()
+    block, fields = change.block, dict[str, Any]()
     if isinstance(change, Opened):
-        kind, told_fields = "content_block_start", {"content_block": _block(block, {})}
+        kind, fields = "content_block_start", {"content_block": _block(block, {})}
     elif isinstance(change, Grown):
-        kind = "content_block_delta"
-        if block.name is None:
-            told_fields = {"delta": {"type": "text_delta", "text": change.text}}
-        else:
-            told_fields = {"delta": {"type": "input_json_delta", "partial_json": change.text}}
+        kind, fields = "content_block_delta", {"delta": {"type": "text_delta", "text": change.text}}
+        if block.name is not None:
+            fields = {"delta": {"type": "input_json_delta", "partial_json": change.text}}
     else:
         kind = "content_block_stop"
-    return event({"type": kind, "index": block.index, **told_fields}, kind)
+    return event({"type": kind, "index": block.index, **fields}, kind)
 
 
 def _block(block: Block, given: dict[str, Any]) -> dict[str, Any]:

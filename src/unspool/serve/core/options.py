@@ -28,22 +28,10 @@ class SamplingFields(Protocol):
     unspool: Extension | None
 
 
-def options_of(
-    extension: Extension | None, *, top: int = 0, stop: Sequence[str] = (), **given: Any
-) -> dict[str, Any]:
-    """Those parameters that were given, and Unspool's own; `top` candidates are told each step."""
-    options: dict[str, Any] = {"top": top, "explain": False, "stop": tuple(stop)}
-    options |= {name: value for name, value in given.items() if value is not None}
-    return with_extension(options, extension)
-
-
-def sampling_options(body: SamplingFields, *, top: int) -> dict[str, Any]:
-    """What OpenAI's two older endpoints share."""
+def sampling_options(body: SamplingFields, *, top: int, **more: Any) -> dict[str, Any]:
+    """What completions and chats share; `more` are further options."""
     penalized = body.frequency_penalty or body.presence_penalty
-    return options_of(
-        body.unspool,
-        top=top,
-        stop=stops(body.stop),
+    given = dict(
         temperature=body.temperature,
         top_p=body.top_p,
         frequency_penalty=body.frequency_penalty,
@@ -52,14 +40,13 @@ def sampling_options(body: SamplingFields, *, top: int) -> dict[str, Any]:
         penalize_prompt=False if penalized else None,
         seed=body.seed,
         logit_bias=biases(body.logit_bias) if body.logit_bias else None,
+        **more,
     )
-
-
-def with_extension(options: dict[str, Any], extension: Extension | None) -> dict[str, Any]:
-    """The options, and those of the key `unspool`."""
-    if extension is None:
+    options: dict[str, Any] = {"top": top, "explain": False, "stop": stops(body.stop)}
+    options |= {name: value for name, value in given.items() if value is not None}
+    if body.unspool is None:
         return options
-    own = extension.options()
+    own = body.unspool.options()
     twice = sorted({*own} & {*options} - {"top", "explain", "penalize_prompt"})
     if twice:
         raise bad_request(f"{twice[0]} is given twice, also under unspool", f"unspool.{twice[0]}")
@@ -75,7 +62,7 @@ def check_one_grammar(options: dict[str, Any], because: str) -> None:
             raise bad_request(f"{name} cannot be combined with {because}")
 
 
-def closed(schema: Any, strict: bool | None) -> Any:
+def strict_schema(schema: Any, strict: bool | None) -> Any:
     """A schema under `strict`: its objects have the properties that it names and no others.
 
     OpenAI insists that a strict schema says so itself; here, one that does not say is read so.
@@ -83,13 +70,18 @@ def closed(schema: Any, strict: bool | None) -> Any:
     if not strict:
         return schema
     if isinstance(schema, list):
-        return [closed(item, True) for item in schema]
+        return [strict_schema(item, True) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: closed(value, True) for name, value in schema.items()}
+    found = {name: strict_schema(value, True) for name, value in schema.items()}
     if isinstance(schema.get("properties"), dict):
         found.setdefault("additionalProperties", False)
     return found
+
+
+def check_stream_options(body: Any) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", "stream_options")
 
 
 def check_choices(n: int, most: int, name: str = "n") -> None:

@@ -44,7 +44,7 @@ Prompts = (
 )
 
 
-def listed(given: Prompts) -> list[str | list[int]]:
+def as_list(given: Prompts) -> list[str | list[int]]:
     """One text or several, each as words or as token ids: always as a list."""
     if isinstance(given, str) or isinstance(given[0], int):
         return [given]
@@ -64,10 +64,11 @@ class Prediction(Strict):
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else joined(self.content, "prediction")
+        parts = self.content
+        return parts if isinstance(parts, str) else join_parts(parts, "prediction")
 
 
-def joined(parts: list[dict[str, Any]], where: str) -> str:
+def join_parts(parts: list[dict[str, Any]], where: str) -> str:
     """Content that comes in parts, as one text."""
     for part in parts:
         if part.get("type") not in ("text", "input_text", "output_text"):

@@ -130,10 +130,10 @@ class Call:
                 code="context_length_exceeded",
             )
 
-    def token_limit(self, asked: int | None, prompt: int, usual: int | None = None) -> int:
-        """How many tokens an answer may have, when so many were asked for."""
+    def token_limit(self, given: int | None, prompt: int, default: int | None = None) -> int:
+        """How many tokens an answer may have, when the request says so many."""
         room = max(0, self.served.lm.context - prompt)
-        wanted = asked if asked is not None else usual if usual is not None else room
+        wanted = given if given is not None else default if default is not None else room
         limit = self.settings.max_tokens
         return wanted if limit is None else min(wanted, limit)
 

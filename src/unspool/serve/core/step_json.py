@@ -13,7 +13,7 @@ from unspool.serve.core.texts import Text, Texts
 Readable = Callable[[int], str]
 
 
-def told(texts: Texts, trace: bool) -> dict[str, Any]:
+def texts_json(texts: Texts, trace: bool) -> dict[str, Any]:
     """Of each choice: the seed and the sample number that bring it back, and how it went."""
     readable = texts.served.lm.readable
     return {"choices": [_choice(text, trace, readable) for text in texts.all]}

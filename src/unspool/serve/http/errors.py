@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import HTTPException, RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from unspool.errors import BusyError, ContextError, UnspoolError
@@ -93,7 +94,7 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(504, "the request's time was up before its text was finished")
     if isinstance(error, ConnectionResetError):
         return ApiError(499, str(error))  # which nobody will read
-    if isinstance(error, RequestValidationError):
+    if isinstance(error, RequestValidationError | ValidationError):
         return invalid(error.errors())
     if isinstance(error, AnyHTTPException):
         return ApiError(error.status_code, str(error.detail), code=_slug(str(error.detail)))

@@ -11,25 +11,23 @@ from starlette.responses import Response
 
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, BlockParser, Change, Closed, Grown, Opened
-from unspool.serve.core.options import (
-    check_choices,
-    closed,
-    finish_reason,
-    predicted,
-    sampling_options,
-)
-from unspool.serve.core.schema import joined
+from unspool.serve.core.options import check_choices, check_stream_options, finish_reason
 from unspool.serve.core.state import Call, new_id, state_of
-from unspool.serve.core.step_json import step_json, told
+from unspool.serve.core.step_json import step_json, texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import DONE, EventTemplate, event
 from unspool.serve.http.routes import new_router
-from unspool.serve.openai.chat_schema import ChatRequest, FunctionTool, Message, NamedTool
-from unspool.serve.openai.conversation import PreparedChat, asked, called, set_format
+from unspool.serve.openai.chat_prompt import (
+    PreparedChat,
+    ToolUse,
+    prepare_chat,
+    streams_trace,
+    tool_call,
+)
+from unspool.serve.openai.chat_schema import ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat
-from unspool.serve.openai.tools import ToolUse
-from unspool.text.tools.calls import Tool, ToolCallReader
+from unspool.text.tools.calls import ToolCallReader
 
 router = new_router("OpenAI")
 
@@ -47,68 +45,13 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 def _prepare(call: Call, body: ChatRequest) -> PreparedChat:
-    """What a request comes to; on a thread, since templates and tokenizing take their time."""
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options needs stream: true", "stream_options")
+    check_stream_options(body)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise bad_request(
-            "max_tokens and max_completion_tokens are the same; give one", "max_tokens"
-        )
-    options = sampling_options(body, top=body.top_logprobs or 0)
-    if body.response_format is not None:
-        wanted = body.response_format.json_schema
-        schema = None if wanted is None else closed(wanted.schema_ or {}, wanted.strict)
-        set_format(options, body.response_format.type, schema, "response_format")
-    use = _tool_use(body)
-    if _is_live(body) and use.offered and "guard" in options:
-        raise bad_request(
-            "a guard may take text back, and a tool call that was streamed cannot be taken back; "
-            "leave out stream, tools, unspool.trace or unspool.guard",
-            "unspool.guard",
-        )
-    if body.prediction is not None:
-        if options.get("speculate"):
-            raise bad_request(
-                "prediction and unspool.speculate are two drafts; give one", "prediction"
-            )
-        options["speculate"] = predicted(call.served.lm, body.prediction.text)
-    messages = [message_of(message) for message in body.messages]
-    most = body.max_completion_tokens or body.max_tokens
-    return asked(call, messages, use, options, most)
-
-
-def _is_live(body: ChatRequest) -> bool:
-    """Whether steps are told as they come, those that a guard takes back later among them."""
-    return bool(body.stream) and body.unspool is not None and body.unspool.trace
-
-
-def message_of(message: Message) -> dict[str, Any]:
-    """A message as templates know it."""
-    given = message.model_dump(exclude_none=True)
-    if given["role"] == "developer":
-        given["role"] = "system"
-    if isinstance(given.get("content"), list):
-        given["content"] = joined(given["content"], "content")
-    if given.get("content") is None and not given.get("tool_calls"):
-        raise bad_request(f"a message of the {given['role']} has no content", "messages")
-    for call in given.get("tool_calls") or []:
-        call.pop("index", None)
-    return given
-
-
-def tools_of(given: list[FunctionTool] | None) -> tuple[Tool, ...]:
-    functions = [tool.function for tool in given or ()]
-    return tuple(
-        Tool(f.name, f.description or "", closed(f.parameters or {}, f.strict)) for f in functions
-    )
-
-
-def _tool_use(body: ChatRequest) -> ToolUse:
-    tools, choice = tools_of(body.tools), body.tool_choice
-    named = f"={choice.function.name}" if isinstance(choice, NamedTool) else choice or "auto"
-    return ToolUse(tools, named, body.parallel_tool_calls)
+        message = "max_tokens and max_completion_tokens are the same; give one"
+        raise bad_request(message, "max_tokens")
+    return prepare_chat(call, body)
 
 
 class _Choice:
@@ -116,8 +59,8 @@ class _Choice:
 
     def __init__(self, reader: ToolCallReader | None, one_call: bool) -> None:
         self.blocks = BlockParser(reader, one_call=one_call)
-        self.begun = False  # the role was sent
-        self.told = 0  # steps of the open block whose log-probabilities were sent
+        self.started = False  # the role was sent
+        self.sent_steps = 0  # of the open block, with their log-probabilities
 
     @property
     def calls(self) -> list[Block]:
@@ -137,7 +80,7 @@ class _Chat:
         self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
         one_call = use.parallel is False
         self.choices = [_Choice(use.reader(call.served), one_call) for _ in range(texts.n)]
-        self.is_live = _is_live(body)
+        self.is_live = streams_trace(body)
         self._words = EventTemplate(lambda number, text: self._chunk(number, {"content": text}))
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
@@ -151,16 +94,11 @@ class _Chat:
     async def answer(self) -> dict[str, Any]:
         await self.texts.finish()
         answer: dict[str, Any] = {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-            "choices": [self._whole(number) for number in range(self.texts.n)],
+            **self._outer("chat.completion", list(map(self._whole, range(self.texts.n)))),
             "usage": self.texts.usage(),
         }
         if self.body.unspool is not None:
-            answer["unspool"] = told(self.texts, self.body.unspool.trace)
+            answer["unspool"] = texts_json(self.texts, self.body.unspool.trace)
         return answer
 
     def _whole(self, number: int) -> dict[str, Any]:
@@ -171,7 +109,8 @@ class _Chat:
         if choice.calls:
             message["content"] = content.strip() or None
             message["tool_calls"] = [
-                called(f"call_{block.id}", block.name or "", block.text) for block in choice.calls
+                tool_call(f"call_{block.id}", block.name or "", block.text)
+                for block in choice.calls
             ]
         return {
             "index": number,
@@ -186,31 +125,33 @@ class _Chat:
         async for batch in self.texts.certain(live=self.is_live):
             yield b"".join(e for number, step in batch for e in self._events(number, step))
         for number, choice in enumerate(self.choices):
-            if not choice.begun:  # a text without a single token has ended all the same
+            if not choice.started:  # a text without a single token has ended all the same
                 reason = self.texts.all[number].generation.finish_reason
-                yield self._begin(number) + self._chunk(number, {}, None, finish_reason(reason))
+                yield self._start(number) + self._chunk(number, {}, None, finish_reason(reason))
         if self.wants_usage or self.body.unspool is not None:
-            last = self._outer([], self.texts.usage())
+            last = self._outer("chat.completion.chunk", [])
+            if self.wants_usage:
+                last["usage"] = self.texts.usage()
             if self.body.unspool is not None:
-                last["unspool"] = told(self.texts, False)
+                last["unspool"] = texts_json(self.texts, False)
             yield event(last)
         yield DONE
 
     def _events(self, number: int, step: Step) -> Iterator[bytes]:
         choice = self.choices[number]
-        if not choice.begun:
-            yield self._begin(number)
+        if not choice.started:
+            yield self._start(number)
         if self.is_live:
             yield self._chunk(number, {"content": ""}, step=step)
         rest: list[Step] = []
         for change in choice.blocks.take(step):
             delta = self._delta(choice, change)
             if isinstance(change, Closed):
-                rest = change.block.steps[choice.told :] if change.block.name is None else []
-                choice.told = 0
+                rest = change.block.steps[choice.sent_steps :] if change.block.name is None else []
+                choice.sent_steps = 0
             if delta is not None:
                 steps = change.steps if isinstance(change, Grown) else []
-                choice.told += len(steps)
+                choice.sent_steps += len(steps)
                 if "content" in delta and not self.body.logprobs:
                     yield self._words(number, delta["content"])
                 else:
@@ -219,8 +160,8 @@ class _Chat:
             reason = finish_reason(step.finish_reason, choice.calls)
             yield self._chunk(number, {}, self._logprobs(rest), reason)
 
-    def _begin(self, number: int) -> bytes:
-        self.choices[number].begun = True
+    def _start(self, number: int) -> bytes:
+        self.choices[number].started = True
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._chunk(number, delta)
 
@@ -231,7 +172,7 @@ class _Chat:
             return {"content": change.text} if isinstance(change, Grown) else None
         call: dict[str, Any] = {"index": choice.calls.index(block)}
         if isinstance(change, Opened):
-            call |= called(f"call_{block.id}", block.name, "")
+            call |= tool_call(f"call_{block.id}", block.name, "")
         elif isinstance(change, Grown):
             call["function"] = {"arguments": change.text}
         else:
@@ -247,20 +188,19 @@ class _Chat:
         step: Step | None = None,
     ) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        chunk = self._outer([choice], None)
+        chunk = self._outer("chat.completion.chunk", [choice])
+        if self.wants_usage:
+            chunk["usage"] = None
         if step is not None:
             chunk["unspool"] = step_json(step, len(self.texts.prompts[0]), self.served.lm.readable)
         return event(chunk)
 
-    def _outer(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {
+    def _outer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
             "id": self.id,
-            "object": "chat.completion.chunk",
+            "object": kind,
             "created": self.created,
             "model": self.served.name,
             "system_fingerprint": self.served.fingerprint,
             "choices": choices,
         }
-        if self.wants_usage:  # null in every chunk but the last
-            chunk["usage"] = usage
-        return chunk

@@ -17,10 +17,15 @@ from starlette.responses import Response
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Score, Step
-from unspool.serve.core.options import check_choices, finish_reason, sampling_options
-from unspool.serve.core.schema import listed
+from unspool.serve.core.options import (
+    check_choices,
+    check_stream_options,
+    finish_reason,
+    sampling_options,
+)
+from unspool.serve.core.schema import as_list
 from unspool.serve.core.state import Call, new_id, state_of
-from unspool.serve.core.step_json import step_json, told
+from unspool.serve.core.step_json import step_json, texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import DONE, EventTemplate, event
@@ -39,7 +44,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     written = max(n, body.best_of or 0)
     check_choices(written, state.settings.max_choices, "n" if n == written else "best_of")
     _check(body, n)
-    prompts = len(listed(body.prompt))
+    prompts = len(as_list(body.prompt))
     places = written * max(1, min(prompts, state.settings.max_running // written))
     call = await state.enter(request, body.model, places)
     ids, options = await call.thread(_prepare, call, body)
@@ -53,8 +58,7 @@ def _check(body: CompletionRequest, n: int) -> None:
         raise bad_request(f"best_of is {body.best_of}, and n is {n}: n cannot be larger", "best_of")
     if body.best_of is not None and body.best_of > n and body.stream:
         raise bad_request("best_of cannot be streamed: which is best shows at the end", "best_of")
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options needs stream: true", "stream_options")
+    check_stream_options(body)
     if body.max_tokens == 0 and not body.echo:
         raise bad_request(
             "max_tokens is 0, and echo is not asked for: nothing to answer", "max_tokens"
@@ -62,7 +66,7 @@ def _check(body: CompletionRequest, n: int) -> None:
 
 
 def _prepare(call: Call, body: CompletionRequest) -> tuple[list[list[int]], dict[str, Any]]:
-    lm, many = call.served.lm, listed(body.prompt)
+    lm, many = call.served.lm, as_list(body.prompt)
     for text in many:
         if isinstance(text, str):
             call.check_text(text)
@@ -70,7 +74,7 @@ def _prepare(call: Call, body: CompletionRequest) -> tuple[list[list[int]], dict
     prompts = [lm.prompt_ids(text or _start(call)) for text in many]
     options = sampling_options(body, top=body.logprobs or 0)
     longest = max(map(len, prompts))
-    options["max_tokens"] = call.token_limit(body.max_tokens, longest, usual=DEFAULT_TOKENS)
+    options["max_tokens"] = call.token_limit(body.max_tokens, longest, default=DEFAULT_TOKENS)
     return prompts, options
 
 
@@ -128,15 +132,15 @@ class _Completion:
             "usage": self.texts.usage(),
         }
         if self.body.unspool is not None:
-            answer["unspool"] = told(self.texts, self.trace)
+            answer["unspool"] = texts_json(self.texts, self.trace)
         return answer
 
     def _whole(self, prompt: int, generation: Generation) -> dict[str, Any]:
         logprobs = None
         if self.body.logprobs is not None:
-            begun, offset = self._echoed(prompt)
+            echoed, offset = self._echoed(prompt)
             written = self.logprob_format.completion(generation.steps, self.body.logprobs, offset)
-            logprobs = joined(begun, written) if begun else written
+            logprobs = joined(echoed, written) if echoed else written
         return {
             "index": 0,
             "text": self._echo(prompt) + generation.text,
@@ -155,9 +159,9 @@ class _Completion:
         self.scores = await _scores(self.call, self.body, self.texts.prompts)
         if self.body.echo:
             for number in range(len(self.texts.prompts) * self.texts.n):
-                begun, offset = self._echoed(number // self.texts.n)
+                echoed, offset = self._echoed(number // self.texts.n)
                 self.offsets[number] = offset
-                yield self._chunk(number, self._echo(number // self.texts.n), begun, None)
+                yield self._chunk(number, self._echo(number // self.texts.n), echoed, None)
         async for batch in self.texts.certain(live=self.trace):
             found = (self._event(number, step) for number, step in batch)
             joined_events = b"".join(e for e in found if e is not None)
@@ -172,7 +176,7 @@ class _Completion:
             if self.wants_usage:
                 last["usage"] = self.texts.usage()
             if self.body.unspool is not None:
-                last["unspool"] = told(self.texts, False)
+                last["unspool"] = texts_json(self.texts, False)
             yield event(last)
         yield DONE
 

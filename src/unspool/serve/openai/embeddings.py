@@ -16,7 +16,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.lens.embedding import embedding
-from unspool.serve.core.schema import Prompts, ShortText, Strict, listed
+from unspool.serve.core.schema import Prompts, ShortText, Strict, as_list
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import unsupported
 from unspool.serve.http.routes import new_router
@@ -47,7 +47,7 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
         raise unsupported(
             "dimensions", f"this model's vectors have {lm.config.width}, and cannot be shortened"
         )
-    prompts = await call.thread(_ids, call, listed(body.input))
+    prompts = await call.thread(_ids, call, as_list(body.input))
     vectors = await asyncio.gather(*(call.thread(embedding, lm, ids) for ids in prompts))
     count = sum(map(len, prompts))
     packed = body.encoding_format == "base64"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unspool.serve.core.state import new_id
-from unspool.serve.openai.conversation import called
+from unspool.serve.openai.chat_prompt import tool_call
 from unspool.serve.openai.responses_schema import Content, FunctionCallItem, Item, MessageItem
 
 Items = Sequence[dict[str, Any]]
@@ -44,7 +44,7 @@ def _item(given: Item) -> dict[str, Any]:
         "type": "function_call_output",
         "status": "completed",
         "call_id": given.call_id,
-        "output": _joined(given.output),
+        "output": _join(given.output),
     }
 
 
@@ -55,7 +55,7 @@ def _parts(content: Content, *, is_output: bool) -> list[dict[str, Any]]:
     return [{"type": "input_text", "text": text} for text in texts]
 
 
-def _joined(content: Content) -> str:
+def _join(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -68,7 +68,7 @@ def messages_of(instructions: str | None, items: Items) -> list[dict[str, Any]]:
         if item["type"] == "message":
             _add_message(messages, item)
         elif item["type"] == "function_call":
-            call = called(item["call_id"], item["name"], item["arguments"])
+            call = tool_call(item["call_id"], item["name"], item["arguments"])
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)

@@ -13,20 +13,19 @@ from starlette.responses import Response
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, BlockParser, Change, Grown, Opened, was_cut
-from unspool.serve.core.options import closed, options_of
+from unspool.serve.core.options import check_stream_options
 from unspool.serve.core.state import Call, new_id, state_of
-from unspool.serve.core.step_json import told
+from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import ApiError, bad_request, unsupported
 from unspool.serve.http.events import event
 from unspool.serve.http.replies import JsonReply
 from unspool.serve.http.routes import new_router
-from unspool.serve.openai.conversation import PreparedChat, asked, set_format
+from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
+from unspool.serve.openai.chat_schema import ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat
 from unspool.serve.openai.response_items import items_of, messages_of
-from unspool.serve.openai.responses_schema import LOGPROBS, NamedFunction, ResponseRequest
-from unspool.serve.openai.tools import ToolUse
-from unspool.text.tools.formats import Tool
+from unspool.serve.openai.responses_schema import LOGPROBS, ResponseRequest, TextFormat
 
 router = new_router("OpenAI")
 
@@ -34,14 +33,14 @@ router = new_router("OpenAI")
 @router.post("/v1/responses", summary="Answer, and keep the answer")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     state = state_of(request)
-    kept = state.responses
     before = body.previous_response_id
-    given = [*(kept.so_far(before) if before is not None else ()), *items_of(body.input)]
+    earlier = () if before is None else state.responses.conversation(before)
+    items = [*earlier, *items_of(body.input)]
     call = await state.enter(request, body.model)
-    ready = await call.thread(_prepare, call, body, given)
+    ready = await call.thread(_prepare, call, body, items)
     texts = await call.write([ready.ids], ready.options)
-    keep = None if body.store is False else partial(kept.keep, given=given)
-    answer = _Answer(call, body, texts, ready.use, keep)
+    store = None if body.store is False else partial(state.responses.add, items=items)
+    answer = _Answer(call, body, texts, ready.use, store)
     if body.stream:
         return call.stream(answer.events(), answer.failed)
     return await call.reply(answer.answer())
@@ -56,7 +55,7 @@ async def get_response(response_id: str, request: Request) -> Response:
 
 @router.delete("/v1/responses/{response_id}", summary="Forget a response")
 async def delete_response(response_id: str, request: Request) -> Response:
-    state_of(request).responses.forget(response_id)
+    state_of(request).responses.delete(response_id)
     return JsonReply({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -71,7 +70,7 @@ async def input_items(
     for name in request.query_params:
         if name not in ("limit", "order", "after"):
             raise unsupported(name[:80], "the items are given as they are")
-    items = [*state_of(request).responses.given(response_id)]
+    items = [*state_of(request).responses.items(response_id)]
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -90,7 +89,7 @@ async def input_items(
     return JsonReply(found)
 
 
-# -- what was asked --------------------------------------------------------------------------
+# -- the request, as a chat -------------------------------------------------------------------
 
 
 def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> PreparedChat:
@@ -99,31 +98,31 @@ def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> 
             raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
     if body.top_logprobs and not body.include:
         raise bad_request(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options needs stream: true", "stream_options")
+    check_stream_options(body)
     if not items:
         raise bad_request("input is missing; it is required", "input", "missing_required_parameter")
-    options = options_of(
-        body.unspool,
-        top=body.top_logprobs or 0,
-        temperature=body.temperature,
-        top_p=body.top_p,
-    )
-    wanted = None if body.text is None else body.text.format
-    if wanted is not None:
-        set_format(options, wanted.type, closed(wanted.schema_, wanted.strict), "text.format")
-    messages = messages_of(body.instructions, items)
-    return asked(call, messages, _tool_use(body), options, body.max_output_tokens)
+    choice, wanted = _echoed(body.tool_choice), None if body.text is None else body.text.format
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    functions = [tool.model_dump(exclude={"type"}) for tool in body.tools or ()]
+    chat = {
+        "messages": messages_of(body.instructions, items),
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": None if wanted is None else _response_format(wanted),
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs,
+        "max_tokens": body.max_output_tokens,
+        "unspool": body.unspool,
+    }
+    return prepare_chat(call, ChatRequest.model_validate(chat))
 
 
-def _tool_use(body: ResponseRequest) -> ToolUse:
-    tools = [
-        Tool(t.name, t.description or "", closed(t.parameters or {}, t.strict))
-        for t in body.tools or ()
-    ]
-    choice = body.tool_choice or "auto"
-    named = f"={choice.name}" if isinstance(choice, NamedFunction) else choice
-    return ToolUse(tuple(tools), named, body.parallel_tool_calls)
+def _response_format(wanted: TextFormat) -> dict[str, Any]:
+    schema = {"schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": wanted.type, "json_schema": None if wanted.schema_ is None else schema}
 
 
 # -- what is answered ------------------------------------------------------------------------
@@ -138,9 +137,9 @@ class _Answer:
         body: ResponseRequest,
         texts: Texts,
         use: ToolUse,
-        keep: Callable[[dict[str, Any]], None] | None,
+        store: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        self.body, self.texts, self.served, self.keep = body, texts, call.served, keep
+        self.body, self.texts, self.served, self.store = body, texts, call.served, store
         self.id, self.created = new_id("resp_"), int(time.time())
         self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
         reader = use.reader(call.served)
@@ -159,7 +158,7 @@ class _Answer:
         return self.texts.all[0].generation
 
     def _finished(self) -> dict[str, Any]:
-        """All of it, kept for later; the blocks are complete."""
+        """All of it, stored for later; the blocks are complete."""
         is_cut = was_cut(self._generation.finish_reason)
         found = self._response("incomplete" if is_cut else "completed")
         if is_cut:
@@ -167,10 +166,10 @@ class _Answer:
         else:
             found["completed_at"] = int(time.time())
         found["usage"] = self._usage()
-        if self.keep is not None:
-            self.keep(found)
-        if self.body.unspool is not None:  # not kept: a trace is large
-            found = {**found, "unspool": told(self.texts, self.body.unspool.trace)}
+        if self.store is not None:
+            self.store(found)
+        if self.body.unspool is not None:  # not stored: a trace is large
+            found = {**found, "unspool": texts_json(self.texts, self.body.unspool.trace)}
         return found
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -237,14 +236,14 @@ class _Answer:
 
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
         status = status or ("completed" if block.is_complete else "incomplete")
-        is_begun = status == "in_progress"
+        is_started = status == "in_progress"
         if block.name is None:
             return {
                 "id": _item_id(block),
                 "type": "message",
                 "status": status,
                 "role": "assistant",
-                "content": [] if is_begun else [self._part(block)],
+                "content": [] if is_started else [self._part(block)],
             }
         return {
             "id": _item_id(block),
@@ -252,7 +251,7 @@ class _Answer:
             "status": status,
             "call_id": f"call_{block.id}",
             "name": block.name,
-            "arguments": "" if is_begun else block.text,
+            "arguments": "" if is_started else block.text,
         }
 
     def _part(self, block: Block) -> dict[str, Any]:
@@ -262,9 +261,9 @@ class _Answer:
     # -- in events ---------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        begun = self._response("in_progress")
-        yield self._event("response.created", response=begun) + self._event(
-            "response.in_progress", response=begun
+        started = self._response("in_progress")
+        yield self._event("response.created", response=started) + self._event(
+            "response.in_progress", response=started
         )
         async for batch in self.texts.certain():
             changes = (change for _, step in batch for change in self.blocks.take(step))
@@ -281,9 +280,9 @@ class _Answer:
         item = {"output_index": block.index, "item_id": _item_id(block)}
         part = {**item, "content_index": 0}
         if isinstance(change, Opened):
-            begun = self._item(block, "in_progress")
+            started = self._item(block, "in_progress")
             found = [
-                self._event("response.output_item.added", output_index=block.index, item=begun)
+                self._event("response.output_item.added", output_index=block.index, item=started)
             ]
             if block.name is None:
                 empty = self._part(block)
@@ -298,9 +297,9 @@ class _Answer:
             return [self._event(kind, **part, delta=change.text, logprobs=logprobs)]
         if block.name is None:
             whole = self._part(block)
-            told_part = {"text": whole["text"], "logprobs": whole["logprobs"]}
+            text = {"text": whole["text"], "logprobs": whole["logprobs"]}
             found = [
-                self._event("response.output_text.done", **part, **told_part),
+                self._event("response.output_text.done", **part, **text),
                 self._event("response.content_part.done", **part, part=whole),
             ]
         else:
@@ -322,9 +321,9 @@ class _Answer:
         response["error"] = {"code": code, "message": error.message}
         return self._event("response.failed", response=response)
 
-    def _event(self, kind: str, **told_fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         number, self.number = self.number, self.number + 1
-        return event({"type": kind, "sequence_number": number, **told_fields}, kind)
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
 def _item_id(block: Block) -> str:

@@ -22,7 +22,7 @@ from unspool.lm import LanguageModel
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.replies import JsonReply
-from unspool.serve.openai.chat import message_of
+from unspool.serve.openai.chat_prompt import template_message
 from unspool.serve.tree import look, resume  # noqa: F401  they put their routes in too
 from unspool.serve.tree.branch_json import summary
 from unspool.serve.tree.branches import TreeBranch
@@ -102,7 +102,7 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
             if body.message is not None:
                 if tokens is not None:
                     raise bad_request("give either a message or the ids of tokens", "message")
-                tokens = await call.thread(turn, call, branch, message_of(body.message))
+                tokens = await call.thread(turn, call, branch, template_message(body.message))
             made = await call.thread(_chosen, call, draft, body.text, tokens)
         since = min(since, _put(branch, made, "append"))
     return await reply(branch, since)

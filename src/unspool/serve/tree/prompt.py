@@ -8,8 +8,7 @@ from typing import Any
 
 from unspool.serve.core.state import Call
 from unspool.serve.http.errors import bad_request
-from unspool.serve.openai.chat import message_of
-from unspool.serve.openai.tools import ToolUse, chat_prompt
+from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message
 from unspool.serve.tree.branches import MessageSpan, TreeBranch, TreePrompt
 from unspool.serve.tree.schema import DEFAULT_TOKENS, GRAMMARS, CreateRequest, WriteOptions
 from unspool.text.chat.template import ChatPrompt
@@ -84,7 +83,7 @@ def _from_text(call: Call, given: str | list[int]) -> TreePrompt:
 
 def _from_chat(call: Call, body: CreateRequest) -> TreePrompt:
     assert body.messages is not None
-    messages = [message_of(message) for message in body.messages]
+    messages = [template_message(message) for message in body.messages]
     call.check_text(*(str(message.get("content", "")) for message in messages))
     chat = chat_prompt(call.served, messages, ToolUse(), {})
     tokenizer = call.served.lm.tokenizer
