@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
@@ -12,12 +11,12 @@ from starlette.responses import Response
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, BlockParser, Change, Closed, Grown, Opened
 from unspool.serve.core.options import check_choices, check_stream_options, finish_reason
-from unspool.serve.core.state import Call, new_id, state_of
-from unspool.serve.core.step_json import step_json, texts_json
+from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import DONE, EventTemplate, event
+from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.routes import new_router
+from unspool.serve.openai.answers import Answer
 from unspool.serve.openai.chat_prompt import (
     PreparedChat,
     ToolUse,
@@ -26,7 +25,6 @@ from unspool.serve.openai.chat_prompt import (
     tool_call,
 )
 from unspool.serve.openai.chat_schema import ChatRequest
-from unspool.serve.openai.logprobs import LogprobFormat
 from unspool.text.tools.calls import ToolCallReader
 
 router = new_router("OpenAI")
@@ -71,18 +69,17 @@ class _Choice:
         return [block for block in self.blocks.all if block.name is None]
 
 
-class _Chat:
+class _Chat(Answer):
     """A chat's answer, whole or in chunks."""
 
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
     def __init__(self, call: Call, body: ChatRequest, texts: Texts, use: ToolUse) -> None:
-        self.call, self.body, self.texts, self.served = call, body, texts, call.served
-        self.id, self.created = new_id("chatcmpl-"), int(time.time())
-        self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
-        one_call = use.parallel is False
+        super().__init__(call, texts, body.unspool, body.stream_options)
+        self.body, one_call = body, use.parallel is False
         self.choices = [_Choice(use.reader(call.served), one_call) for _ in range(texts.n)]
         self.is_live = streams_trace(body)
-        self._words = EventTemplate(lambda number, text: self._chunk(number, {"content": text}))
-        self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._words = EventTemplate(lambda number, text: self._delta(number, {"content": text}))
 
     def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
         if not self.body.logprobs or not steps:
@@ -93,13 +90,7 @@ class _Chat:
 
     async def answer(self) -> dict[str, Any]:
         await self.texts.finish()
-        answer: dict[str, Any] = {
-            **self._outer("chat.completion", list(map(self._whole, range(self.texts.n)))),
-            "usage": self.texts.usage(),
-        }
-        if self.body.unspool is not None:
-            answer["unspool"] = texts_json(self.texts, self.body.unspool.trace)
-        return answer
+        return self._whole_json([self._whole(number) for number in range(self.texts.n)])
 
     def _whole(self, number: int) -> dict[str, Any]:
         generation, choice = self.texts.all[number].generation, self.choices[number]
@@ -127,25 +118,19 @@ class _Chat:
         for number, choice in enumerate(self.choices):
             if not choice.started:  # a text without a single token has ended all the same
                 reason = self.texts.all[number].generation.finish_reason
-                yield self._start(number) + self._chunk(number, {}, None, finish_reason(reason))
-        if self.wants_usage or self.body.unspool is not None:
-            last = self._outer("chat.completion.chunk", [])
-            if self.wants_usage:
-                last["usage"] = self.texts.usage()
-            if self.body.unspool is not None:
-                last["unspool"] = texts_json(self.texts, False)
-            yield event(last)
-        yield DONE
+                yield self._start(number) + self._delta(number, {}, None, finish_reason(reason))
+        for last in self._last_events():
+            yield last
 
     def _events(self, number: int, step: Step) -> Iterator[bytes]:
         choice = self.choices[number]
         if not choice.started:
             yield self._start(number)
         if self.is_live:
-            yield self._chunk(number, {"content": ""}, step=step)
+            yield self._delta(number, {"content": ""}, step=step)
         rest: list[Step] = []
         for change in choice.blocks.take(step):
-            delta = self._delta(choice, change)
+            delta = _changed(choice, change)
             if isinstance(change, Closed):
                 rest = change.block.steps[choice.sent_steps :] if change.block.name is None else []
                 choice.sent_steps = 0
@@ -155,31 +140,17 @@ class _Chat:
                 if "content" in delta and not self.body.logprobs:
                     yield self._words(number, delta["content"])
                 else:
-                    yield self._chunk(number, delta, self._logprobs(steps))
+                    yield self._delta(number, delta, self._logprobs(steps))
         if step.finish_reason:
             reason = finish_reason(step.finish_reason, choice.calls)
-            yield self._chunk(number, {}, self._logprobs(rest), reason)
+            yield self._delta(number, {}, self._logprobs(rest), reason)
 
     def _start(self, number: int) -> bytes:
         self.choices[number].started = True
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk(number, delta)
+        return self._delta(number, delta)
 
-    @staticmethod
-    def _delta(choice: _Choice, change: Change) -> dict[str, Any] | None:
-        block = change.block
-        if block.name is None:
-            return {"content": change.text} if isinstance(change, Grown) else None
-        call: dict[str, Any] = {"index": choice.calls.index(block)}
-        if isinstance(change, Opened):
-            call |= tool_call(f"call_{block.id}", block.name, "")
-        elif isinstance(change, Grown):
-            call["function"] = {"arguments": change.text}
-        else:
-            return None
-        return {"tool_calls": [call]}
-
-    def _chunk(
+    def _delta(
         self,
         number: int,
         delta: dict[str, Any],
@@ -188,19 +159,19 @@ class _Chat:
         step: Step | None = None,
     ) -> bytes:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        chunk = self._outer("chat.completion.chunk", [choice])
-        if self.wants_usage:
-            chunk["usage"] = None
-        if step is not None:
-            chunk["unspool"] = step_json(step, len(self.texts.prompts[0]), self.served.lm.readable)
-        return event(chunk)
+        return self._chunk(choice, step)
 
-    def _outer(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-            "choices": choices,
-        }
+
+def _changed(choice: _Choice, change: Change) -> dict[str, Any] | None:
+    """What a change adds to the message; None: nothing that clients are told of."""
+    block = change.block
+    if block.name is None:
+        return {"content": change.text} if isinstance(change, Grown) else None
+    call: dict[str, Any] = {"index": choice.calls.index(block)}
+    if isinstance(change, Opened):
+        call |= tool_call(f"call_{block.id}", block.name, "")
+    elif isinstance(change, Grown):
+        call["function"] = {"arguments": change.text}
+    else:
+        return None
+    return {"tool_calls": [call]}

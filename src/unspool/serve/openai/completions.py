@@ -7,11 +7,11 @@ harnesses score given answers.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import Request
+from pydantic import Field
 from starlette.responses import Response
 
 from unspool.decoding.written import mean_logprob
@@ -23,18 +23,55 @@ from unspool.serve.core.options import (
     finish_reason,
     sampling_options,
 )
-from unspool.serve.core.schema import as_list
-from unspool.serve.core.state import Call, new_id, state_of
-from unspool.serve.core.step_json import step_json, texts_json
+from unspool.serve.core.schema import (
+    Bias,
+    Extension,
+    PartialApi,
+    Prompts,
+    Reasons,
+    Seed,
+    ShortText,
+    StopStrings,
+    StreamOptions,
+    as_list,
+)
+from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import DONE, EventTemplate, event
+from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.routes import new_router
-from unspool.serve.openai.completions_schema import CompletionRequest
-from unspool.serve.openai.logprobs import LogprobFormat, joined
+from unspool.serve.openai.answers import Answer
+from unspool.serve.openai.logprobs import joined
 
 router = new_router("OpenAI")
 DEFAULT_TOKENS = 16  # as OpenAI
+
+
+class CompletionRequest(PartialApi):
+    """Texts to be continued."""
+
+    unsupported_fields: ClassVar[Reasons] = {
+        "suffix": "the models here write from the left to the right"
+    }
+
+    model: str | None = None
+    prompt: Prompts
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Bias | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    stop: StopStrings | None = None
+    seed: Seed | None = None
+    user: ShortText | None = None
+    unspool: Extension | None = None
 
 
 @router.post("/v1/completions", summary="Continue a text")
@@ -98,18 +135,17 @@ async def _scores(call: Call, body: CompletionRequest, prompts: list[list[int]])
     return list(await asyncio.gather(*work))
 
 
-class _Completion:
+class _Completion(Answer):
     """The answer, whole or in chunks."""
 
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+
     def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
-        self.call, self.body, self.texts, self.n = call, body, texts, n
-        self.served, self.scores = call.served, list[Score]()
-        self.id, self.created = new_id("cmpl-"), int(time.time())
-        self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
+        super().__init__(call, texts, body.unspool, body.stream_options)
+        self.body, self.n, self.scores = body, n, list[Score]()
         self.offsets: dict[int, int] = {}
-        self._words = EventTemplate(self._chunk)
-        self.trace = body.unspool is not None and body.unspool.trace
-        self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._words = EventTemplate(lambda number, text: self._chunk(_choice(number, text)))
 
     def _echo(self, prompt: int) -> str:
         return self.served.lm.tokenizer.decode(self.texts.prompts[prompt]) if self.body.echo else ""
@@ -126,14 +162,7 @@ class _Completion:
             if self.texts.n > self.n:
                 ranked = sorted(ranked, key=mean_logprob, reverse=True)[: self.n]
             choices += [self._whole(prompt, generation) for generation in ranked]
-        answer: dict[str, Any] = {
-            **self._outer("text_completion"),
-            "choices": [{**choice, "index": i} for i, choice in enumerate(choices)],
-            "usage": self.texts.usage(),
-        }
-        if self.body.unspool is not None:
-            answer["unspool"] = texts_json(self.texts, self.trace)
-        return answer
+        return self._whole_json([{**choice, "index": i} for i, choice in enumerate(choices)])
 
     def _whole(self, prompt: int, generation: Generation) -> dict[str, Any]:
         logprobs = None
@@ -141,12 +170,8 @@ class _Completion:
             echoed, offset = self._echoed(prompt)
             written = self.logprob_format.completion(generation.steps, self.body.logprobs, offset)
             logprobs = joined(echoed, written) if echoed else written
-        return {
-            "index": 0,
-            "text": self._echo(prompt) + generation.text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason(generation.finish_reason),
-        }
+        text, reason = self._echo(prompt) + generation.text, generation.finish_reason
+        return _choice(0, text, logprobs, finish_reason(reason))
 
     def _echoed(self, prompt: int) -> tuple[dict[str, Any] | None, int]:
         if not self.scores:
@@ -161,24 +186,17 @@ class _Completion:
             for number in range(len(self.texts.prompts) * self.texts.n):
                 echoed, offset = self._echoed(number // self.texts.n)
                 self.offsets[number] = offset
-                yield self._chunk(number, self._echo(number // self.texts.n), echoed, None)
+                yield self._chunk(_choice(number, self._echo(number // self.texts.n), echoed))
         async for batch in self.texts.certain(live=self.trace):
             found = (self._event(number, step) for number, step in batch)
-            joined_events = b"".join(e for e in found if e is not None)
-            if joined_events:
-                yield joined_events
+            if events := b"".join(e for e in found if e is not None):
+                yield events
         for number, text in self.texts.texts.items():
             if not text.generation.steps:
                 reason = finish_reason(text.generation.finish_reason)
-                yield self._chunk(number, "", None, reason)
-        if self.wants_usage or self.body.unspool is not None:
-            last = {**self._outer("text_completion"), "choices": []}
-            if self.wants_usage:
-                last["usage"] = self.texts.usage()
-            if self.body.unspool is not None:
-                last["unspool"] = texts_json(self.texts, False)
-            yield event(last)
-        yield DONE
+                yield self._chunk(_choice(number, "", None, reason))
+        for last in self._last_events():
+            yield last
 
     def _event(self, number: int, step: Step) -> bytes | None:
         logprobs = None
@@ -187,33 +205,13 @@ class _Completion:
             logprobs = self.logprob_format.completion([step], self.body.logprobs, offset)
             self.offsets[number] = offset + len(step.text)
         reason = finish_reason(step.finish_reason) if step.finish_reason else None
-        tell = self.trace or step.retracts
-        if not (logprobs or reason or tell):
+        step_shown = step if self.trace or step.retracts else None
+        if not (logprobs or reason or step_shown):
             return self._words(number, step.text) if step.text else None
-        return self._chunk(number, step.text, logprobs, reason, step if tell else None)
+        return self._chunk(_choice(number, step.text, logprobs, reason), step_shown)
 
-    def _chunk(
-        self,
-        number: int,
-        text: str,
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-        step: Step | None = None,
-    ) -> bytes:
-        choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        chunk: dict[str, Any] = {**self._outer("text_completion"), "choices": [choice]}
-        if self.wants_usage:
-            chunk["usage"] = None
-        if step is not None:
-            prompt = self.texts.prompts[number // self.texts.n]
-            chunk["unspool"] = step_json(step, len(prompt), self.served.lm.readable)
-        return event(chunk)
 
-    def _outer(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-        }
+def _choice(
+    number: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
