@@ -13,7 +13,7 @@ import pytest
 from tree_client import Tree, tokens
 
 from unspool.lens.look import look
-from unspool.serve.tree.look import FINEST, MAX_CELLS, _position_told, _vectors
+from unspool.serve.tree.look import FINEST, MAX_CELLS, _position_json, _vectors
 
 
 @pytest.fixture(scope="module")
@@ -100,4 +100,4 @@ def test_wide_vectors_are_told_by_their_furthest_numbers(lm: Any, branch: dict[s
 
 def test_positions_that_are_no_angles(lm: Any):
     learned = SimpleNamespace(config=replace(lm.config, positions="learned", rotary=None))
-    assert _position_told(learned, 2) == {"way": "learned", "pairs": 0, "dials": []}
+    assert _position_json(learned, 2) == {"way": "learned", "pairs": 0, "dials": []}

@@ -31,8 +31,7 @@ from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event
-from unspool.serve.http.replies import JsonReply, to_json
-from unspool.serve.http.routes import new_router
+from unspool.serve.http.routes import JsonReply, new_router, to_json
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
 from unspool.serve.openai.chat_schema import ChatRequest
 

@@ -27,7 +27,7 @@ from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import ApiError, bad_request
 from unspool.serve.http.events import EventStream, event
 from unspool.serve.http.metrics import Metrics
-from unspool.serve.http.replies import JsonReply
+from unspool.serve.http.routes import JsonReply
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.threads import in_thread
 from unspool.serve.openai.response_store import ResponseStore

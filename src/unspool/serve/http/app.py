@@ -24,7 +24,7 @@ from unspool.serve.core.state import ServerState
 from unspool.serve.http import docs_page, operation
 from unspool.serve.http.errors import ApiError, to_api_error
 from unspool.serve.http.middleware import Middleware
-from unspool.serve.http.replies import error_reply
+from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.openai import chat, completions, embeddings, models, responses
 from unspool.serve.tree import endpoints as tree

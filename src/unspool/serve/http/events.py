@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from unspool.serve.http.errors import ApiError, to_api_error
-from unspool.serve.http.replies import to_json
+from unspool.serve.http.routes import to_json
 
 _LAST_WORDS = 2.0  # seconds to get an error across when the time is up already
 HEARTBEAT_SECONDS = 5.0

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unspool.serve.core.state import ServerState
 from unspool.serve.http.errors import ApiError, to_api_error
 from unspool.serve.http.logs import tell
-from unspool.serve.http.replies import error_reply
+from unspool.serve.http.routes import error_reply
 from unspool.serve.page_files import PREFIX
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.

@@ -1,16 +1,17 @@
-"""Routers whose requests are read strictly: no NaN, no infinity, UTF-8 and nothing else."""
+"""JSON in and out: requests are read strictly (no NaN, no infinity, UTF-8 and nothing else)."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
+from starlette.responses import Response
 
-from unspool.serve.http.errors import bad_request
+from unspool.serve.http.errors import ApiError, bad_request
 
 
 class _StrictRequest(Request):
@@ -53,3 +54,27 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"{text[:40]} is too large a number")
     return number
+
+
+def to_json(value: Any) -> bytes:
+    """JSON as bytes; half a character, which a client may have sent, becomes a question mark."""
+    return _encode(value).encode("utf-8", "replace")
+
+
+# Made once: `json.dumps` would make one for every chunk of every stream.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+class JsonReply(Response):
+    """An answer in JSON."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(to_json(content), status, dict(headers or {}))
+
+
+def error_reply(error: ApiError, path: str) -> JsonReply:
+    return JsonReply(error.body(path), error.status, error.headers)

@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.core.state import ServerState, state_of
-from unspool.serve.http.replies import JsonReply
-from unspool.serve.http.routes import new_router
+from unspool.serve.http.routes import JsonReply, new_router
 
 router = new_router("OpenAI")
 

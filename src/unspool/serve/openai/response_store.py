@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unspool.serve.http.errors import ApiError
-from unspool.serve.http.replies import to_json
+from unspool.serve.http.routes import to_json
 
 MAX_STORED = 256
 ROOM = 64 << 20  # bytes of all of them

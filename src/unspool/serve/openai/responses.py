@@ -19,8 +19,7 @@ from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import ApiError, bad_request, unsupported
 from unspool.serve.http.events import event
-from unspool.serve.http.replies import JsonReply
-from unspool.serve.http.routes import new_router
+from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
 from unspool.serve.openai.chat_schema import ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat

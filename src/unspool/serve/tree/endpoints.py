@@ -21,7 +21,7 @@ from unspool.engine.generation import Generation
 from unspool.lm import LanguageModel
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.replies import JsonReply
+from unspool.serve.http.routes import JsonReply
 from unspool.serve.openai.chat_prompt import template_message
 from unspool.serve.tree import look, resume  # noqa: F401  they put their routes in too
 from unspool.serve.tree.branch_json import summary

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import Query, Request
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from unspool.lens.attribution import attribution
@@ -24,7 +24,7 @@ from unspool.sampling import log_softmax, score
 from unspool.serve.core.state import state_of
 from unspool.serve.core.step_json import finite
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.replies import JsonReply
+from unspool.serve.http.routes import JsonReply
 from unspool.serve.tree.branch_json import sampling
 from unspool.serve.tree.schema import Place
 from unspool.serve.tree.shared import branches_of, router
@@ -52,54 +52,64 @@ async def alternatives_at(
     at = branch.place(at, "at")
     ids = [*branch.prompt.ids, *branch.generation.tokens[:at]]
     picked = branch.steps[at].token if at < len(branch.steps) else None
-    told = {"object": "tree.alternatives", "branch": identity, "at": at}
+    head = {"object": "tree.alternatives", "branch": identity, "at": at}
     settings = sampling(branch.generation.settings)
     async with state_of(request).call(request, branch.model) as call:
         found = await call.thread(alternatives, call.served.lm, ids, picked, top)
-    return JsonReply({**told, **found, "settings": settings})
+    return JsonReply({**head, **found, "settings": settings})
+
+
+class LookOptions(BaseModel):
+    """What somebody wants to see."""
+
+    at: Place | None = Field(None, description="a position of the whole text")
+    step: Place | None = Field(None, description="how this step was picked")
+    include: str | None = Field(None, max_length=200, description=", ".join(INCLUDES))
+    heads: bool = False
+    layer: Place | None = Field(None, description="from 1")
+    head: Place | None = Field(None, description="from 1")
+    top: int = Field(5, ge=0, le=50)
+    token: int | None = Field(None, ge=0, lt=1 << 31)
+    against: str | None = Field(None, pattern=r"^(mean|\d{1,9})$")
+
+    def included(self) -> frozenset[str]:
+        """From `attention,lens`; without anything, all there is."""
+        if self.include is None:
+            return frozenset(INCLUDES)
+        names = [name.strip() for name in self.include.split(",") if name.strip()]
+        for name in names:
+            if name not in INCLUDES:
+                known = ", ".join(INCLUDES)
+                raise bad_request(f"include names {name[:40]!r}; there is {known}", "include")
+        return frozenset(names)
+
+    def baseline(self) -> int | Literal["mean"] | None:
+        """What an attribution is measured against."""
+        if self.against is None or self.against == "mean":
+            return "mean" if self.against else None
+        return int(self.against)
 
 
 @router.get("/{identity}/look", summary="Inside the model at one position")
 async def look_at(
-    identity: str,
-    request: Request,
-    at: Annotated[Place | None, Query(description="a position of the whole text")] = None,
-    step: Annotated[Place | None, Query(description="how this step was picked")] = None,
-    include: Annotated[str | None, Query(max_length=200)] = None,
-    heads: bool = False,
-    layer: Annotated[Place | None, Query(description="from 1")] = None,
-    head: Annotated[Place | None, Query(description="from 1")] = None,
-    top: Annotated[int, Query(ge=0, le=50)] = 5,
-    token: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None,
-    against: Annotated[str | None, Query(pattern=r"^(mean|\d{1,9})$")] = None,
+    identity: str, request: Request, options: Annotated[LookOptions, Query()]
 ) -> Response:
     """A position is that of the token being read, prompt included, negative ones counted from
     behind; what the model says there is about the token after it. So `step=N`, how the token of
     step N came to be picked, is the same as `at` = prompt_tokens + N - 1. Without either, the
     last position: what comes next."""
     branch = branches_of(request).get(identity)
-    if at is not None and step is not None:
+    if options.at is not None and options.step is not None:
         raise bad_request("give either at or step", "at")
-    position = -1 if at is None else at
-    if step is not None:
-        position = len(branch.prompt.ids) + branch.place(step, "step") - 1
-    lead: int | Literal["mean"] | None = (
-        None if against is None else "mean" if against == "mean" else int(against)
-    )
-    options = LookOptions(
-        include=included(include),
-        heads=heads,
-        layer=layer,
-        head=head,
-        top=top,
-        token=token,
-        against=lead,
-    )
+    position = -1 if options.at is None else options.at
+    if options.step is not None:
+        position = len(branch.prompt.ids) + branch.place(options.step, "step") - 1
+    options.included()
     tokens = branch.tokens
-    told = {"object": "tree.look", "branch": identity, "prompt_tokens": len(branch.prompt.ids)}
+    head = {"object": "tree.look", "branch": identity, "prompt_tokens": len(branch.prompt.ids)}
     async with state_of(request).call(request, branch.model) as call:
         reply: Response = await call.thread(
-            lambda: JsonReply({**told, **looked(call.served.lm, tokens, position, options)})
+            lambda: JsonReply({**head, **look_json(call.served.lm, tokens, position, options)})
         )
     return reply
 
@@ -150,37 +160,11 @@ def _log_sum(levels: Any) -> float | None:
     return finite(peak + math.log(float(np.exp(levels - peak).sum()))) if peak > -math.inf else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookOptions:
-    """What somebody wants to see."""
-
-    include: frozenset[str]
-    heads: bool = False
-    layer: int | None = None  # from 1, as the lenses count them
-    head: int | None = None  # from 1
-    top: int = 5
-    token: int | None = None
-    against: int | Literal["mean"] | None = None
-
-
-def included(given: str | None) -> frozenset[str]:
-    """From `attention,lens`; without anything, all there is."""
-    if given is None:
-        return frozenset(INCLUDES)
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    for name in names:
-        if name not in INCLUDES:
-            raise bad_request(
-                f"include names {name[:40]!r}; there is {', '.join(INCLUDES)}", "include"
-            )
-    return frozenset(names)
-
-
-def looked(
+def look_json(
     lm: LanguageModel, tokens: Sequence[int], position: int, options: LookOptions
 ) -> dict[str, Any]:
     """Inside the model as it read the token at this position."""
-    seen = look(lm, tokens, position)
+    seen, parts = look(lm, tokens, position), options.included()
     layers = _picked(options.layer, len(seen.attention), "layer")
     heads = _picked(options.head, seen.attention.shape[1], "head")
     found: dict[str, Any] = {
@@ -193,20 +177,20 @@ def looked(
         "norms": _numbers(seen.norms),
         "part_norms": _numbers(seen.part_norms),
     }
-    if "attention" in options.include:
+    if "attention" in parts:
         found["tokens"] = [_token(lm, token) for token in seen.tokens]
         found["attention"] = _attention(seen, options, layers, heads)
-    if "lens" in options.include:
+    if "lens" in parts:
         found["lens"] = logit_lens(lm, seen, top=options.top, token=options.token).to_dict()
-    if "attribution" in options.include:
-        told = attribution(lm, seen, token=options.token, against=options.against)
-        found["attribution"] = told.to_dict()
-    if "neighbours" in options.include:
+    if "attribution" in parts:
+        shares = attribution(lm, seen, token=options.token, against=options.baseline())
+        found["attribution"] = shares.to_dict()
+    if "neighbours" in parts:
         near = neighbours(lm, seen.tokens[-1], options.top)
         found["neighbours"] = [each.to_dict() for each in near]
-    if "vectors" in options.include:
+    if "vectors" in parts:
         found["vectors"] = _vectors(seen)
-        found["position_told"] = _position_told(lm, seen.position)
+        found["position_told"] = _position_json(lm, seen.position)
         found["head"] = _head(lm, seen, options.top)
     return found
 
@@ -234,7 +218,7 @@ def _vectors(seen: Look) -> dict[str, Any]:
     }
 
 
-def _position_told(lm: LanguageModel, position: int) -> dict[str, Any]:
+def _position_json(lm: LanguageModel, position: int) -> dict[str, Any]:
     """How the model is told where the token stands; `dials` are angles, fast pairs first."""
     rotary = lm.config.rotary
     if lm.config.positions != "rotary" or rotary is None:
@@ -254,7 +238,7 @@ def _head(lm: LanguageModel, seen: Look, top: int) -> dict[str, Any]:
     found = score(seen.logits[None], [followed], top)
     normed = lm.model.normed(seen.residuals[-1:])[0].astype(np.float64)
 
-    def told(token: int, logprob: float) -> dict[str, Any]:
+    def candidate(token: int, logprob: float) -> dict[str, Any]:
         return {
             **_token(lm, token),
             "logit": round(float(seen.logits[token]), 6),
@@ -265,8 +249,8 @@ def _head(lm: LanguageModel, seen: Look, top: int) -> dict[str, Any]:
     return {
         "norm": round(float(np.linalg.norm(normed)), 6),
         "vocabulary": len(seen.logits),
-        "candidates": [told(int(token), float(logprob)) for token, logprob in best],
-        "followed": {**told(followed, float(found.logprobs[0])), "rank": int(found.ranks[0])},
+        "candidates": [candidate(int(token), float(logprob)) for token, logprob in best],
+        "followed": {**candidate(followed, float(found.logprobs[0])), "rank": int(found.ranks[0])},
     }
 
 

@@ -8,8 +8,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from unspool.serve.core.state import state_of
-from unspool.serve.http.replies import JsonReply
-from unspool.serve.http.routes import new_router
+from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
 from unspool.serve.tree.branch_json import branch_json, branch_with_steps
 from unspool.serve.tree.branches import Branches, TreeBranch
