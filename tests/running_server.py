@@ -59,7 +59,7 @@ def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     """A server in a thread of this process."""
     room = settings.pop("room", 1 << 33)
     wanted = replace(ServeSettings(port=0, drain=2.0), **settings)
-    bound = serving.listening(wanted)
+    bound = serving.bound_socket(wanted)
     app, state = create_app(wanted, ModelRegistry(entries, room=room))
     address: list[str] = []
     ready = threading.Event()

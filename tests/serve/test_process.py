@@ -168,7 +168,7 @@ def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.Monk
     from unspool.serve.http import server
 
     said: list[str] = []
-    monkeypatch.setattr(server, "listening", lambda settings: None)
+    monkeypatch.setattr(server, "bound_socket", lambda settings: None)
     monkeypatch.setattr(server, "run", lambda *given, **named: None)
     monkeypatch.setattr(command.o, "say", said.append)
     from unspool.cli.main import main

@@ -152,7 +152,7 @@ def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(client: openai.Open
 
 
 def test_the_oldest_responses_go_first() -> None:
-    store = ResponseStore(most=2, room=1000)
+    store = ResponseStore(limit=2, max_bytes=1000)
     for name in "abc":
         store.add({"id": name, "output": []}, [{"type": "message", "id": name}])
     assert len(store) == 2 and store.items("c")[0]["id"] == "c"

@@ -78,10 +78,10 @@ def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = call.served.lm.tokenizer
     if body.vocabulary is not None:
         tokenizer = open_vocabulary(body.vocabulary)
-    text, begins, parses = body.content, body.add_special, body.parse_special
+    text, add_start, parses = body.content, body.add_special, body.parse_special
     if text is None:
-        text, begins, parses = body.prompt or "", body.add_special_tokens, True
-    encode = tokenizer.encode_prompt if begins else tokenizer.encode
+        text, add_start, parses = body.prompt or "", body.add_special_tokens, True
+    encode = tokenizer.encode_prompt if add_start else tokenizer.encode
     ids = encode(text, specials=parses)
     found: dict[str, Any] = {"tokens": ids, "count": len(ids)}
     found["max_model_len"] = call.served.lm.context
@@ -147,10 +147,10 @@ def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
 @router.get("/tokenizer_info", summary="The vocabulary's own tokens, and the chat template")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     call = await state_of(request).enter(request, model)
-    return await call.reply(call.thread(_tokenizer_told, call))
+    return await call.reply(call.thread(_tokenizer_json, call))
 
 
-def _tokenizer_told(call: Call) -> dict[str, Any]:
+def _tokenizer_json(call: Call) -> dict[str, Any]:
     """As vLLM tells it, which lm-eval asks for."""
     tokenizer = call.served.lm.tokenizer
 
@@ -203,10 +203,10 @@ def _scored(call: Call, body: ScoreRequest) -> dict[str, Any]:
     found = call.served.lm.score(
         body.text if body.text is not None else body.tokens or [], top=body.top
     )
-    told = found.to_dict()
+    scores = found.to_dict()
     if len(found.logprobs) < 2:
-        told["perplexity"] = None  # of a single token nothing can be said
-    return {**told, "model": call.served.name, "system_fingerprint": call.served.fingerprint}
+        scores["perplexity"] = None  # of a single token nothing can be said
+    return {**scores, "model": call.served.name, "system_fingerprint": call.served.fingerprint}
 
 
 # -- vocabularies ----------------------------------------------------------------------------

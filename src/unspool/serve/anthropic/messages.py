@@ -206,7 +206,7 @@ class _Answer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         started = False
-        async for batch in self.texts.certain():
+        async for batch in self.texts.final_batches():
             changes = (change for _, step in batch for change in self.blocks.take(step))
             found = b"".join(map(_changed, changes))
             # Not sooner: how much of the prompt was cached shows with the first step.

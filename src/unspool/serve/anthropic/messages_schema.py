@@ -152,7 +152,7 @@ class CountRequest(PartialApi):
         list[
             Annotated[
                 Annotated[Tool, Tag("Tool")],
-                Discriminator(by_type("tools", {"custom": "Tool"}, _TOOLS, usual="custom")),
+                Discriminator(by_type("tools", {"custom": "Tool"}, _TOOLS, default="custom")),
             ]
         ]
         | None

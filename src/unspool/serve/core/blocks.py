@@ -81,7 +81,7 @@ class BlockParser:
         self.all: list[Block] = []
         self._reader, self._one_call, self._never_empty = reader, one_call, never_empty
         self._open: Block | None = None
-        self._untold: list[Step] = []
+        self._unsent: list[Step] = []
         self._is_over = False  # the one call that is allowed has been made
 
     @property
@@ -99,19 +99,19 @@ class BlockParser:
 
     def take(self, step: Step) -> Iterator[Change]:
         """What one more step changes."""
-        self._untold.append(step)
+        self._unsent.append(step)
         for piece in self._pieces(step):
             if not self._is_over:
-                yield from self._put(piece)
+                yield from self._take_piece(piece)
         if step.finish_reason:
             yield from self.end(step.finish_reason)
 
     def end(self, reason: str) -> Iterator[Change]:
         """The text is over; `take` says so itself, but for a text that has not a single step."""
         if self._never_empty and not self.all:
-            yield self._begin(None)
+            yield self._open_block(None)
         if self._open is not None:
-            self._open.steps += self._untold
+            self._open.steps += self._unsent
             yield from self._close(not was_cut(reason))
 
     def _pieces(self, step: Step) -> list[Piece]:
@@ -120,24 +120,24 @@ class BlockParser:
         found = self._reader.push(step.token, step.text)
         return found + self._reader.finish() if step.finish_reason else found
 
-    def _put(self, piece: Piece) -> Iterator[Change]:
+    def _take_piece(self, piece: Piece) -> Iterator[Change]:
         if isinstance(piece, TextPiece):
             if self._open is None:
-                yield self._begin(None)
-            yield self._grow(piece.text, self._untold)
-            self._untold = []
+                yield self._open_block(None)
+            yield self._grow(piece.text, self._unsent)
+            self._unsent = []
         elif isinstance(piece, CallBegun):
             yield from self._close(True)
-            yield self._begin(piece.name)
+            yield self._open_block(piece.name)
         elif isinstance(piece, CallArguments):
             yield self._grow(piece.text, [])
         else:
             assert isinstance(piece, CallEnded) and self._reader is not None
             self._is_over = self._one_call
             yield from self._close(self._reader.calls[piece.index].is_complete)
-            self._untold = []  # what wrote a call wrote no words
+            self._unsent = []  # what wrote a call wrote no words
 
-    def _begin(self, name: str | None) -> Opened:
+    def _open_block(self, name: str | None) -> Opened:
         self._open = Block(len(self.all), name)
         self.all.append(self._open)
         return Opened(self._open)

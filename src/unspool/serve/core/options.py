@@ -84,9 +84,9 @@ def check_stream_options(body: Any) -> None:
         raise bad_request("stream_options needs stream: true", "stream_options")
 
 
-def check_choices(n: int, most: int, name: str = "n") -> None:
-    if n > most:
-        raise bad_request(f"{name} is {n}; this server allows at most {most}", name)
+def check_choices(n: int, limit: int, name: str = "n") -> None:
+    if n > limit:
+        raise bad_request(f"{name} is {n}; this server allows at most {limit}", name)
 
 
 def predicted(lm: LanguageModel, text: str) -> Any:

@@ -121,7 +121,7 @@ class ModelRegistry:
         try:
             async with self._loading:
                 await self._make_room(entry)
-                self.loaded[entry.name] = await in_thread(_opened, entry)
+                self.loaded[entry.name] = await in_thread(_load_model, entry)
         finally:
             del self._tasks[entry.name]
 
@@ -157,7 +157,7 @@ class ModelRegistry:
             await self.close(served)
 
 
-def _opened(entry: ModelEntry) -> ServedModel:
+def _load_model(entry: ModelEntry) -> ServedModel:
     lm = entry.load()
     lm.writers  # noqa: B018  starts the engine, so that the first request need not wait for it
     source = lm.tokenizer.chat_template

@@ -211,8 +211,8 @@ class PartialApi(Strict):
         if not isinstance(given, dict):
             return given
         for name, value in given.items():
-            usual = (None, False, [], {}, *cls.noop_values.get(name, ()))
-            if name in cls.unsupported_fields and value not in usual:
+            default = (None, False, [], {}, *cls.noop_values.get(name, ()))
+            if name in cls.unsupported_fields and value not in default:
                 raise unsupported(name, cls.unsupported_fields[name])
         return {name: value for name, value in given.items() if name not in cls.unsupported_fields}
 
@@ -223,7 +223,7 @@ def text_or_list(given: Any) -> str:
 
 
 def by_type(
-    what: str, tags: Mapping[str, str], why: str, usual: str | None = None
+    what: str, tags: Mapping[str, str], why: str, default: str | None = None
 ) -> Callable[[Any], str]:
     """The tag of what is described by a `type`; other types are refused by name.
 
@@ -235,7 +235,7 @@ def by_type(
     def found(given: Any) -> str:
         kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
         if not isinstance(kind, str):
-            return first if usual is None or kind is not None else tags[usual]
+            return first if default is None or kind is not None else tags[default]
         if kind not in tags:
             raise unsupported(f"{what} of type {kind[:60]!r}", why)
         return tags[kind]

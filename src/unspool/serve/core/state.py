@@ -109,22 +109,22 @@ class Call:
         texts = Texts(self.served, self.state.metrics, arrived, prompts, n, options, at_once)
         self.texts.append(texts)
         async with asyncio.timeout_at(self.until):
-            await texts.begin()
+            await texts.start()
         return texts
 
     def check_prompt(self, length: int) -> None:
-        most = self.settings.max_prompt
-        if most is not None and length > most:
+        limit = self.settings.max_prompt
+        if limit is not None and length > limit:
             raise bad_request(
-                f"the prompt has {length:,} tokens, and this server reads at most {most:,}",
+                f"the prompt has {length:,} tokens, and this server reads at most {limit:,}",
                 code="context_length_exceeded",
             )
 
     def check_text(self, *texts: str) -> None:
         """Refuse what cannot fit, before time is spent on cutting it into tokens."""
         length = sum(map(len, texts))
-        most = self.settings.max_prompt or self.served.lm.context
-        if length > most and length > most * self.served.longest_token:
+        limit = self.settings.max_prompt or self.served.lm.context
+        if length > limit and length > limit * self.served.longest_token:
             raise bad_request(
                 f"the prompt has {length:,} characters: more than the model's context can hold",
                 code="context_length_exceeded",

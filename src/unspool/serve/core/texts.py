@@ -55,23 +55,23 @@ class Texts:
     _streams: list[StepStream] = field(default_factory=list)  # all that were ever started
     _closed: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _told: bool = False
-    _begun: int = 0  # prompts
+    _notified: bool = False
+    _started_prompts: int = 0  # prompts
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Check what was asked for, and start the first text of as many prompts as may run."""
         for _ in range(min(self.at_once, len(self.prompts))):
             await self._start_prompt()
 
     async def _start_prompt(self) -> None:
-        self._begun += 1
-        await self._start((self._begun - 1) * self.n)
+        self._started_prompts += 1
+        await self._start((self._started_prompts - 1) * self.n)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Step]]]:
         """(number of the choice, step), as many as there are each time."""
         while True:
             self._news.clear()
-            self._told = False
+            self._notified = False
             batch: list[tuple[int, Step]] = []
             for number, text in list(self.texts.items()):
                 if text.ended:
@@ -82,7 +82,11 @@ class Texts:
                     batch += [(number, step) for step in steps]
                 if (steps or text.ended) and self.n > 1 and number % self.n == 0:
                     await self._start_others(number)
-                if text.ended and self._begun < len(self.prompts) and self._all_ended(number):
+                if (
+                    text.ended
+                    and self._started_prompts < len(self.prompts)
+                    and self._all_ended(number)
+                ):
                     await self._start_prompt()
             if batch:
                 yield batch
@@ -99,7 +103,7 @@ class Texts:
             for choice in range(first, first + self.n)
         )
 
-    async def certain(self, *, live: bool = False) -> AsyncIterator[list[tuple[int, Step]]]:
+    async def final_batches(self, *, live: bool = False) -> AsyncIterator[list[tuple[int, Step]]]:
         """`batches`, but nothing that may be taken back: with a guard that rewinds, all of it
         comes in the end. `live`: as it comes all the same, for a reader who knows of `retracts`."""
         if self._may_rewind and not live:
@@ -157,14 +161,14 @@ class Texts:
     # -- inside ------------------------------------------------------------------------------
 
     async def _start(self, number: int) -> None:
-        generation, stream = await in_thread(self._opened, number)
+        generation, stream = await in_thread(self._open, number)
         self.texts[number] = Text(generation, stream)
         loop = asyncio.get_running_loop()
-        stream.listen(lambda: self._tell(loop))
+        stream.listen(lambda: self._notify(loop))
 
-    def _opened(self, number: int) -> tuple[Generation, StepStream]:
+    def _open(self, number: int) -> tuple[Generation, StepStream]:
         """Start a text, on a thread; if nobody waits for it any more, it is stopped at once."""
-        generation, stream = self._begin(number)
+        generation, stream = self._open_stream(number)
         with self._lock:
             self._streams.append(stream)
             is_late = self._closed
@@ -172,7 +176,7 @@ class Texts:
             stream.close()
         return generation, stream
 
-    def _begin(self, number: int) -> tuple[Generation, StepStream]:
+    def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
         prompt, sample = self.prompts[number // self.n], number % self.n
         options = {**self.options, "sample": self.options.get("sample", 0) + sample}
         return self.served.lm.begin(prompt, **options)
@@ -184,10 +188,10 @@ class Texts:
             for number in range(first + 1, first + self.n):
                 await self._start(number)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _notify(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the engine's thread: wake the reader, once for all that came since it last looked."""
-        if not self._told:
-            self._told = True
+        if not self._notified:
+            self._notified = True
             with suppress(RuntimeError):  # the server has stopped meanwhile
                 loop.call_soon_threadsafe(self._news.set)
 

@@ -20,7 +20,7 @@ _LONGEST_ADVICE = 60  # seconds
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiter:
     places: int
     turn: asyncio.Future[None]
 
@@ -32,7 +32,7 @@ class Admission:
         self.max_running, self.max_queued = max_running, max_queued
         self.running = 0  # places taken
         self.refusing = False  # the server is about to stop
-        self._line: deque[_Waiting] = deque()
+        self._line: deque[_Waiter] = deque()
         self._seconds = 1.0  # that a request took lately, smoothed
 
     @property
@@ -70,15 +70,15 @@ class Admission:
                 code="queue_full",
                 retry_after=self._advice(),
             )
-        waiting = _Waiting(places, asyncio.get_running_loop().create_future())
-        self._line.append(waiting)
+        waiter = _Waiter(places, asyncio.get_running_loop().create_future())
+        self._line.append(waiter)
         try:
-            await waiting.turn
+            await waiter.turn
         except asyncio.CancelledError:
-            if waiting.turn.done() and not waiting.turn.cancelled():
+            if waiter.turn.done() and not waiter.turn.cancelled():
                 self._leave(places, None)  # its turn had come just then
             else:
-                self._line.remove(waiting)
+                self._line.remove(waiter)
                 self._next()  # a smaller one behind it may fit
             raise
 
@@ -91,10 +91,10 @@ class Admission:
 
     def _next(self) -> None:
         while self._line and self.running + self._line[0].places <= self.max_running:
-            waiting = self._line.popleft()
-            if not waiting.turn.done():
-                self.running += waiting.places
-                waiting.turn.set_result(None)
+            waiter = self._line.popleft()
+            if not waiter.turn.done():
+                self.running += waiter.places
+                waiter.turn.set_result(None)
 
     def _advice(self) -> int:
         """In how many seconds there should be room in the line again."""

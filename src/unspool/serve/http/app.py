@@ -73,7 +73,7 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
     api.include_router(page_files.router)
     api.openapi = partial(_document, api.openapi)  # type: ignore[method-assign]
     for kind in _KNOWN:
-        api.add_exception_handler(kind, _told)
+        api.add_exception_handler(kind, _error_reply)
     wrapped: ASGIApp = Middleware(api, state)
     if settings.cors:
         wrapped = CORSMiddleware(
@@ -86,16 +86,16 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
     return wrapped, state
 
 
-def _document(usual: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _document(generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The OpenAPI document. FastAPI promises 422 where this server, as OpenAI, answers 400."""
-    found = usual()
-    for path in found["paths"].values():
-        for operation_told in path.values():
-            operation_told["responses"].pop("422", None)
-    return found
+    document = generate()
+    for path in document["paths"].values():
+        for operation_json in path.values():
+            operation_json["responses"].pop("422", None)
+    return document
 
 
-def _told(request: Request, error: Exception) -> Response:
+def _error_reply(request: Request, error: Exception) -> Response:
     known = to_api_error(error)
     request.state.log.setdefault("error", known.message)
     return error_reply(known, request.url.path)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from unspool.serve.http.errors import ApiError, to_api_error
 from unspool.serve.http.routes import to_json
 
-_LAST_WORDS = 2.0  # seconds to get an error across when the time is up already
+_ERROR_SECONDS = 2.0  # seconds to get an error across when the time is up already
 HEARTBEAT_SECONDS = 5.0
 _COMMENT = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -31,13 +31,13 @@ class EventTemplate:
 
     _HERE = "\u0001"
 
-    def __init__(self, made: Callable[[int, str], bytes]) -> None:
-        self._made = made
+    def __init__(self, render: Callable[[int, str], bytes]) -> None:
+        self._render = render
         self._known: dict[int, list[bytes]] = {}
 
     def __call__(self, number: int, text: str) -> bytes:
         if number not in self._known:
-            self._known[number] = self._made(number, self._HERE).split(to_json(self._HERE))
+            self._known[number] = self._render(number, self._HERE).split(to_json(self._HERE))
         before, after = self._known[number]
         return before + to_json(text) + after
 
@@ -67,13 +67,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        beating = asyncio.ensure_future(self._beat(send))
+        heartbeat = asyncio.ensure_future(self._send_heartbeats(send))
         try:
             fault = await self._send_events(send)
         finally:
-            beating.cancel()
+            heartbeat.cancel()
         with suppress(TimeoutError):  # a client that does not read must not hold us for ever
-            async with asyncio.timeout(_LAST_WORDS if fault else None):
+            async with asyncio.timeout(_ERROR_SECONDS if fault else None):
                 if fault is not None:
                     scope["state"]["log"]["error"] = str(fault)
                     last = self._failed(to_api_error(fault))
@@ -92,7 +92,7 @@ class EventStream(Response):
             return error
         return None
 
-    async def _beat(self, send: Send) -> None:
+    async def _send_heartbeats(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
         while True:

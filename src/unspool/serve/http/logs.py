@@ -68,6 +68,6 @@ def set_up(level: str, as_json: bool) -> None:
     logging.getLogger("uvicorn").setLevel("WARNING")
 
 
-def tell(event: str, level: int = logging.INFO, exc_info: Any = None, **fields: Any) -> None:
+def log_event(event: str, level: int = logging.INFO, exc_info: Any = None, **fields: Any) -> None:
     """Log an event with its fields."""
     log.log(level, event, extra={"fields": fields}, exc_info=exc_info)

@@ -32,38 +32,38 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
 
-        def made(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+        def metric(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
             return kind(f"unspool_{name}", text, labels, registry=self.registry, **more)
 
-        self.requests = made(Counter, "requests", "Requests answered", "path", "status")
-        self.seconds = made(
+        self.requests = metric(Counter, "requests", "Requests answered", "path", "status")
+        self.seconds = metric(
             Histogram, "request_seconds", "Time for a request", "path", buckets=_SECONDS
         )
-        self.first_token = made(
+        self.first_token = metric(
             Histogram,
             "time_to_first_token_seconds",
             "From a request's arrival to its first token",
             "model",
             buckets=_SECONDS,
         )
-        self.per_token = made(
+        self.per_token = metric(
             Histogram,
             "time_per_token_seconds",
             "From one token to the next",
             "model",
             buckets=_SHORT,
         )
-        self.prompt_tokens = made(Counter, "prompt_tokens", "Tokens of prompts", "model")
-        self.cached_tokens = made(
+        self.prompt_tokens = metric(Counter, "prompt_tokens", "Tokens of prompts", "model")
+        self.cached_tokens = metric(
             Counter, "cached_prompt_tokens", "Tokens of prompts that were computed before", "model"
         )
-        self.completion_tokens = made(Counter, "completion_tokens", "Tokens written", "model")
-        self.drafts = made(
+        self.completion_tokens = metric(Counter, "completion_tokens", "Tokens written", "model")
+        self.drafts = metric(
             Counter, "draft_tokens", "Tokens guessed ahead (speculation)", "model", "outcome"
         )
-        self.cancelled = made(Counter, "cancelled_requests", "Requests whose client left", "path")
-        made(Gauge, "texts_running", "Texts being written").set_function(running)
-        made(Gauge, "requests_queued", "Requests waiting for a place").set_function(queued)
+        self.cancelled = metric(Counter, "cancelled_requests", "Requests whose client left", "path")
+        metric(Gauge, "texts_running", "Texts being written").set_function(running)
+        metric(Gauge, "requests_queued", "Requests waiting for a place").set_function(queued)
         self.registry.register(_Engines(models))
 
     def text(self) -> bytes:

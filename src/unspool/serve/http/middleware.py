@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unspool.serve.core.state import ServerState
 from unspool.serve.http.errors import ApiError, to_api_error
-from unspool.serve.http.logs import tell
+from unspool.serve.http.logs import log_event
 from unspool.serve.http.routes import error_reply
 from unspool.serve.page_files import PREFIX
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
 OPEN_PATHS = ("/health", "/ready", "/docs", "/", "/favicon.ico")
-_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
+_UNLOGGED = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -61,7 +61,7 @@ class Middleware:
     ) -> None:
         known = to_api_error(error)
         if known.status >= 500 and known.status not in (503, 504):
-            tell("error", logging.ERROR, exc_info=error, id=scope["state"]["id"])
+            log_event("error", logging.ERROR, exc_info=error, id=scope["state"]["id"])
         if answer.status is None:
             if known.status == 408:  # the rest of the body will hardly come
                 known.headers = {**(known.headers or {}), "connection": "close"}
@@ -99,16 +99,16 @@ class Middleware:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     def _too_large(self) -> ApiError:
-        most = self.state.settings.max_body
-        return ApiError(413, f"the request is larger than this server takes ({most:,} bytes)")
+        limit = self.state.settings.max_body
+        return ApiError(413, f"the request is larger than this server takes ({limit:,} bytes)")
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """`receive` that counts the body, and does not wait for ever for the rest of it."""
         settings = self.state.settings
-        seen, whole = 0, False
+        received, whole = 0, False
 
         async def bounded() -> Message:
-            nonlocal seen, whole
+            nonlocal received, whole
             if whole:
                 return await receive()
             try:
@@ -118,9 +118,9 @@ class Middleware:
             except TimeoutError:
                 raise ApiError(408, "the request's body did not come in time") from None
             if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
+                received += len(message.get("body", b""))
                 whole = not message.get("more_body", False)
-                if seen > settings.max_body:
+                if received > settings.max_body:
                     raise self._too_large()
             return message
 
@@ -130,18 +130,20 @@ class Middleware:
 
     def _account(self, scope: Scope, status: int | None, seconds: float) -> None:
         log: dict[str, Any] = scope["state"]["log"]
-        left = bool(log.get("gone"))
+        is_gone = bool(log.get("gone"))
         route = scope.get("route")
         path = getattr(route, "path", "other")  # the pattern, so that there are not endless names
         metrics = self.state.metrics
         metrics.requests.labels(path, str(status or 499)).inc()
         metrics.seconds.labels(path).observe(seconds)
-        if left:
+        if is_gone:
             metrics.cancelled.labels(path).inc()
-        if scope["path"] in _QUIET or (scope["path"].startswith(PREFIX) and status in (200, 304)):
+        if scope["path"] in _UNLOGGED or (
+            scope["path"].startswith(PREFIX) and status in (200, 304)
+        ):
             return
         client = scope.get("client")
-        tell(
+        log_event(
             "request",
             id=scope["state"]["id"],
             method=scope["method"],

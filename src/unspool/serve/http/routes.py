@@ -21,10 +21,10 @@ class _StrictRequest(Request):
 
 class _StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Any]:
-        usual = super().get_route_handler()
+        read = super().get_route_handler()
 
         async def handler(request: Request) -> Any:
-            return await usual(_StrictRequest(request.scope, request.receive))
+            return await read(_StrictRequest(request.scope, request.receive))
 
         return handler
 

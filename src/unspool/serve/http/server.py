@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from unspool.errors import UnspoolError
-from unspool.serve.http.logs import tell
+from unspool.serve.http.logs import log_event
 from unspool.serve.http.settings import ServeSettings
 
 # A thread that computes gives Python up to others at least this often: at the usual 5 ms an
@@ -85,13 +85,13 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=64 << 10,
             )
         )
-        self._stopping, self._told_start = stopping, started
+        self._stopping, self._on_started = stopping, started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._told_start(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            self._on_started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._stopping()
@@ -100,7 +100,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def listening(settings: ServeSettings) -> socket.socket:
+def bound_socket(settings: ServeSettings) -> socket.socket:
     """The socket, bound before anything is loaded: a taken port is told at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Named as TCP: else asyncio does not know that it is, and leaves small answers waiting 40 ms.
@@ -137,4 +137,4 @@ def run(
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
-    tell("stopped")
+    log_event("stopped")

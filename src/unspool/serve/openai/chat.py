@@ -113,7 +113,7 @@ class _Chat(Answer):
     # -- in chunks ---------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        async for batch in self.texts.certain(live=self.is_live):
+        async for batch in self.texts.final_batches(live=self.is_live):
             yield b"".join(e for number, step in batch for e in self._events(number, step))
         for number, choice in enumerate(self.choices):
             if not choice.started:  # a text without a single token has ended all the same

@@ -187,7 +187,7 @@ class _Completion(Answer):
                 echoed, offset = self._echoed(number // self.texts.n)
                 self.offsets[number] = offset
                 yield self._chunk(_choice(number, self._echo(number // self.texts.n), echoed))
-        async for batch in self.texts.certain(live=self.trace):
+        async for batch in self.texts.final_batches(live=self.trace):
             found = (self._event(number, step) for number, step in batch)
             if events := b"".join(e for e in found if e is not None):
                 yield events

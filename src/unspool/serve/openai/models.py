@@ -17,23 +17,23 @@ router = new_router("OpenAI")
 @router.get("/v1/models", summary="The models this server has")
 async def list_models(request: Request) -> Response:
     state = state_of(request)
-    found = [_told(state, entry) for entry in state.registry.entries.values()]
+    found = [_model_json(state, entry) for entry in state.registry.entries.values()]
     return JsonReply({"object": "list", "data": found})
 
 
 @router.get("/v1/models/{model:path}", summary="One model")
 async def get_model(model: str, request: Request) -> Response:
     state = state_of(request)
-    return JsonReply(_told(state, state.registry.entry(model)))
+    return JsonReply(_model_json(state, state.registry.entry(model)))
 
 
-def _told(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
+def _model_json(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
     """As OpenAI tells it, and under `unspool` what can be known without loading it."""
     served = state.registry.loaded.get(entry.name)
-    told: dict[str, Any] = {"loaded": served is not None}
+    details: dict[str, Any] = {"loaded": served is not None}
     if served is not None:
         lm = served.lm
-        told.update(
+        details.update(
             system_fingerprint=served.fingerprint,
             context=lm.context,
             vocabulary=lm.vocab_size,
@@ -50,5 +50,5 @@ def _told(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
         "object": "model",
         "created": state.registry.created,
         "owned_by": "unspool",
-        "unspool": told,
+        "unspool": details,
     }

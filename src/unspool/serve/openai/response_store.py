@@ -16,7 +16,7 @@ from unspool.serve.http.errors import ApiError
 from unspool.serve.http.routes import to_json
 
 MAX_STORED = 256
-ROOM = 64 << 20  # bytes of all of them
+MAX_BYTES = 64 << 20  # bytes of all of them
 Items = tuple[dict[str, Any], ...]
 
 
@@ -31,8 +31,8 @@ class _Stored:
 class ResponseStore:
     """The last responses."""
 
-    def __init__(self, most: int = MAX_STORED, room: int = ROOM) -> None:
-        self._most, self._room = most, room
+    def __init__(self, limit: int = MAX_STORED, max_bytes: int = MAX_BYTES) -> None:
+        self._limit, self._max_bytes = limit, max_bytes
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
         self._size = 0
 
@@ -44,7 +44,7 @@ class ResponseStore:
         size = len(text) + sum(len(to_json(item)) for item in items)
         self._stored[response["id"]] = _Stored(text, (*items,), (*response["output"],), size)
         self._size += size
-        while len(self._stored) > self._most or self._size > self._room:
+        while len(self._stored) > self._limit or self._size > self._max_bytes:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def response(self, identity: str) -> dict[str, Any]:

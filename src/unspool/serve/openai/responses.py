@@ -264,7 +264,7 @@ class _Answer:
         yield self._event("response.created", response=started) + self._event(
             "response.in_progress", response=started
         )
-        async for batch in self.texts.certain():
+        async for batch in self.texts.final_batches():
             changes = (change for _, step in batch for change in self.blocks.take(step))
             found = b"".join(e for change in changes for e in self._changed(change))
             if found:

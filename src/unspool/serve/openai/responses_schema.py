@@ -92,7 +92,7 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("Call")]
     | Annotated[FunctionCallOutputItem, Tag("Output")],
     Discriminator(
-        by_type("input", _ITEMS, f"it may be one of {', '.join(_ITEMS)}", usual="message")
+        by_type("input", _ITEMS, f"it may be one of {', '.join(_ITEMS)}", default="message")
     ),
 ]
 

@@ -52,8 +52,8 @@ def branch_json(branch: TreeBranch) -> dict[str, Any]:
 
 
 def branch_with_steps(
-    told: dict[str, Any],
-    begin: TreePrompt,
+    branch: dict[str, Any],
+    prompt_of: TreePrompt,
     steps: Sequence[Step] | None,
     since: int,
     *,
@@ -64,11 +64,13 @@ def branch_with_steps(
     Takes time when there are many, and touches nothing that changes: to be called on a thread.
     """
     if prompt:
-        told["prompt"] = prompt_json(begin)
+        branch["prompt"] = prompt_json(prompt_of)
     if steps is not None:
-        told["since"] = since
-        told["steps"] = [step_json(step, len(begin.ids), begin.readable) for step in steps]
-    return told
+        branch["since"] = since
+        branch["steps"] = [
+            step_json(step, len(prompt_of.ids), prompt_of.readable) for step in steps
+        ]
+    return branch
 
 
 def prompt_json(prompt: TreePrompt) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def settings_json(branch: TreeBranch) -> dict[str, Any]:
         sample=request.limits.sample,
         top=request.limits.top,
         trace=request.limits.explain,
-        max_tokens=DEFAULT_TOKENS if branch.most is None else branch.most,
+        max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
         priority=request.priority,
     )
     return {**found, **branch.extra_settings}

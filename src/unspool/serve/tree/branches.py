@@ -78,7 +78,7 @@ class TreeBranch:
     prompt: TreePrompt
     generation: Generation  # without its source: a branch keeps no model in memory
     extra_settings: dict[str, Any]  # settings that are not in `generation.settings`, as they came
-    most: int | None  # tokens that one resume writes
+    max_tokens: int | None  # tokens that one resume writes
     name: str | None = None
     parent: str | None = None
     forked_at: int | None = None
@@ -127,8 +127,8 @@ class TreeBranch:
 
     def to_generation(self, lm: LanguageModel, length: int | None = None) -> Generation:
         """What stands here now, as a generation that the model can go on with."""
-        kept = self.generation.rewind(len(self.steps) if length is None else length)
-        return replace(kept, source=lm)
+        common = self.generation.rewind(len(self.steps) if length is None else length)
+        return replace(common, source=lm)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -153,10 +153,10 @@ class TreeBranch:
                 code="branch_busy",
             )
 
-    def put(self, generation: Generation, kept: int, verb: str) -> None:
+    def replace_text(self, generation: Generation, common: int, verb: str) -> None:
         """Another text in place of this one; the first `kept` steps are the same."""
-        if kept < len(self.steps):
-            self.cuts.append((kept, verb))
+        if common < len(self.steps):
+            self.cuts.append((common, verb))
         request = replace(generation.request, written=())  # which would keep old steps alive
         self.generation = replace(generation, source=None, request=request)
         self.finish_reason = self.fault = None
@@ -199,8 +199,8 @@ class TreeBranch:
 class Branches:
     """All branches of one server."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.all: dict[str, TreeBranch] = {}
         self._watchers = 0
 
@@ -236,13 +236,13 @@ class Branches:
                 return
         raise ApiError(
             429,
-            f"there is no room for {count} more: {len(self.all)} branches of at most {self.most} "
+            f"there is no room for {count} more: {len(self.all)} branches of at most {self.limit} "
             "are kept, or their steps take too much memory; delete some",
             code="branches_full",
         )
 
     def _fits(self, count: int) -> bool:
-        if len(self.all) + count > self.most:
+        if len(self.all) + count > self.limit:
             return False
         return sum(branch.weight for branch in self.all.values()) < MAX_WEIGHT
 
@@ -260,7 +260,7 @@ class Branches:
             branch.prompt,
             replace(generation, source=None),
             dict(branch.extra_settings),
-            branch.most,
+            branch.max_tokens,
             name=name,
             parent=branch.id if branch.id in self.all else branch.parent,
             forked_at=at,

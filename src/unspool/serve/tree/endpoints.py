@@ -103,8 +103,8 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
                 if tokens is not None:
                     raise bad_request("give either a message or the ids of tokens", "message")
                 tokens = await call.thread(turn, call, branch, template_message(body.message))
-            made = await call.thread(_chosen, call, draft, body.text, tokens)
-        since = min(since, _put(branch, made, "append"))
+            changed = await call.thread(_chosen, call, draft, body.text, tokens)
+        since = min(since, _replace_text(branch, changed, "append"))
     return await reply(branch, since)
 
 
@@ -122,7 +122,7 @@ async def rewind(identity: str, body: RewindRequest, request: Request) -> Respon
     branch = branches_of(request).get(identity)
     branch.check_free()
     to = branch.place(body.to, "to")
-    branch.put(branch.generation.rewind(to), to, "rewind")
+    branch.replace_text(branch.generation.rewind(to), to, "rewind")
     return await reply(branch, to)
 
 
@@ -138,21 +138,21 @@ async def choose(identity: str, body: ChooseRequest, request: Request) -> Respon
         draft = branch.generation.rewind(at)  # as it stands now: others may go on writing it
         async with state_of(request).call(request, branch.model) as call:
             draft.source = call.served.lm
-            made = await call.thread(_chosen, call, draft, body.text, tokens)
+            changed = await call.thread(_chosen, call, draft, body.text, tokens)
         if body.fork:
-            branch = branches.fork(branch, made, at, body.name)
+            branch = branches.fork(branch, changed, at, body.name)
         else:
-            at = min(at, _put(branch, made, "choose"))
+            at = min(at, _replace_text(branch, changed, "choose"))
     return await reply(branch, at)
 
 
-def _put(branch: TreeBranch, made: Generation, verb: str) -> int:
+def _replace_text(branch: TreeBranch, changed: Generation, verb: str) -> int:
     """A changed text into its branch; gives from where on it differs."""
-    pairs = zip(branch.steps, made.steps, strict=False)
+    pairs = zip(branch.steps, changed.steps, strict=False)
     same = [old.token == new.token and old.text == new.text for old, new in pairs]
-    kept = same.index(False) if False in same else len(same)
-    branch.put(made, kept, verb)
-    return kept
+    common = same.index(False) if False in same else len(same)
+    branch.replace_text(changed, common, verb)
+    return common
 
 
 def _chosen(

@@ -14,7 +14,7 @@ from unspool.serve.tree.schema import DEFAULT_TOKENS, GRAMMARS, CreateRequest, W
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-_KEPT_AS_GIVEN = ("guard", *GRAMMARS, "speculate", "end", "cache")
+_EXTRA_SETTINGS = ("guard", *GRAMMARS, "speculate", "end", "cache")
 
 
 def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
@@ -60,10 +60,12 @@ def turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list[int]:
 def merged_settings(body: WriteOptions, before: dict[str, Any]) -> dict[str, Any]:
     """The settings that no sampling stage reads, as they came; a new grammar replaces the old."""
     given = body.given
-    found = dict(before) if before else dict.fromkeys(_KEPT_AS_GIVEN) | {"end": True, "cache": True}
+    found = (
+        dict(before) if before else dict.fromkeys(_EXTRA_SETTINGS) | {"end": True, "cache": True}
+    )
     if given & {*GRAMMARS}:
         found.update(dict.fromkeys(GRAMMARS))
-    found.update({name: getattr(body, name) for name in _KEPT_AS_GIVEN if name in given})
+    found.update({name: getattr(body, name) for name in _EXTRA_SETTINGS if name in given})
     return found
 
 

@@ -23,7 +23,7 @@ from unspool.serve.tree.branches import Branches, Cursor, TreeBranch
 from unspool.serve.tree.prompt import merged_settings
 from unspool.serve.tree.schema import DEFAULT_TOKENS, ResumeRequest
 from unspool.serve.tree.shared import branches_of, reply, router
-from unspool.serve.tree.writing import BranchTexts, BranchWriting, failed, tell, watch
+from unspool.serve.tree.writing import BranchTexts, BranchWriting, branch_event, error_event, watch
 from unspool.text.tokenizer.stream import TextStream
 
 
@@ -35,13 +35,13 @@ async def resume(identity: str, body: ResumeRequest, request: Request) -> Respon
     branches.make_room(body.n if body.n > 1 else 0)
     with branch.locked() if body.n == 1 else nullcontext():
         call = await state.enter(request, branch.model, body.n)
-        writing, seen = await _begun(call, branches, branch, body)
+        writing, cursors = await _start(call, branches, branch, body)
     if body.stream:
-        return _streamed(call, writing, seen)
-    return await call.reply(_finished(writing, seen))
+        return _streamed(call, writing, cursors)
+    return await call.reply(_finished(writing, cursors))
 
 
-async def _begun(
+async def _start(
     call: Call, branches: Branches, branch: TreeBranch, body: ResumeRequest
 ) -> tuple[BranchWriting, list[Cursor]]:
     options = body.settings()
@@ -49,18 +49,18 @@ async def _begun(
         options["stop"] += branch.prompt.stops
     options.setdefault("sample", branch.generation.request.limits.sample)
     draft = branch.to_generation(call.served.lm)
-    usual = DEFAULT_TOKENS if branch.most is None else branch.most
-    most = call.token_limit(body.max_tokens, len(branch.tokens), usual)
+    default = DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens
+    max_tokens = call.token_limit(body.max_tokens, len(branch.tokens), default)
     await call.thread(_check_goes_on, draft, options.get("stop"))
     targets = [branch]
     if body.n > 1:
         at = len(draft.steps)
         branches.make_room(body.n)
         targets = [branches.fork(branch, draft.fork(), at) for _ in range(body.n)]
-    seen = [Cursor(len(each.steps), len(each.cuts), -1, each.ends) for each in targets]
+    cursors = [Cursor(len(each.steps), len(each.cuts), -1, each.ends) for each in targets]
     arrived, metrics = call.request.state.arrived, call.state.metrics
     texts = BranchTexts(call.served, metrics, arrived, [branch.tokens], body.n, options)
-    texts.drafts, texts.most = [draft] * body.n, most
+    texts.drafts, texts.max_tokens = [draft] * body.n, max_tokens
     try:
         call.texts.append(texts)
         async with asyncio.timeout_at(call.until):
@@ -72,8 +72,8 @@ async def _begun(
         raise
     for each in targets:
         each.extra_settings = merged_settings(body, each.extra_settings)
-        each.most = each.most if body.max_tokens is None else body.max_tokens
-    return writing, seen
+        each.max_tokens = each.max_tokens if body.max_tokens is None else body.max_tokens
+    return writing, cursors
 
 
 def _check_goes_on(draft: Generation, stop: tuple[str, ...] | None) -> None:
@@ -90,26 +90,26 @@ def _check_goes_on(draft: Generation, stop: tuple[str, ...] | None) -> None:
         )
 
 
-async def _finished(writing: BranchWriting, seen: list[Cursor]) -> dict[str, Any]:
+async def _finished(writing: BranchWriting, cursors: list[Cursor]) -> dict[str, Any]:
     await writing.over()
-    told = []
-    for branch, before in zip(writing.branches, seen, strict=True):
+    replies = []
+    for branch, before in zip(writing.branches, cursors, strict=True):
         since = min([before.count, *(to for to, _ in branch.cuts[before.cuts :])])
         steps = branch.steps[since:]
-        told.append(
+        replies.append(
             await in_thread(branch_with_steps, branch_json(branch), branch.prompt, steps, since)
         )
-    return told[0] if len(told) == 1 else {"object": "list", "data": told}
+    return replies[0] if len(replies) == 1 else {"object": "list", "data": replies}
 
 
-def _streamed(call: Call, writing: BranchWriting, seen: list[Cursor]) -> Response:
+def _streamed(call: Call, writing: BranchWriting, cursors: list[Cursor]) -> Response:
     branches = writing.branches
 
     events = watch(
-        list(zip(branches, seen, strict=True)),
+        list(zip(branches, cursors, strict=True)),
         is_over=lambda: all(branch.writing is not writing for branch in branches),
     )
-    return call.stream(events, failed)
+    return call.stream(events, error_event)
 
 
 @router.post("/{identity}/stop", summary="Stop the writing that goes on")
@@ -131,27 +131,27 @@ async def events(
 ) -> Response:
     branches, state = branches_of(request), state_of(request)
     branch = branches.get(identity)
-    seen = _place_of(branch, since, last_event_id)
+    cursors = _cursor_of(branch, since, last_event_id)
     resources: AsyncExitStack = request.state.resources
     await resources.enter_async_context(CancelOnDisconnect(request.receive))
     resources.enter_context(branches.watcher())
 
     async def happening() -> AsyncGenerator[bytes, None]:
         over = partial(_is_over, branch, state)
-        async with aclosing(watch([(branch, seen)], over)) as pieces:
+        async with aclosing(watch([(branch, cursors)], over)) as pieces:
             async for piece in pieces:
                 yield piece
         if branch.deleted:
-            yield tell("delete", branch, {}, seen)
+            yield branch_event("delete", branch, {}, cursors)
 
-    return EventStream(happening(), until=None, failed=failed)
+    return EventStream(happening(), until=None, failed=error_event)
 
 
 def _is_over(branch: TreeBranch, state: ServerState) -> bool:
     return branch.deleted or state.admission.refusing
 
 
-def _place_of(branch: TreeBranch, since: int | None, last_event_id: str | None) -> Cursor:
+def _cursor_of(branch: TreeBranch, since: int | None, last_event_id: str | None) -> Cursor:
     """What a watcher knows already: by the last event it has read, or as it says itself."""
     cuts, _, count = (last_event_id or "").partition("-")
     if since is None and cuts.isdecimal() and count.isdecimal() and len(cuts + count) < 20:

@@ -41,15 +41,15 @@ class BranchTexts(Texts):
     """
 
     drafts: list[Generation] = field(default_factory=list)
-    most: int = 0  # tokens that each may have more
+    max_tokens: int = 0  # tokens that each may have more
     started: Callable[[int, Generation], None] = lambda number, generation: None
 
-    def _begin(self, number: int) -> tuple[Generation, StepStream]:
+    def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
         draft = self.drafts[number]
         options = {
             **self.options,
             "sample": self.options["sample"] + number,
-            "max_tokens": len(draft.steps) + self.most,
+            "max_tokens": len(draft.steps) + self.max_tokens,
         }
         return draft.going_on(**options)
 
@@ -78,7 +78,7 @@ class BranchWriting:
 
     async def __aenter__(self) -> BranchWriting:
         """Start; raises what makes it impossible, and then nothing has changed."""
-        await self.texts.begin()
+        await self.texts.start()
         for branch in self.branches:
             branch.writing = self
             branch.changed()
@@ -128,7 +128,7 @@ class BranchWriting:
                 break
             same += 1
         # A list of its own: the engine's steps go into the other one as soon as they come.
-        branch.put(replace(generation, steps=list(generation.steps)), same, "rewind")
+        branch.replace_text(replace(generation, steps=list(generation.steps)), same, "rewind")
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -235,38 +235,38 @@ class BranchWriting:
 # -- telling ---------------------------------------------------------------------------------
 
 
-def tell(name: str, branch: TreeBranch, data: dict[str, Any], seen: Cursor) -> bytes:
+def branch_event(name: str, branch: TreeBranch, data: dict[str, Any], cursor: Cursor) -> bytes:
     """One event; its id says how much of the branch is known to whoever has read it."""
-    mark = f"id: {seen.cuts}-{seen.count}\n".encode()
+    mark = f"id: {cursor.cuts}-{cursor.count}\n".encode()
     return mark + event({"branch": branch.id, **data}, name)
 
 
-def failed(error: ApiError) -> bytes:
+def error_event(error: ApiError) -> bytes:
     """The last event of an answer that could not be finished."""
     return event(error.openai(), "error")
 
 
-def news_of(branch: TreeBranch, seen: Cursor) -> bytes:
+def pending_events(branch: TreeBranch, cursor: Cursor) -> bytes:
     """What somebody who has seen so much does not know yet; a part of it, if it is long."""
     found: list[bytes] = []
-    if seen.state != branch.state:
-        seen.state = branch.state
-        found.append(tell("branch", branch, {"data": branch_json(branch)}, seen))
-    if seen.cuts < len(branch.cuts):
-        kept, verb = min(branch.cuts[seen.cuts :])
-        seen.cuts = len(branch.cuts)
-        if kept < seen.count:
-            taken, seen.count = seen.count - kept, kept
-            found.append(tell(verb, branch, {"to": kept, "taken": taken}, seen))
-    for step in branch.steps[seen.count : seen.count + _STEPS_AT_ONCE]:
-        told = step_json(step, len(branch.prompt.ids), branch.prompt.readable)
-        seen.count += 1
-        found.append(tell("step", branch, told, seen))
-    if seen.ends != branch.ends and seen.count == len(branch.steps):
-        seen.ends = branch.ends
+    if cursor.state != branch.state:
+        cursor.state = branch.state
+        found.append(branch_event("branch", branch, {"data": branch_json(branch)}, cursor))
+    if cursor.cuts < len(branch.cuts):
+        common, verb = min(branch.cuts[cursor.cuts :])
+        cursor.cuts = len(branch.cuts)
+        if common < cursor.count:
+            taken, cursor.count = cursor.count - common, common
+            found.append(branch_event(verb, branch, {"to": common, "taken": taken}, cursor))
+    for step in branch.steps[cursor.count : cursor.count + _STEPS_AT_ONCE]:
+        json = step_json(step, len(branch.prompt.ids), branch.prompt.readable)
+        cursor.count += 1
+        found.append(branch_event("step", branch, json, cursor))
+    if cursor.ends != branch.ends and cursor.count == len(branch.steps):
+        cursor.ends = branch.ends
         if branch.fault is not None:
-            found.append(tell("error", branch, branch.fault.openai(), seen))
-        found.append(tell("done", branch, {"data": branch_json(branch)}, seen))
+            found.append(branch_event("error", branch, branch.fault.openai(), cursor))
+        found.append(branch_event("done", branch, {"data": branch_json(branch)}, cursor))
     return b"".join(found)
 
 
@@ -281,9 +281,9 @@ async def watch(
         while True:
             news.clear()
             over = is_over()
-            told = b"".join([news_of(branch, seen) for branch, seen in branches])
-            if told:
-                yield told
+            json = b"".join([pending_events(branch, cursor) for branch, cursor in branches])
+            if json:
+                yield json
             elif over:
                 return
             else:
