@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from unspool.serve.core.schema import (
     ExtensionWithSeed,
@@ -15,7 +15,6 @@ from unspool.serve.core.schema import (
     ToolName,
     Values,
     by_type,
-    text_or_list,
 )
 
 _TOOLS = "only tools that the caller runs can be used"
@@ -52,14 +51,7 @@ class ToolUseBlock(_ToolBlock):
     input: dict[str, Any]
 
 
-TextOnly = Annotated[
-    Annotated[TextBlock, Tag("Words")],
-    Discriminator(by_type("content", {"text": "Words"}, "only text is read")),
-]
-TextContent = Annotated[
-    Annotated[str, Tag("Text")] | Annotated[list[TextOnly], Tag("List")],
-    Discriminator(text_or_list),
-]
+TextContent = str | list[TextBlock]
 
 
 class ToolResultBlock(_ToolBlock):
@@ -69,21 +61,17 @@ class ToolResultBlock(_ToolBlock):
     is_error: bool | None = None
 
 
-_BLOCKS = {"text": "Words", "tool_use": "Use", "tool_result": "Result"}
 Block = Annotated[
-    Annotated[TextBlock, Tag("Words")]
+    Annotated[TextBlock, Tag("Text")]
     | Annotated[ToolUseBlock, Tag("Use")]
     | Annotated[ToolResultBlock, Tag("Result")],
-    Discriminator(by_type("content", _BLOCKS, f"it may be one of {', '.join(_BLOCKS)}")),
+    by_type({"text": "Text", "tool_use": "Use", "tool_result": "Result"}),
 ]
 
 
 class Message(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("Text")] | Annotated[list[Block], Tag("List")],
-        Discriminator(text_or_list),
-    ]
+    content: str | list[Block]
 
 
 class Tool(PartialApi):
@@ -148,15 +136,7 @@ class CountRequest(PartialApi):
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=100_000)
     system: TextContent | None = None
-    tools: (
-        list[
-            Annotated[
-                Annotated[Tool, Tag("Tool")],
-                Discriminator(by_type("tools", {"custom": "Tool"}, _TOOLS, default="custom")),
-            ]
-        ]
-        | None
-    ) = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None

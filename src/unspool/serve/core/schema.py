@@ -4,17 +4,22 @@ Unspool's own settings are under one key, `unspool`:
 {"model": ..., "messages": [...], "unspool": {"min_p": 0.1, "guard": ["loop"], "trace": true}}
 
 OpenAI's and Anthropic's APIs have more than is here. A parameter that they know and this server
-does not have is refused by its name and with the reason, unless its value asks for nothing. Where
-a value may have one of several forms, the form is chosen before it is checked, so that an error
-is about that form alone.
+does not have is refused by its name and with the reason, unless its value asks for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from unspool.sampling.settings import STAGE_SETTINGS, SamplingSettings
 from unspool.serve.http.errors import bad_request, unsupported
@@ -217,27 +222,13 @@ class PartialApi(Strict):
         return {name: value for name, value in given.items() if name not in cls.unsupported_fields}
 
 
-def text_or_list(given: Any) -> str:
-    """Which of the two it is: tags begin with a capital, as `faults.invalid` expects."""
-    return "Text" if isinstance(given, str) else "List"
+def by_type(models: Mapping[str, str], default: str = "") -> Discriminator:
+    """Which model of a union is meant: found by `type`, before it is checked, so that an error is
+    about that one alone. `models` gives each type's tag; `default` is the type of what has none."""
 
-
-def by_type(
-    what: str, tags: Mapping[str, str], why: str, default: str | None = None
-) -> Callable[[Any], str]:
-    """The tag of what is described by a `type`; other types are refused by name.
-
-    `usual` is the type of what has none. What is no type at all gets the first tag, to be found
-    wrong with that.
-    """
-    first = next(iter(tags.values()))
-
-    def found(given: Any) -> str:
+    def tag_of(given: Any) -> str | None:
         kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-        if not isinstance(kind, str):
-            return first if default is None or kind is not None else tags[default]
-        if kind not in tags:
-            raise unsupported(f"{what} of type {kind[:60]!r}", why)
-        return tags[kind]
+        return models.get(default if kind is None else str(kind))
 
-    return found
+    expected = ", ".join(models)
+    return Discriminator(tag_of, custom_error_type="wrong_type", custom_error_message=expected)

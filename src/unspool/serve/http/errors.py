@@ -106,12 +106,19 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What validation found, the first of it in words."""
+    """What validation found, in words: of several faults the first of those that lie deepest, as
+    where a value may have several forms, the one that fits furthest is the one that was meant."""
     nothing = {"loc": (), "msg": "the request cannot be read", "type": ""}
-    first: Mapping[str, Any] = errors[0] if errors else nothing
+    first: Mapping[str, Any] = max(errors, key=lambda error: len(error["loc"]), default=nothing)
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    name = ".".join(part for part in place if not _is_branch(part)) or None
-    kind = str(first["type"])
+    place = [part for part in place if not _is_branch(part)]
+    name, kind = ".".join(place) or None, str(first["type"])
+    if kind == "wrong_type" or (kind == "literal_error" and place[-1:] == ["type"]):
+        given = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
+        words = [part for part in place if not part.isdigit() and part != "type"]
+        what = f"{words[-1] if words else 'a value'} of type {str(given)[:60]!r}"
+        expected = first["msg"] if kind == "wrong_type" else first["ctx"]["expected"]
+        return unsupported(what, f"it may be {expected}")
     if kind == "extra_forbidden":
         return bad_request(_unknown(name or ""), name, "unknown_parameter")
     if kind == "missing":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Field, StringConstraints, Tag
 
 from unspool.serve.core.schema import (
     ExtensionWithSeed,
@@ -15,7 +15,6 @@ from unspool.serve.core.schema import (
     ToolName,
     Values,
     by_type,
-    text_or_list,
 )
 from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS
 
@@ -34,14 +33,7 @@ class TextPart(Strict):
     parsed: Any = None
 
 
-_PARTS = dict.fromkeys(("input_text", "output_text", "text"), "Part")
-Part = Annotated[
-    Annotated[TextPart, Tag("Part")],
-    Discriminator(by_type("content", _PARTS, "only text is read")),
-]
-Content = Annotated[
-    Annotated[str, Tag("Text")] | Annotated[list[Part], Tag("List")], Discriminator(text_or_list)
-]
+Content = str | list[TextPart]
 
 
 class MessageItem(Strict):
@@ -82,17 +74,13 @@ class FunctionCallOutputItem(PartialApi):
     status: Status | None = None
 
 
-_ITEMS = {
-    "message": "Message",
-    "function_call": "Call",
-    "function_call_output": "Output",
-}
 Item = Annotated[
     Annotated[MessageItem, Tag("Message")]
     | Annotated[FunctionCallItem, Tag("Call")]
     | Annotated[FunctionCallOutputItem, Tag("Output")],
-    Discriminator(
-        by_type("input", _ITEMS, f"it may be one of {', '.join(_ITEMS)}", default="message")
+    by_type(
+        {"message": "Message", "function_call": "Call", "function_call_output": "Output"},
+        default="message",
     ),
 ]
 
@@ -112,29 +100,9 @@ class FunctionTool(PartialApi):
     strict: bool | None = None
 
 
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("Function")],
-    Discriminator(by_type("tools", {"function": "Function"}, _FUNCTIONS)),
-]
-
-
 class NamedFunction(Strict):
     type: Literal["function"]
     name: str
-
-
-def _choice_form(given: Any) -> str:
-    return "Word" if isinstance(given, str) else _named(given)
-
-
-_named = by_type(
-    "tool_choice", {"function": "Function"}, "it may be none, auto, required or a name"
-)
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("Word")]
-    | Annotated[NamedFunction, Tag("Function")],
-    Discriminator(_choice_form),
-]
 
 
 class TextFormat(Strict):
@@ -185,14 +153,7 @@ class ResponseRequest(PartialApi):
     }
 
     model: str | None = None
-    input: (
-        Annotated[
-            Annotated[str, Tag("Text")]
-            | Annotated[Annotated[list[Item], Field(max_length=10_000)], Tag("List")],
-            Discriminator(text_or_list),
-        ]
-        | None
-    ) = None
+    input: str | Annotated[list[Item], Field(max_length=10_000)] | None = None
     instructions: str | None = None
     previous_response_id: ShortText | None = None
     store: bool | None = Field(None, description="false: keep nothing")
@@ -204,8 +165,8 @@ class ResponseRequest(PartialApi):
     include: list[str] | None = Field(None, description=f"{LOGPROBS}, or nothing")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     text: TextConfig | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: ToolChoice | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     metadata: (
         Annotated[
