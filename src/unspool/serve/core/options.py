@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from unspool.decoding.adaptive import Adaptive
 from unspool.decoding.draft_corpus import Corpus, PredictedText
 from unspool.engine.request import Drafter, Request
 from unspool.lm import LanguageModel
-from unspool.serve.core.schema import Bias, Extension, StopStrings, biases, stops
+from unspool.serve.core.schema import SamplingRequest, biases, stops
 from unspool.serve.http.errors import bad_request
 
 _GRAMMARS = ("json", "json_schema", "regex", "grammar", "choice")
 
 
-class SamplingFields(Protocol):
-    """The parameters that OpenAI's endpoints share."""
-
-    temperature: float | None
-    top_p: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    logit_bias: Bias | None
-    seed: int | None
-    stop: StopStrings | None
-    unspool: Extension | None
-
-
-def sampling_options(body: SamplingFields, *, top: int, **more: Any) -> dict[str, Any]:
+def sampling_options(body: SamplingRequest, *, top: int, **more: Any) -> dict[str, Any]:
     """What completions and chats share; `more` are further options."""
     penalized = body.frequency_penalty or body.presence_penalty
     given = dict(

@@ -153,8 +153,7 @@ class Sampling(Strict):
     )
 
 
-SAMPLING_NAMES = frozenset(Sampling.model_fields)
-assert {*SamplingSettings.__dataclass_fields__} == SAMPLING_NAMES | {"seed", "logit_bias"}
+assert {*SamplingSettings.__dataclass_fields__} == {*Sampling.model_fields, "seed", "logit_bias"}
 
 
 class Extension(Sampling):
@@ -232,3 +231,21 @@ def by_type(models: Mapping[str, str], default: str = "") -> Discriminator:
 
     expected = ", ".join(models)
     return Discriminator(tag_of, custom_error_type="wrong_type", custom_error_message=expected)
+
+
+class SamplingRequest(PartialApi):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Bias | None = None
+    stop: StopStrings | None = None
+    seed: Seed | None = None
+    user: ShortText | None = None
+    unspool: Extension | None = None

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from unspool.errors import BusyError, ContextError, UnspoolError
+from unspool.sampling.settings import SamplingSettings
 
 _TYPES = {
     401: "authentication_error",
@@ -133,16 +134,15 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _unknown(name: str) -> str:
-    from unspool.serve.core.schema import SAMPLING_NAMES  # which needs `bad_request`
-
     last = name.rpartition(".")[2]
-    if last in SAMPLING_NAMES and "unspool" not in name:
+    if last in _SAMPLING_NAMES and "unspool" not in name:
         return f"unknown parameter {name!r}; Unspool's own are under one key: unspool.{last}"
     if last in _ELSEWHERE:
         return f"unknown parameter {name!r}; here it is {_ELSEWHERE[last]}"
     return f"unknown or unsupported parameter {name!r}"
 
 
+_SAMPLING_NAMES = {*SamplingSettings.__dataclass_fields__} - {"seed", "logit_bias"}
 # What other servers call what this one has.
 _ELSEWHERE = {
     "repeat_penalty": "unspool.repetition_penalty",

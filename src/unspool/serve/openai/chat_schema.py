@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from unspool.serve.core.schema import (
-    Bias,
-    Extension,
-    PartialApi,
     Prediction,
     Reasons,
-    Seed,
+    SamplingRequest,
     ShortText,
-    StopStrings,
-    StreamOptions,
     Strict,
+    ToolName,
     Values,
 )
 
@@ -49,7 +45,7 @@ class Message(Strict):
 
 
 class Function(Strict):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -81,7 +77,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(PartialApi):
+class ChatRequest(SamplingRequest):
     """A conversation to be answered."""
 
     unsupported_fields: ClassVar[Reasons] = {
@@ -95,30 +91,17 @@ class ChatRequest(PartialApi):
     }
     noop_values: ClassVar[Values] = {"function_call": ["none", "auto"]}
 
-    model: str | None = None
     messages: list[Message] = Field(min_length=1)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Bias | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    stop: StopStrings | None = None
-    seed: Seed | None = None
     response_format: ResponseFormat | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    unspool: Extension | None = None
     # Taken because they ask for nothing that changes the text.
-    user: ShortText | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_retention: ShortText | None = None

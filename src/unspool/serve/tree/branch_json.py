@@ -1,17 +1,24 @@
-"""Branches and their steps as JSON."""
+"""Branches and their steps as JSON, and the router that all answers of `/v1/tree` go through."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling import SamplingSettings
+from unspool.serve.core.state import state_of
 from unspool.serve.core.step_json import finite, step_json
-from unspool.serve.tree.branches import MessageSpan, TreeBranch, TreePrompt
+from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.http.threads import in_thread
+from unspool.serve.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt
 from unspool.serve.tree.schema import DEFAULT_TOKENS
 
 _PREVIEW = 80  # characters
@@ -130,3 +137,24 @@ def preview(generation: Generation, start: int) -> str:
         if len(shown) >= _PREVIEW:
             break
     return shown[:_PREVIEW]
+
+
+# -- answers ---------------------------------------------------------------------------------
+
+router = new_router("The tree of tokens", "/v1/tree")
+
+
+def branches_of(request: Request) -> Branches:
+    return state_of(request).branches
+
+
+async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:
+    """A branch as it stands now, with its steps from `since` on; None: without steps.
+
+    A verb answers with the steps that are new, because those before it can be many.
+    """
+    steps = None if since is None else branch.steps[since:]
+    work = partial(
+        branch_with_steps, branch_json(branch), branch.prompt, steps, since or 0, prompt=prompt
+    )
+    return await in_thread(lambda: JsonReply(work()))

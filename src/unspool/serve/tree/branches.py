@@ -16,16 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.lm import LanguageModel
 from unspool.serve.http.errors import ApiError, bad_request
 from unspool.text.tokenizer.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from unspool.serve.tree.writing import BranchWriting
 
 STALE_SECONDS = 6 * 3600.0  # untouched for so long, a branch makes room for others
 MAX_WATCHERS = 512
@@ -70,6 +67,14 @@ class Cursor:
     ends: int = 0
 
 
+class Writer(Protocol):
+    """Who writes a branch now (`writing.py`)."""
+
+    def stop(self, *branches: TreeBranch) -> None: ...
+    async def stopped(self, branch: TreeBranch) -> None: ...
+    def set_pace(self, pace: float | None) -> None: ...
+
+
 @dataclass(eq=False)
 class TreeBranch:
     """One branch. All of it changes on the event loop alone."""
@@ -88,7 +93,7 @@ class TreeBranch:
     finish_reason: str | None = None
     fault: ApiError | None = None  # what ended the last writing
     last: dict[str, Any] | None = None  # what the last writing took
-    writing: BranchWriting | None = None
+    writing: Writer | None = None
     deleted: bool = False
     cuts: list[tuple[int, str]] = field(default_factory=list)  # (steps that stayed, by which verb)
     state: int = 0  # grows when anything but the steps changes

@@ -24,7 +24,7 @@ from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.openai.chat_prompt import template_message
 from unspool.serve.tree import look, resume  # noqa: F401  they put their routes in too
-from unspool.serve.tree.branch_json import summary
+from unspool.serve.tree.branch_json import branches_of, reply, router, summary
 from unspool.serve.tree.branches import TreeBranch
 from unspool.serve.tree.prompt import new_branch, turn
 from unspool.serve.tree.schema import (
@@ -35,7 +35,6 @@ from unspool.serve.tree.schema import (
     ForkRequest,
     RewindRequest,
 )
-from unspool.serve.tree.shared import branches_of, reply, router
 
 __all__ = ["router"]
 _JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabulary

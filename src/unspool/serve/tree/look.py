@@ -25,9 +25,8 @@ from unspool.serve.core.state import state_of
 from unspool.serve.core.step_json import finite
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply
-from unspool.serve.tree.branch_json import sampling
+from unspool.serve.tree.branch_json import branches_of, router, sampling
 from unspool.serve.tree.schema import Place
-from unspool.serve.tree.shared import branches_of, router
 
 MAX_ALTERNATIVES = 500
 MAX_NUMBERS = 2_000_000  # of attention in one answer

@@ -18,11 +18,16 @@ from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import EventStream
 from unspool.serve.http.threads import in_thread
-from unspool.serve.tree.branch_json import branch_json, branch_with_steps
+from unspool.serve.tree.branch_json import (
+    branch_json,
+    branch_with_steps,
+    branches_of,
+    reply,
+    router,
+)
 from unspool.serve.tree.branches import Branches, Cursor, TreeBranch
 from unspool.serve.tree.prompt import merged_settings
 from unspool.serve.tree.schema import DEFAULT_TOKENS, ResumeRequest
-from unspool.serve.tree.shared import branches_of, reply, router
 from unspool.serve.tree.writing import BranchTexts, BranchWriting, branch_event, error_event, watch
 from unspool.text.tokenizer.stream import TextStream
 
