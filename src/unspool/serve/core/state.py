@@ -72,7 +72,6 @@ class Call:
     ) -> None:
         self.state, self.request, self.model, self.places = state, request, model, places
         self.until = asyncio.get_running_loop().time() + state.settings.deadline
-        self.texts: list[Texts] = []
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Call:
@@ -84,7 +83,6 @@ class Call:
                 self.served = await taken.enter_async_context(self.state.registry.use(self.model))
             if not self.served.is_alive:
                 raise ApiError(503, "the model's engine has stopped", code="engine_stopped")
-            taken.callback(self._end_texts)
             self._resources = taken.pop_all()
         self.request.state.log["model"] = self.served.name
         return self
@@ -100,6 +98,10 @@ class Call:
         """Enter a context that is left with the call."""
         return await self._resources.enter_async_context(resource)
 
+    def hold_texts(self, texts: Texts) -> None:
+        """Texts that are stopped with the call, if they still run; and what they came to."""
+        self._resources.callback(self._end, texts)
+
     async def write(self, prompts: list[list[int]], options: dict[str, Any], n: int = 1) -> Texts:
         """Begin the texts; `options` are those of `LanguageModel.stream`."""
         for ids in prompts:
@@ -107,7 +109,7 @@ class Call:
         arrived = self.request.state.arrived
         at_once = max(1, self.places // n)
         texts = Texts(self.served, self.state.metrics, arrived, prompts, n, options, at_once)
-        self.texts.append(texts)
+        self.hold_texts(texts)
         async with asyncio.timeout_at(self.until):
             await texts.start()
         return texts
@@ -157,26 +159,18 @@ class Call:
         """The answer as events, sent as they come."""
         return EventStream(events, until=self.until, failed=failed)
 
-    def _end_texts(self) -> None:
-        for texts in self.texts:
-            texts.close()
-            texts.account()
-        self._log()
-
-    def _log(self) -> None:
-        """What the request's line in the log says of its texts."""
+    def _end(self, texts: Texts) -> None:
+        texts.close()
+        texts.account()
         log = self.request.state.log
-        for texts in self.texts:
-            used = texts.usage() if texts.texts else None
-            if used is None:
-                continue
-            log["prompt_tokens"] = used["prompt_tokens"]
-            log["cached_tokens"] = used["prompt_tokens_details"]["cached_tokens"]
-            log["completion_tokens"] = used["completion_tokens"]
-            if self.settings.log_prompts:
-                decode = self.served.lm.tokenizer.decode
-                log["prompts"] = [decode(ids) for ids in texts.prompts]
-                log["texts"] = [text.generation.text for text in texts.all]
+        used = texts.usage()
+        log["prompt_tokens"] = used["prompt_tokens"]
+        log["cached_tokens"] = used["prompt_tokens_details"]["cached_tokens"]
+        log["completion_tokens"] = used["completion_tokens"]
+        if self.settings.log_prompts:
+            decode = self.served.lm.tokenizer.decode
+            log["prompts"] = [decode(ids) for ids in texts.prompts]
+            log["texts"] = [text.generation.text for text in texts.all]
 
 
 def state_of(request: Request) -> ServerState:

@@ -1,4 +1,4 @@
-"""The application: all routes, behind the gate."""
+"""The application: all routes, behind the middleware."""
 
 from __future__ import annotations
 
@@ -57,20 +57,9 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
         redoc_url=None,
     )
     api.state.server = state
-    for part in (
-        models,
-        chat,
-        completions,
-        responses,
-        messages,
-        embeddings,
-        tokens,
-        tree,
-        operation,
-    ):
+    parts = [models, chat, completions, responses, messages, embeddings]  # in this order at /docs
+    for part in (*parts, tokens, tree, operation, docs_page, page_files):
         api.include_router(part.router)
-    api.include_router(docs_page.router)
-    api.include_router(page_files.router)
     api.openapi = partial(_document, api.openapi)  # type: ignore[method-assign]
     for kind in _KNOWN:
         api.add_exception_handler(kind, _error_reply)
@@ -97,7 +86,8 @@ def _document(generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def _error_reply(request: Request, error: Exception) -> Response:
     known = to_api_error(error)
-    request.state.log.setdefault("error", known.message)
+    is_gone = isinstance(error, ConnectionResetError)
+    request.state.log.setdefault("gone" if is_gone else "error", is_gone or known.message)
     return error_reply(known, request.url.path)
 
 

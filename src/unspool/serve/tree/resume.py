@@ -67,7 +67,7 @@ async def _start(
     texts = BranchTexts(call.served, metrics, arrived, [branch.tokens], body.n, options)
     texts.drafts, texts.max_tokens = [draft] * body.n, max_tokens
     try:
-        call.texts.append(texts)
+        call.hold_texts(texts)
         async with asyncio.timeout_at(call.until):
             writing = await call.hold(BranchWriting(texts, targets, body.pace))
     except BaseException:
