@@ -10,6 +10,7 @@ import random
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,14 +329,17 @@ def test_a_server_without_a_key_answers_only_to_its_own_name(server):
 
 def test_who_runs_out_of_time_in_line_leaves_nothing_behind(default_model):
     entry = default_entry(default_model, memory=64 << 20)
-    with running([entry], max_running=1, deadline=0.6) as server:
+    with running([entry], max_running=1) as server:
+        usual = server.state.settings
         url = f"{server.url}/v1/completions"
         first = raw(
             server, posted("/v1/completions", json.dumps({**LONG, "stream": True}).encode())
         )
         first.recv(100)
+        server.state.settings = replace(usual, deadline=0.3)  # for those who come from now on
         late = httpx.post(url, json=body_of(), timeout=30)
         assert late.status_code == 504
+        server.state.settings = usual
         first.close()
         settled(server)
         assert httpx.post(url, json=body_of(), timeout=30).status_code == 200
