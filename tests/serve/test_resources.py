@@ -263,6 +263,32 @@ def test_who_sends_half_a_body_is_hung_up_on(default_model: Path):
             assert closed_by_server(sockets, 8) == 30
 
 
+def test_who_sends_a_body_drop_by_drop_is_hung_up_on(default_model: Path):
+    """Each drop comes in time; all of it must."""
+    entry = default_entry(default_model, memory=32 << 20)
+    with running([entry], body_seconds=0.5) as server, connected(server) as slow:
+        slow.sendall(posted("/v1/completions", b"", 1000))
+        until = time.monotonic() + 20
+        with pytest.raises(OSError):
+            while time.monotonic() < until:
+                slow.sendall(b" ")
+                time.sleep(0.1)
+
+
+def test_who_begins_another_request_and_stops_is_hung_up_on(default_model: Path):
+    entry = default_entry(default_model, memory=32 << 20)
+    with running([entry], body_seconds=0.5) as server:
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with connected(server) as idle, connected(server) as half:
+            for each in (idle, half):
+                each.sendall(whole)
+                assert each.recv(4096).startswith(b"HTTP/1.1 200")
+            half.sendall(whole[:20])
+            assert half.recv(4096) == b""
+            idle.sendall(whole)  # one that is only kept open is still served
+            assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 # -- long silences ----------------------------------------------------------------------------
 
 

@@ -106,6 +106,7 @@ class Middleware:
         """`receive` that counts the body, and does not wait for ever for the rest of it."""
         settings = self.state.settings
         received, whole = 0, False
+        until = asyncio.get_running_loop().time() + settings.body_seconds
 
         async def bounded() -> Message:
             nonlocal received, whole
@@ -113,7 +114,7 @@ class Middleware:
                 return await receive()
             try:
                 # Not wait_for: in Python 3.11 it may swallow that the waiting is cancelled.
-                async with asyncio.timeout(settings.body_seconds):
+                async with asyncio.timeout_at(until):
                     message = await receive()
             except TimeoutError:
                 raise ApiError(408, "the request's body did not come in time") from None

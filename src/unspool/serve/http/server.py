@@ -36,23 +36,32 @@ class _Protocol(H11Protocol):
     """HTTP, but not for a client that never says what it wants, or never stops saying it."""
 
     head_seconds = 30.0
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(self.head_seconds, self._hang_up_if_silent)
+        self._expect_request(self.head_seconds)
 
-    def _hang_up_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timer is None and self.cycle is not None and self.cycle.response_complete:
+            self._expect_request(self.head_seconds)  # a part of the next request's head
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:
-            self.loop.call_later(_LINGER_SECONDS, self._hang_up_if_unfinished, self.cycle)
+        self._expect_request(_LINGER_SECONDS if self.conn.their_state is h11.SEND_BODY else None)
 
-    def _hang_up_if_unfinished(self, answered: RequestResponseCycle) -> None:
-        is_same = self.cycle is answered and self.conn.their_state is h11.SEND_BODY
-        if is_same and not self.transport.is_closing():
+    def _expect_request(self, seconds: float | None) -> None:
+        """Hang up unless there is a new request by then; None: no hurry."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if seconds is not None:
+            self._timer = self.loop.call_later(seconds, self._hang_up_unless_new, self.cycle)
+
+    def _hang_up_unless_new(self, before: RequestResponseCycle | None) -> None:
+        self._timer = None
+        if self.cycle is before and not self.transport.is_closing():
             self.transport.close()
 
 
