@@ -25,13 +25,14 @@ from unspool.serve.anthropic.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from unspool.serve.core.blocks import Block, BlockParser, Change, Grown, Opened
+from unspool.serve.core.blocks import Block, Change, Grown, Opened
 from unspool.serve.core.state import Call, new_id, state_of
 from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event
 from unspool.serve.http.routes import JsonReply, new_router, to_json
+from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
 from unspool.serve.openai.chat_schema import ChatRequest
 
@@ -146,20 +147,15 @@ def _join(content: TextContent) -> str:
 # -- what is answered ------------------------------------------------------------------------
 
 
-class _Answer:
+class _Answer(BlockAnswer):
     """A message, whole or in events."""
 
     def __init__(self, call: Call, body: MessagesRequest, texts: Texts, use: ToolUse) -> None:
-        self.body, self.texts, self.served = body, texts, call.served
-        self.id = new_id("msg_")
-        self.blocks = BlockParser(use.reader(call.served), one_call=use.parallel is False)
-
-    # -- whole -------------------------------------------------------------------------------
+        super().__init__(call, texts, use)
+        self.body, self.id = body, new_id("msg_")
 
     async def answer(self) -> dict[str, Any]:
-        await self.texts.finish()
-        blocks = self.blocks.read(self.texts.all[0].generation)
-        content = [_block(block, _input(block)) for block in blocks]
+        content = [_block(block, _input(block)) for block in await self.read()]
         return self._message(content, self._usage()) | self._end() | self._extra()
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -202,12 +198,9 @@ class _Answer:
             return {}
         return {"unspool": texts_json(self.texts, self.body.unspool.trace)}
 
-    # -- in events ---------------------------------------------------------------------------
-
     async def events(self) -> AsyncGenerator[bytes, None]:
         started = False
-        async for batch in self.texts.final_batches():
-            changes = (change for _, step in batch for change in self.blocks.take(step))
+        async for changes in self.changes():
             found = b"".join(map(_changed, changes))
             # Not sooner: how much of the prompt was cached shows with the first step.
             if not started:

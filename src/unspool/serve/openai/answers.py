@@ -1,17 +1,20 @@
-"""What chats and completions have in common: an answer as one object, or as a stream of chunks."""
+"""What answers of several APIs have in common, whole or as a stream."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
+from unspool.serve.core.blocks import Block, BlockParser, Change
 from unspool.serve.core.schema import Extension, StreamOptions
 from unspool.serve.core.state import Call, new_id
 from unspool.serve.core.step_json import step_json, texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.events import DONE, event
+from unspool.serve.openai.chat_prompt import ToolUse
 from unspool.serve.openai.logprobs import LogprobFormat
 
 
@@ -71,3 +74,28 @@ class Answer:
             "system_fingerprint": self.served.fingerprint,
             "choices": choices,
         }
+
+
+class BlockAnswer:
+    """An answer of one text, as a row of blocks: words and calls."""
+
+    def __init__(
+        self, call: Call, texts: Texts, use: ToolUse, *, never_empty: bool = False
+    ) -> None:
+        self.texts, self.served = texts, call.served
+        reader, one_call = use.reader(call.served), use.parallel is False
+        self.blocks = BlockParser(reader, one_call=one_call, never_empty=never_empty)
+
+    @property
+    def generation(self) -> Generation:
+        return self.texts.all[0].generation
+
+    async def read(self) -> list[Block]:
+        """All blocks, once the text is written."""
+        await self.texts.finish()
+        return self.blocks.read(self.generation)
+
+    async def changes(self) -> AsyncGenerator[list[Change], None]:
+        """What each batch of steps changes."""
+        async for batch in self.texts.final_batches():
+            yield [change for _, step in batch for change in self.blocks.take(step)]

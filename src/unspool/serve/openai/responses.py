@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
-from unspool.serve.core.blocks import Block, BlockParser, Change, Grown, Opened, was_cut
+from unspool.serve.core.blocks import Block, Change, Grown, Opened, was_cut
 from unspool.serve.core.options import check_stream_options
 from unspool.serve.core.state import Call, new_id, state_of
 from unspool.serve.core.step_json import texts_json
@@ -20,6 +19,7 @@ from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import ApiError, bad_request, unsupported
 from unspool.serve.http.events import event
 from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
 from unspool.serve.openai.chat_schema import ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat
@@ -127,7 +127,20 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
 # -- what is answered ------------------------------------------------------------------------
 
 
-class _Answer:
+# What every response says, until something else is known; and what it repeats of its request.
+_FIXED = {
+    "object": "response", "background": False, "completed_at": None, "error": None,
+    "incomplete_details": None, "max_tool_calls": None, "usage": None,
+    "reasoning": {"effort": None, "summary": None},
+    "service_tier": "default", "truncation": "disabled",
+}  # fmt: skip
+_ECHOED = {
+    "instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key",
+    "prompt_cache_retention", "safety_identifier", "user",
+}  # fmt: skip
+
+
+class _Answer(BlockAnswer):
     """A response, whole or in events."""
 
     def __init__(
@@ -138,27 +151,21 @@ class _Answer:
         use: ToolUse,
         store: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        self.body, self.texts, self.served, self.store = body, texts, call.served, store
+        super().__init__(call, texts, use, never_empty=True)
+        self.body, self.store = body, store
         self.id, self.created = new_id("resp_"), int(time.time())
         self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
-        reader = use.reader(call.served)
-        self.blocks = BlockParser(reader, one_call=use.parallel is False, never_empty=True)
         self.number = 0  # of the next event
 
     # -- whole -------------------------------------------------------------------------------
 
     async def answer(self) -> dict[str, Any]:
-        await self.texts.finish()
-        self.blocks.read(self._generation)
+        await self.read()
         return self._finished()
-
-    @property
-    def _generation(self) -> Generation:
-        return self.texts.all[0].generation
 
     def _finished(self) -> dict[str, Any]:
         """All of it, stored for later; the blocks are complete."""
-        is_cut = was_cut(self._generation.finish_reason)
+        is_cut = was_cut(self.generation.finish_reason)
         found = self._response("incomplete" if is_cut else "completed")
         if is_cut:
             found["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -173,45 +180,27 @@ class _Answer:
 
     def _response(self, status: str) -> dict[str, Any]:
         """What is known so far."""
-        body, settings = self.body, self._generation.settings
+        body, settings = self.body, self.generation.settings
+        wanted = None if body.text is None else body.text.format
         return {
             "id": self.id,
-            "object": "response",
             "created_at": self.created,
             "status": status,
-            "background": False,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
             "model": self.served.name,
-            "output": [self._item(block) for block in self.blocks.all],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "prompt_cache_retention": body.prompt_cache_retention,
-            "reasoning": {"effort": None, "summary": None},
-            "safety_identifier": body.safety_identifier,
-            "service_tier": "default",
-            "store": body.store is not False,
             "system_fingerprint": self.served.fingerprint,
+            "output": [self._item(block) for block in self.blocks.all],
+            **_FIXED,
+            **body.model_dump(include=_ECHOED),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "store": body.store is not False,
             "temperature": settings.temperature,
-            "text": {"format": self._format(), "verbosity": "medium"},
+            "text": {"format": _echoed(wanted) or {"type": "text"}, "verbosity": "medium"},
             "tool_choice": _echoed(body.tool_choice) or "auto",
             "tools": [_echoed(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": settings.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": body.user,
             "metadata": body.metadata or {},
         }
-
-    def _format(self) -> Any:
-        wanted = None if self.body.text is None else self.body.text.format
-        return {"type": "text"} if wanted is None else _echoed(wanted)
 
     def _usage(self) -> dict[str, Any]:
         used = self.texts.usage()
@@ -264,12 +253,10 @@ class _Answer:
         yield self._event("response.created", response=started) + self._event(
             "response.in_progress", response=started
         )
-        async for batch in self.texts.final_batches():
-            changes = (change for _, step in batch for change in self.blocks.take(step))
-            found = b"".join(e for change in changes for e in self._changed(change))
-            if found:
+        async for changes in self.changes():
+            if found := b"".join(e for change in changes for e in self._changed(change)):
                 yield found
-        last = self.blocks.end(self._generation.finish_reason)
+        last = self.blocks.end(self.generation.finish_reason)
         rest = b"".join(e for change in last for e in self._changed(change))
         done = self._finished()
         yield rest + self._event(f"response.{done['status']}", response=done)
@@ -304,11 +291,8 @@ class _Answer:
         else:
             kind = "response.function_call_arguments.done"
             found = [self._event(kind, **item, name=block.name, arguments=block.text)]
-        done = self._item(block)
-        return [
-            *found,
-            self._event("response.output_item.done", output_index=block.index, item=done),
-        ]
+        ends = {"output_index": block.index, "item": self._item(block)}
+        return [*found, self._event("response.output_item.done", **ends)]
 
     def failed(self, error: ApiError) -> bytes:
         """The last event when something went wrong on the way."""
