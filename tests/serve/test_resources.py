@@ -107,14 +107,16 @@ class Interrupted(Coroutine[Any, Any, None]):
         raise NotImplementedError
 
 
-def scope_of(path: str) -> dict[str, Any]:
+def scope_of(path: str, method: str) -> dict[str, Any]:
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    return {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+    return {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
             "root_path": "", "headers": headers, "client": ("127.0.0.1", 1)}  # fmt: skip
 
 
-async def interrupted(app: Any, path: str, body: Any, number: int, late: bool) -> bool:
+async def interrupted(
+    app: Any, path: str, body: Any, number: int, late: bool, method: str = "POST"
+) -> bool:
     """Send a request and cancel it at its nth await; False if it was finished before that."""
     received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     sent: list[Any] = []
@@ -128,7 +130,7 @@ async def interrupted(app: Any, path: str, body: Any, number: int, late: bool) -
         await asyncio.sleep(0)
         sent.append(message)
 
-    work = Interrupted(app(scope_of(path), receive, send), number, late)
+    work = Interrupted(app(scope_of(path, method), receive, send), number, late)
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait_for(asyncio.shield(task), 60)
@@ -188,6 +190,22 @@ async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late:
                 state.branches.delete(other)
         assert number > 4
     await registry.close_all()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_watcher_may_be_cancelled_at_every_await(default_model: Path, late: bool):
+    async def check() -> None:
+        registry = ModelRegistry([default_entry(default_model, memory=32 << 20)], room=1 << 33)
+        app, state = create_app(ServeSettings(), registry)
+        await interrupted(app, "/v1/tree", {"prompt": "Once upon"}, 10**9, late)
+        (branch,) = state.branches.all
+        for number in range(1, 9):
+            path = f"/v1/tree/{branch}/events"
+            assert await interrupted(app, path, None, number, late, "GET")
+            assert state.branches.watchers == 0
+        await registry.close_all()
+
+    asyncio.run(check())
 
 
 def test_who_waits_in_line_may_be_cancelled_at_every_await(default_model: Path):

@@ -207,18 +207,18 @@ class Branches:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.all: dict[str, TreeBranch] = {}
-        self._watchers = 0
+        self.watchers = 0
 
     @contextmanager
     def watcher(self) -> Iterator[None]:
         """One who watches branches; so many may."""
-        if self._watchers >= MAX_WATCHERS:
+        if self.watchers >= MAX_WATCHERS:
             raise ApiError(429, f"{MAX_WATCHERS} watch already, as many as may", retry_after=5)
-        self._watchers += 1
+        self.watchers += 1
         try:
             yield
         finally:
-            self._watchers -= 1
+            self.watchers -= 1
 
     def get(self, identity: str) -> TreeBranch:
         branch = self.all.get(identity)
