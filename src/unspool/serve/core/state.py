@@ -102,16 +102,19 @@ class Call:
         """Texts that are stopped with the call, if they still run; and what they came to."""
         self._resources.callback(self._end, texts)
 
-    async def write(self, prompts: list[list[int]], options: dict[str, Any], n: int = 1) -> Texts:
-        """Begin the texts; `options` are those of `LanguageModel.stream`."""
+    async def write(
+        self, prompts: list[list[int]], options: dict[str, Any], n: int = 1, *, start: bool = True
+    ) -> Texts:
+        """Texts, started unless that is put off; `options` are those of `LanguageModel.stream`."""
         for ids in prompts:
             self.check_prompt(len(ids))
         arrived = self.request.state.arrived
         at_once = max(1, self.places // n)
         texts = Texts(self.served, self.state.metrics, arrived, prompts, n, options, at_once)
         self.hold_texts(texts)
-        async with asyncio.timeout_at(self.until):
-            await texts.start()
+        if start:
+            async with asyncio.timeout_at(self.until):
+                await texts.start()
         return texts
 
     def check_prompt(self, length: int) -> None:

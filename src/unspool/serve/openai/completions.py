@@ -61,7 +61,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     places = written * max(1, min(prompts, state.settings.max_running // written))
     call = await state.enter(request, body.model, places)
     ids, options = await call.thread(_prepare, call, body)
-    texts = await call.write(ids, options, written)
+    texts = await call.write(ids, options, written, start=not _is_scored(body))
     answer = _Completion(call, body, texts, n)
     return call.stream(answer.events()) if body.stream else await call.reply(answer.answer())
 
@@ -102,13 +102,9 @@ def _start(call: Call) -> list[int]:
     return [first]
 
 
-async def _scores(call: Call, body: CompletionRequest, prompts: list[list[int]]) -> list[Score]:
-    """How the model judges the prompts, where that was asked for."""
-    if not body.echo or body.logprobs is None:
-        return []
-    score, top = call.served.lm.score, body.logprobs
-    work = [call.thread(score, ids, top=top) for ids in prompts]
-    return list(await asyncio.gather(*work))
+def _is_scored(body: CompletionRequest) -> bool:
+    """Whether the log-probabilities of the prompts are wanted too."""
+    return bool(body.echo) and body.logprobs is not None
 
 
 class _Completion(Answer):
@@ -123,13 +119,21 @@ class _Completion(Answer):
         self.offsets: dict[int, int] = {}
         self._words = EventTemplate(lambda number, text: self._chunk(_choice(number, text)))
 
+    async def _score(self) -> None:
+        """Have the prompts judged first, if that is wanted: the texts share what that computes."""
+        if _is_scored(self.body):
+            score, top = self.served.lm.score, self.body.logprobs or 0
+            work = [self.call.thread(score, ids, top=top) for ids in self.texts.prompts]
+            self.scores = list(await asyncio.gather(*work))
+            await self.texts.start()
+
     def _echo(self, prompt: int) -> str:
         return self.served.lm.tokenizer.decode(self.texts.prompts[prompt]) if self.body.echo else ""
 
     # -- whole -------------------------------------------------------------------------------
 
     async def answer(self) -> dict[str, Any]:
-        self.scores = await _scores(self.call, self.body, self.texts.prompts)
+        await self._score()
         await self.texts.finish()
         choices = []
         for prompt in range(len(self.texts.prompts)):
@@ -157,7 +161,7 @@ class _Completion(Answer):
     # -- in chunks ---------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        self.scores = await _scores(self.call, self.body, self.texts.prompts)
+        await self._score()
         if self.body.echo:
             for number in range(len(self.texts.prompts) * self.texts.n):
                 echoed, offset = self._echoed(number // self.texts.n)
