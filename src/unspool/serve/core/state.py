@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
@@ -146,6 +146,15 @@ class Call:
         """Have something done on a thread; who leaves meanwhile does not wait for it."""
         async with asyncio.timeout_at(self.until):
             return await in_thread(work, *given, **named)
+
+    async def threads(self, work: Callable[..., Any], many: Iterable[Any], **named: Any) -> Any:
+        """Have it done for each, on threads; if one fails, those that wait are not begun."""
+        tasks = [asyncio.ensure_future(self.thread(work, each, **named)) for each in many]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def reply(self, answer: Awaitable[Any]) -> Response:
         """The answer as JSON; all that the call held is free before it is sent."""

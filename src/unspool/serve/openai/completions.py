@@ -6,7 +6,6 @@ harnesses score given answers.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, ClassVar
 
@@ -123,8 +122,7 @@ class _Completion(Answer):
         """Have the prompts judged first, if that is wanted: the texts share what that computes."""
         if _is_scored(self.body):
             score, top = self.served.lm.score, self.body.logprobs or 0
-            work = [self.call.thread(score, ids, top=top) for ids in self.texts.prompts]
-            self.scores = list(await asyncio.gather(*work))
+            self.scores = await self.call.threads(score, self.texts.prompts, top=top)
             await self.texts.start()
 
     def _echo(self, prompt: int) -> str:

@@ -6,8 +6,8 @@ the vectors after the last layer and its norm, scaled to length one; the answer 
 
 from __future__ import annotations
 
-import asyncio
 import base64
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -48,7 +48,7 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
             "dimensions", f"this model's vectors have {lm.config.width}, and cannot be shortened"
         )
     prompts = await call.thread(_ids, call, as_list(body.input))
-    vectors = await asyncio.gather(*(call.thread(embedding, lm, ids) for ids in prompts))
+    vectors = await call.threads(partial(embedding, lm), prompts)
     count = sum(map(len, prompts))
     packed = body.encoding_format == "base64"
     return {
