@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unspool.serve import server as serving
-from unspool.serve.app import create_app
-from unspool.serve.house import House
-from unspool.serve.settings import ServeSettings
-from unspool.serve.shelf import Entry, Shelf
+from unspool.serve.core.registry import ModelEntry, ModelRegistry
+from unspool.serve.core.state import ServerState
+from unspool.serve.http import server as serving
+from unspool.serve.http.app import create_app
+from unspool.serve.http.settings import ServeSettings
 
 
 @dataclass
@@ -22,26 +23,44 @@ class Running:
     """A server that listens."""
 
     url: str
-    house: House
+    state: ServerState
     stop: Any
 
     @property
     def model(self) -> str:
-        return self.house.shelf.first
+        return self.state.registry.first
 
     @property
     def pool(self) -> Any:
         """The pages of the first model."""
-        return self.house.shelf.loaded[self.model].lm.engine.tree.pool
+        return self.state.registry.loaded[self.model].lm.engine.tree.pool
+
+
+def settled(server: Running, seconds: float = 10.0) -> None:
+    """Wait until nothing runs and nothing is held; every page is free then, but for what is cached
+    to be reused."""
+    registry = server.state.registry
+    lm = registry.loaded[server.model].lm
+    until = time.monotonic() + seconds
+    while (
+        server.state.admission.running
+        or any(served.users for served in registry.loaded.values())
+        or len(lm.engine.scheduler)
+    ):
+        assert time.monotonic() < until, "something still runs"
+        time.sleep(0.005)
+    lm.engine.call(lambda: lm.engine.tree.index.clear())
+    assert lm.engine.tree.pool.used == 0
+    assert not lm.engine._waiting
 
 
 @contextlib.contextmanager
-def running(entries: list[Entry], **settings: Any) -> Iterator[Running]:
+def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     """A server in a thread of this process."""
     room = settings.pop("room", 1 << 33)
     wanted = replace(ServeSettings(port=0, drain=2.0), **settings)
-    bound = serving.listening(wanted)
-    app, house = create_app(wanted, Shelf(entries, room=room))
+    bound = serving.bound_socket(wanted)
+    app, state = create_app(wanted, ModelRegistry(entries, room=room))
     address: list[str] = []
     ready = threading.Event()
 
@@ -68,12 +87,12 @@ def running(entries: list[Entry], **settings: Any) -> Iterator[Running]:
         assert not thread.is_alive()
 
     try:
-        yield Running(address[0], house, stop)
+        yield Running(address[0], state, stop)
     finally:
         stop()
 
 
-def default_entry(path: Path, name: str = "smollm", **options: Any) -> Entry:
+def default_entry(path: Path, name: str = "smollm", **options: Any) -> ModelEntry:
     import unspool
 
-    return Entry(name, lambda: unspool.load(path, **options), path.stat().st_size)
+    return ModelEntry(name, lambda: unspool.load(path, **options), path.stat().st_size)

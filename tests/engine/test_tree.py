@@ -170,6 +170,8 @@ class TreeMachine(RuleBasedStateMachine):
             assert len(node.tokens) == SIZE or not node.children
             live += node.live > 0
         assert self.tree.index.live_pages == live
+        parting = [node for node in nodes(self.tree.index) if node.live > 1]
+        assert self.tree.index.shared_pages == len(parting)
 
     @invariant()
     def pages_hold_what_they_should(self) -> None:

@@ -16,7 +16,7 @@ LONG_WORD = "antidisestablishmentarianism"
 
 @pytest.fixture
 def tokenizer(server: Any) -> Any:
-    return server.house.shelf.loaded[server.model].lm.tokenizer
+    return server.state.registry.loaded[server.model].lm.tokenizer
 
 
 @pytest.fixture
@@ -192,14 +192,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """OpenAI's rank files, where the server looks for them."""
     import assets
 
-    from unspool.serve.vocabularies import NAMES, opened
+    from unspool.serve.tokens import NAMES, open_vocabulary
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))
-    opened.cache_clear()
+    open_vocabulary.cache_clear()
     for name in NAMES:
-        opened(name)  # takes a while, which the browser need not wait for
+        open_vocabulary(name)  # takes a while, which the browser need not wait for
     yield
-    opened.cache_clear()
+    open_vocabulary.cache_clear()
 
 
 def test_other_vocabularies_count_and_cut(ranks, view, tokenizer):
@@ -215,10 +215,10 @@ def test_other_vocabularies_count_and_cut(ranks, view, tokenizer):
 
 
 def test_a_vocabulary_that_is_not_here_says_what_to_do(monkeypatch, page):
-    from unspool.serve.vocabularies import opened
+    from unspool.serve.tokens import open_vocabulary
 
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-    opened.cache_clear()
+    open_vocabulary.cache_clear()
     page.get_by_role("button", name="Tokens", exact=True).click()
     row = page.locator('[data-vocabulary="cl100k"]')
     expect(row).to_contain_text("not on this machine. Put cl100k_base.tiktoken into a folder")
@@ -227,7 +227,7 @@ def test_a_vocabulary_that_is_not_here_says_what_to_do(monkeypatch, page):
 
 
 def test_the_context_fills_warms_and_overflows(view, server):
-    total = server.house.shelf.loaded[server.model].lm.context
+    total = server.state.registry.loaded[server.model].lm.context
     bar = view.get_by_role("meter", name="Context window")
     state = view.locator(".context-bar")
     for tokens, kind, said in (

@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import Running, default_entry, running
+from running_server import Running, default_entry, running, settled
 
-from unspool.serve.shelf import Entry
+from unspool.serve.core.registry import ModelEntry
 
 PROMPT = "Once upon a time"
 LONG = {"prompt": PROMPT, "max_tokens": 2000, "unspool": {"end": False}}
@@ -26,22 +26,6 @@ LONG = {"prompt": PROMPT, "max_tokens": 2000, "unspool": {"end": False}}
 
 def body_of(**given: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 16, "seed": 1, **given}
-
-
-def settled(server: Running, seconds: float = 60.0) -> None:
-    """Wait until nothing runs; every page is free then, but for what is kept to be reused."""
-    lm = server.house.shelf.loaded[server.model].lm
-    until = time.monotonic() + seconds
-    while server.house.admission.running or len(lm.engine.scheduler):
-        assert time.monotonic() < until, "something still runs"
-        time.sleep(0.01)
-    lm.engine.call(lambda: lm.engine.tree.index.clear())
-    assert lm.engine.tree.pool.used == 0
-    assert not lm.engine._waiting
-
-
-def set_deadline(server: Running, seconds: float) -> None:
-    server.house.settings = replace(server.house.settings, deadline=seconds)
 
 
 def raw(server: Running, data: bytes) -> socket.socket:
@@ -63,15 +47,15 @@ def posted(path: str, body: bytes, *headers: str) -> bytes:
 def test_a_client_that_leaves_frees_its_work_within_a_step(server):
     for stream in (True, False):
         body = json.dumps({**LONG, "stream": stream}).encode()
-        lm = server.house.shelf.loaded[server.model].lm
+        lm = server.state.registry.loaded[server.model].lm
         gone = raw(server, posted("/v1/completions", body))
         before, until = lm.engine.steps, time.monotonic() + 10
         while lm.engine.steps < before + 5 and time.monotonic() < until:
             time.sleep(0.005)
-        assert server.house.admission.running == 1
+        assert server.state.admission.running == 1
         gone.close()
         runs, left = lm.engine.steps, time.monotonic()
-        while server.house.admission.running:
+        while server.state.admission.running:
             assert time.monotonic() - left < 60
             time.sleep(0.002)
         assert lm.engine.steps - runs < 1000  # of the 2,000 that were asked for
@@ -142,22 +126,22 @@ def resident_bytes() -> int:
 
 def test_who_waits_in_line_and_leaves_is_forgotten(default_model):
     entry = default_entry(default_model, memory=64 << 20)
-    with running([entry], most_running=1, most_queued=2) as server:
+    with running([entry], max_running=1, max_queued=2) as server:
         body = json.dumps({**LONG, "stream": True}).encode()
         first = raw(server, posted("/v1/completions", body))
         first.recv(100)
         waiting = [raw(server, posted("/v1/completions", body)) for _ in range(2)]
         until = time.monotonic() + 10
-        while server.house.admission.queued < 2 and time.monotonic() < until:
+        while server.state.admission.queued < 2 and time.monotonic() < until:
             time.sleep(0.01)
         full = httpx.post(f"{server.url}/v1/completions", json=body_of())
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
         assert full.json()["error"]["code"] == "queue_full"
         for each in waiting:
             each.close()
-        while server.house.admission.queued and time.monotonic() < until:
+        while server.state.admission.queued and time.monotonic() < until:
             time.sleep(0.01)
-        assert server.house.admission.queued == 0
+        assert server.state.admission.queued == 0
         first.close()
         assert httpx.post(f"{server.url}/v1/completions", json=body_of()).status_code == 200
         several = httpx.post(f"{server.url}/v1/completions", json=body_of(prompt=["a", "b", "c"]))
@@ -182,9 +166,9 @@ def test_deadlines_slow_readers_and_half_requests(default_model):
         half_head = raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: loc")
         half_body = raw(server, posted("/v1/completions", b'{"prompt": "a"}')[:-5])
         until = time.monotonic() + 60
-        while not server.house.admission.running and time.monotonic() < until:
+        while not server.state.admission.running and time.monotonic() < until:
             time.sleep(0.01)
-        set_deadline(server, 60.0)  # for those who come now
+        server.state.settings = replace(server.state.settings, deadline=60.0)  # from now on
         answer = httpx.post(f"{server.url}/v1/completions", json=body_of(), timeout=30)
         assert answer.status_code == 200
         assert half_body.recv(1000).startswith(b"HTTP/1.1 408")
@@ -352,18 +336,19 @@ def test_a_server_without_a_key_answers_only_to_its_own_name(server):
 
 def test_who_runs_out_of_time_in_line_leaves_nothing_behind(default_model):
     entry = default_entry(default_model, memory=64 << 20)
-    with running([entry], most_running=1) as server:
+    with running([entry], max_running=1) as server:
+        usual = server.state.settings
         url = f"{server.url}/v1/completions"
         first = raw(
             server, posted("/v1/completions", json.dumps({**LONG, "stream": True}).encode())
         )
         first.recv(100)
-        set_deadline(server, 0.5)  # for those who come now
+        server.state.settings = replace(usual, deadline=0.5)  # for those who come from now on
         late = httpx.post(url, json=body_of(), timeout=30)
         assert late.status_code == 504
+        server.state.settings = usual
         first.close()
         settled(server)
-        set_deadline(server, 60.0)
         assert httpx.post(url, json=body_of(), timeout=30).status_code == 200
 
 
@@ -379,7 +364,7 @@ def test_who_leaves_while_a_model_is_loaded_does_not_stop_it(default_model: Path
         time.sleep(1.0)
         return usual.load()
 
-    with running([usual, Entry("two", slowly, usual.size)]) as server:
+    with running([usual, ModelEntry("two", slowly, usual.size)]) as server:
         body = json.dumps(body_of(model="two")).encode()
         gone = raw(server, posted("/v1/completions", body))
         until = time.monotonic() + 10
@@ -388,15 +373,15 @@ def test_who_leaves_while_a_model_is_loaded_does_not_stop_it(default_model: Path
         gone.close()
         answer = httpx.post(f"{server.url}/v1/completions", json=body_of(model="two"), timeout=60)
         assert answer.status_code == 200 and len(loads) == 1
-        assert server.house.shelf.loaded["two"].users == 0 == server.house.admission.running
+        assert server.state.registry.loaded["two"].users == 0 == server.state.admission.running
 
 
 def test_models_are_loaded_when_asked_for_and_make_room(default_model: Path):
     size = default_model.stat().st_size
     entries = [default_entry(default_model, name, memory=32 << 20) for name in ("one", "two")]
     with running(entries, room=int(size * 1.5)) as server:
-        url, shelf = f"{server.url}/v1/completions", server.house.shelf
-        assert [*shelf.loaded] == ["one"]
+        url, registry = f"{server.url}/v1/completions", server.state.registry
+        assert [*registry.loaded] == ["one"]
         first = httpx.post(url, json=body_of(), timeout=60).json()
         assert first["model"] == "one"
         body = {**LONG, "max_tokens": 60, "stream": True}
@@ -414,8 +399,8 @@ def test_models_are_loaded_when_asked_for_and_make_room(default_model: Path):
             assert [line for line in lines if line][-1] == "data: [DONE]"
         thread.join()
         assert answers[0]["choices"] == first["choices"] and answers[0]["model"] == "two"
-        assert [*shelf.loaded] == ["two"]
+        assert [*registry.loaded] == ["two"]
         assert httpx.post(url, json=body_of(), timeout=60).json()["choices"] == first["choices"]
-        assert [*shelf.loaded] == ["one"]
+        assert [*registry.loaded] == ["one"]
         models = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert {m["id"]: m["unspool"]["loaded"] for m in models} == {"one": True, "two": False}

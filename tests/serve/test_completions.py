@@ -199,15 +199,15 @@ def test_merges_and_other_vocabularies(http, lm, monkeypatch):
 def test_other_vocabularies_where_they_are_here(http, monkeypatch):
     import assets
 
-    from unspool.serve.vocabularies import opened
+    from unspool.serve.tokens import open_vocabulary
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))
-    opened.cache_clear()
+    open_vocabulary.cache_clear()
     body = {"content": "How do transformers work?"}
     known = {"cl100k": [4438, 656, 87970, 990, 30], "gpt2": [2437, 466, 6121, 364, 670, 30]}
     for name, ids in known.items():
         assert http.post("/tokenize", json={**body, "vocabulary": name}).json()["tokens"] == ids
-    opened.cache_clear()
+    open_vocabulary.cache_clear()
 
 
 def test_a_template_is_applied(http, lm):

@@ -11,18 +11,20 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from running_server import Running, default_entry, running
+from running_server import Running, default_entry, running, settled
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from unspool.serve.app import create_app
-from unspool.serve.settings import ServeSettings
-from unspool.serve.shelf import Entry, Shelf
+from unspool.serve.core.registry import ModelEntry, ModelRegistry
+from unspool.serve.http.app import create_app
+from unspool.serve.http.settings import ServeSettings
 
 
 def _document() -> dict[str, Any]:
-    gate: Any = create_app(ServeSettings(), Shelf([Entry("smollm", lambda: None, 1)], room=1))[0]
-    return gate.app.openapi()
+    wrapped: Any = create_app(
+        ServeSettings(), ModelRegistry([ModelEntry("smollm", lambda: None, 1)], room=1)
+    )[0]
+    return wrapped.app.openapi()
 
 
 DOCUMENT = _document()
@@ -36,7 +38,7 @@ def at_most(examples: int) -> settings:
 @pytest.fixture(scope="module")
 def server(default_model: Path) -> Iterator[Running]:
     """One that writes little, whatever it is asked for."""
-    with running([default_entry(default_model, memory=64 << 20)], most_tokens=4) as found:
+    with running([default_entry(default_model, memory=64 << 20)], max_tokens=4) as found:
         yield found
 
 
@@ -80,4 +82,4 @@ def test_the_server_is_well_after_all_that(server: Any, lm: Any):
     )
     wanted = lm.generate("Once upon a time", max_tokens=4, seed=2).text
     assert answer.json()["choices"][0]["text"] == wanted
-    assert server.house.admission.running == 0
+    settled(server)

@@ -158,7 +158,7 @@ def test_what_is_not_there_is_refused_by_name(
 def test_an_error_on_the_way_is_an_event(
     client: anthropic.Anthropic, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.house, "settings", replace(server.house.settings, deadline=1.5))
+    monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=1.5))
     endless = {"max_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
     with pytest.raises(anthropic.APIStatusError, match="time was up"):
         list(ask(client, stream=True, **endless))

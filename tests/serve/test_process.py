@@ -18,7 +18,7 @@ import pytest
 
 from unspool.cli import serve as command
 from unspool.errors import SettingsError
-from unspool.serve.settings import ServeSettings
+from unspool.serve.http.settings import ServeSettings
 
 SECRET = "a sentence that must not be logged"
 
@@ -164,10 +164,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
 
 
 def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.MonkeyPatch):
-    from unspool.serve import server
+    from unspool.serve.http import server
 
     said: list[str] = []
-    monkeypatch.setattr(server, "listening", lambda settings: None)
+    monkeypatch.setattr(server, "bound_socket", lambda settings: None)
     monkeypatch.setattr(server, "run", lambda *given, **named: None)
     monkeypatch.setattr(command.o, "say", said.append)
     from unspool.cli.main import main
@@ -204,8 +204,8 @@ def test_a_log_for_people():
 def test_settings_that_cannot_be():
     for bad in (
         {"drain": 0},
-        {"most_queued": -1},
-        {"most_tokens": 0},
+        {"max_queued": -1},
+        {"max_tokens": 0},
         {"api_keys": ("a b c d e f",)},
     ):
         with pytest.raises(SettingsError):

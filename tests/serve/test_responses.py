@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from unspool.engine.steps import Step
-from unspool.serve.blocks import Blocks, Change, Closed
-from unspool.serve.kept import KeptResponses
+from unspool.serve.core.blocks import BlockParser, Change, Closed
+from unspool.serve.openai.response_store import ResponseStore
 from unspool.text.tools.calls import ToolCallReader
 from unspool.text.tools.formats import ToolFormat
 
@@ -154,16 +154,16 @@ def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(client: openai.Open
 
 
 def test_the_oldest_responses_go_first() -> None:
-    kept = KeptResponses(most=2, room=1000)
+    store = ResponseStore(limit=2, max_bytes=1000)
     for name in "abc":
-        kept.keep({"id": name, "output": []}, [{"type": "message", "id": name}])
-    assert len(kept) == 2 and kept.given("c")[0]["id"] == "c"
+        store.add({"id": name, "output": []}, [{"type": "message", "id": name}])
+    assert len(store) == 2 and store.items("c")[0]["id"] == "c"
     with pytest.raises(Exception, match="not found"):
-        kept.response("a")
-    kept.keep({"id": "large", "output": [{"text": "x" * 960}]}, [])
-    assert len(kept) == 1
-    kept.forget("large")
-    assert len(kept) == 0
+        store.response("a")
+    store.add({"id": "large", "output": [{"text": "x" * 960}]}, [])
+    assert len(store) == 1
+    store.delete("large")
+    assert len(store) == 0
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_is_not_there_is_refused_by_name(
 def test_an_error_on_the_way_is_an_event(
     client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.house, "settings", replace(server.house.settings, deadline=1.5))
+    monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=1.5))
     endless = {"max_output_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
     last = list(ask(client, stream=True, **endless))[-1]
     assert last.type == "response.failed" and last.response.status == "failed"
@@ -225,7 +225,7 @@ def test_words_that_a_guard_takes_back_are_never_sent(client: openai.OpenAI) -> 
 def test_words_and_calls_are_blocks(one_call: bool) -> None:
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     text = f"Sure. {call}{call}"
-    blocks = Blocks(ToolCallReader(ToolFormat("hermes")), one_call=one_call)
+    blocks = BlockParser(ToolCallReader(ToolFormat("hermes")), one_call=one_call)
     changes: list[Change] = []
     for place, character in enumerate(text):
         end = "stop" if place == len(text) - 1 else None

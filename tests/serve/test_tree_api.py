@@ -9,9 +9,9 @@ import httpx
 import pytest
 from tree_client import PROMPT, SAMPLING, Tree, read, tokens
 
-from unspool.serve import branches as kept
-from unspool.serve.branches import Branches, TreeBranch
-from unspool.serve.faults import ApiError
+from unspool.serve.http.errors import ApiError
+from unspool.serve.tree import branches as stored
+from unspool.serve.tree.branches import Branches, TreeBranch
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_bad_changes_are_refused_and_change_nothing(tree: Tree):
 def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytest.MonkeyPatch):
     def branch() -> TreeBranch:
         generation = lm.draft("a")
-        prompt = kept.TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
+        prompt = stored.TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
         return TreeBranch("m", prompt, generation, {}, None)
 
     store = Branches(2)
@@ -270,10 +270,10 @@ def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytes
     with pytest.raises(ApiError) as full:
         store.add(branch())
     assert full.value.status == 429 and "delete" in full.value.message
-    first.touched -= kept.STALE_SECONDS
+    first.touched -= stored.STALE_SECONDS
     third = store.add(branch())
     assert set(store.all) == {second.id, third.id} and first.deleted and second.parent is None
     store.delete(second)
-    monkeypatch.setattr(kept, "MOST_WEIGHT", 1)
+    monkeypatch.setattr(stored, "MAX_WEIGHT", 1)
     with pytest.raises(ApiError):
         store.add(branch())

@@ -130,13 +130,13 @@ def test_a_client_that_leaves_stops_the_writing(tree: Tree, server: Any):
             if name == "step" and data["index"] == 3:
                 break
     deadline = time.monotonic() + 60
-    engine = server.house.shelf.loaded[server.model].lm.engine
+    engine = server.state.shelf.loaded[server.model].lm.engine
     while tree.get(branch, steps=False)["writing"] or len(engine.scheduler):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     found = tree.get(branch)
     assert found["finish_reason"] == "interrupted" and 4 <= len(found["steps"]) < 2000
-    assert server.house.admission.running == 0
+    assert server.state.admission.running == 0
     # Whatever is still used is kept for whoever begins alike, and goes when room is needed.
     engine.call(engine.tree.index.clear)
     assert server.pool.used == 0

@@ -13,7 +13,7 @@ import pytest
 from tree_client import Tree, tokens
 
 from unspool.lens.look import look
-from unspool.serve.tree_look import FINEST, MOST_CELLS, _position_told, _vectors
+from unspool.serve.tree.look import FINEST, MAX_CELLS, _position_json, _vectors
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +93,11 @@ def test_wide_vectors_are_told_by_their_furthest_numbers(lm: Any, branch: dict[s
     wide = replace(seen, residuals=np.tile(seen.residuals, (1, 9))[:, :5001])
     told = _vectors(wide)
     cells = np.array(told["cells"]) * np.array(told["scales"])[:, None]
-    assert told["every"] == 9 and cells.size <= MOST_CELLS and told["width"] == 5001
+    assert told["every"] == 9 and cells.size <= MAX_CELLS and told["width"] == 5001
     run = wide.residuals[7, 9:18]
     assert cells[7, 1] == pytest.approx(run[abs(run).argmax()], abs=told["scales"][7])
 
 
 def test_positions_that_are_no_angles(lm: Any):
     learned = SimpleNamespace(config=replace(lm.config, positions="learned", rotary=None))
-    assert _position_told(learned, 2) == {"way": "learned", "pairs": 0, "dials": []}
+    assert _position_json(learned, 2) == {"way": "learned", "pairs": 0, "dials": []}

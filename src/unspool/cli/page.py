@@ -37,8 +37,8 @@ def page(
       unspool page --no-open --port 9000
     """
     starting = Starting(chosen)
-    from unspool.serve.logs import set_up
-    from unspool.serve.settings import ServeSettings
+    from unspool.serve.http.logs import set_up
+    from unspool.serve.http.settings import ServeSettings
 
     settings = ServeSettings(port=_usual_port() if port is None else port, drain=2.0)
     set_up("warning", as_json=False)

@@ -115,21 +115,21 @@ def serve(
         raise SettingsError(f"--log-format is {log_format!r}; it may be json, text or auto")
     keys = [*(api_key or ()), *_keys_in(api_key_file), *_keys_in_environment()]
     starting = Starting(chosen, cache_memory)
-    from unspool.serve.logs import set_up
-    from unspool.serve.settings import ServeSettings
+    from unspool.serve.http.logs import set_up
+    from unspool.serve.http.settings import ServeSettings
 
     settings = ServeSettings(
         host=host,
         port=port,
         api_keys=tuple(keys),
         cors=tuple(cors or ()),
-        most_running=max_running,
-        most_queued=max_queue,
-        most_choices=max_choices,
-        most_tokens=max_tokens,
-        most_prompt=max_prompt,
-        most_body=max_body,
-        most_branches=max_branches,
+        max_running=max_running,
+        max_queued=max_queue,
+        max_choices=max_choices,
+        max_tokens=max_tokens,
+        max_prompt=max_prompt,
+        max_body=max_body,
+        max_branches=max_branches,
         deadline=deadline,
         drain=drain,
         log_prompts=log_prompts,

@@ -13,7 +13,7 @@ from unspool.cli import options as o
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from unspool.serve.settings import ServeSettings
+    from unspool.serve.http.settings import ServeSettings
     from unspool.session import LanguageModel
 
 
@@ -31,8 +31,8 @@ class Starting:
     """Models that are here; the first loads already, while the web framework is imported."""
 
     def __init__(self, chosen: list[o.ModelChoice], memory: int | None = None) -> None:
-        self._found = [_found(model, memory) for model in chosen]
-        self._ahead = _Ahead(self._found[0].choice)
+        self._located = [_located(model, memory) for model in chosen]
+        self._preload = _Preload(self._located[0].choice)
 
     def run(
         self,
@@ -43,36 +43,36 @@ class Starting:
         unload_after: float | None = None,
     ) -> None:
         """Serve until asked to stop; `started` is called with the address and the models."""
-        from unspool.serve import server
-        from unspool.serve.app import create_app
-        from unspool.serve.logs import tell
-        from unspool.serve.shelf import Entry, Shelf
+        from unspool.serve.core.registry import ModelEntry, ModelRegistry
+        from unspool.serve.http import server
+        from unspool.serve.http.app import create_app
+        from unspool.serve.http.logs import log_event
 
-        bound = server.listening(settings)
-        loads = [self._ahead.load, *(model.choice.load for model in self._found[1:])]
+        bound = server.bound_socket(settings)
+        loads = [self._preload.load, *(model.choice.load for model in self._located[1:])]
         entries = [
-            Entry(model.name, load, model.size)
-            for model, load in zip(self._found, loads, strict=True)
+            ModelEntry(model.name, load, model.size)
+            for model, load in zip(self._located, loads, strict=True)
         ]
-        shelf = Shelf(entries, room=model_memory or _most_room(), idle=unload_after)
-        app, house = create_app(settings, shelf)
+        registry = ModelRegistry(entries, room=model_memory or _model_memory(), idle=unload_after)
+        app, state = create_app(settings, registry)
 
         def stopping() -> None:
-            house.admission.refusing = True
-            tell("stopping", running=house.admission.running, queued=house.admission.queued)
+            state.admission.refusing = True
+            log_event("stopping", running=state.admission.running, queued=state.admission.queued)
 
-        def stands(address: str) -> None:
+        def on_started(address: str) -> None:
             gc.freeze()  # so that later collections need not look at it
             gc.enable()
-            names = list(shelf.entries)
-            tell("started", address=address, models=names, keys=len(settings.api_keys))
+            names = list(registry.entries)
+            log_event("started", address=address, models=names, keys=len(settings.api_keys))
             started(address, names)
 
-        server.run(app, settings, bound, stopping=stopping, started=stands)
+        server.run(app, settings, bound, stopping=stopping, started=on_started)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LocatedModel:
     """A model that is here, ready to be loaded."""
 
     name: str
@@ -80,14 +80,14 @@ class _Found:
     size: int
 
 
-class _Ahead:
+class _Preload:
     """A model whose loading has begun already."""
 
     def __init__(self, choice: o.ModelChoice) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         self._choice = choice
-        self._begun: Future[LanguageModel] | None = ThreadPoolExecutor(1).submit(self._load)
+        self._future: Future[LanguageModel] | None = ThreadPoolExecutor(1).submit(self._load)
 
     def _load(self) -> LanguageModel:
         lm = self._choice.load()
@@ -96,11 +96,11 @@ class _Ahead:
 
     def load(self) -> LanguageModel:
         """What was begun; when that is gone, the model once more."""
-        begun, self._begun = self._begun, None
-        return begun.result() if begun is not None else self._choice.load()
+        future, self._future = self._future, None
+        return future.result() if future is not None else self._choice.load()
 
 
-def _found(chosen: o.ModelChoice, memory: int | None) -> _Found:
+def _located(chosen: o.ModelChoice, memory: int | None) -> _LocatedModel:
     """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded."""
     from unspool.model.hub import find_model
 
@@ -110,10 +110,10 @@ def _found(chosen: o.ModelChoice, memory: int | None) -> _Found:
     path = find_model(where or None, offline=offline)
     chosen = replace(chosen, model=str(path), options={**chosen.options, "memory": memory})
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return _Found(name or path.stem, chosen, sum(file.stat().st_size for file in files))
+    return _LocatedModel(name or path.stem, chosen, sum(file.stat().st_size for file in files))
 
 
-def _most_room() -> int:
+def _model_memory() -> int:
     from unspool.backends.memory import free_memory
 
     return free_memory() * 4 // 5

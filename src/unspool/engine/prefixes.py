@@ -43,6 +43,7 @@ class PrefixIndex:
         self.root = Node((), -1, None, 0, live=1)
         self.pages = 0  # in the index
         self.live_pages = 0  # of these, needed by some branch
+        self.shared_pages = 0  # of these, where several of them part
         self._clock = count(1)
         self._candidates: list[tuple[int, int, Node]] = []  # to evict; some entries are outdated
 
@@ -92,33 +93,27 @@ class PrefixIndex:
 
     def attach(self, node: Node) -> None:
         """A branch stands at this node: neither it nor what leads to it can be evicted."""
-        node.live += 1
-        while node.live == 1 and node.parent is not None:
+        while True:
+            node.live += 1
+            if node.live > 1 or node.parent is None:
+                break
             self.live_pages += 1
             node = node.parent
-            node.live += 1
+        self.shared_pages += node.live == 2 and node.parent is not None
 
     def detach(self, node: Node) -> None:
-        node.live -= 1
-        while node.live == 0 and node.parent is not None:
+        while True:
+            node.live -= 1
+            if node.live > 0 or node.parent is None:
+                break
             self.live_pages -= 1
             self._cached(node)
             node = node.parent
-            node.live -= 1
+        self.shared_pages -= node.live == 1 and node.parent is not None
 
     @property
     def evictable(self) -> int:
         return self.pages - self.live_pages
-
-    @property
-    def shared(self) -> int:
-        """Pages that several branches need; counted anew each time."""
-        count, nodes = 0, list(self.root.all_children())
-        while nodes:
-            node = nodes.pop()
-            nodes += [child for child in node.all_children() if child.live]
-            count += node.live > 1
-        return count
 
     def evict(self, wanted: int) -> int:
         """Free the least recently used pages that no branch needs; how many were freed."""

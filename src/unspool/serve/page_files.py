@@ -14,8 +14,8 @@ from pathlib import Path
 from fastapi import Request
 from starlette.responses import Response
 
-from unspool.serve.faults import ApiError
-from unspool.serve.routes import new_router
+from unspool.serve.http.errors import ApiError
+from unspool.serve.http.routes import new_router
 
 router = new_router("Operation")
 FOLDER = Path(__file__).with_name("page")

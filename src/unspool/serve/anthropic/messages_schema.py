@@ -1,0 +1,157 @@
+"""What `/v1/messages` takes: Anthropic's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from unspool.serve.core.schema import (
+    ExtensionWithSeed,
+    PartialApi,
+    Reasons,
+    ShortText,
+    Strict,
+    ToolName,
+    Values,
+    by_type,
+)
+
+_TOOLS = "only tools that the caller runs can be used"
+_CITATIONS = "sources are not told"
+
+
+class CacheControl(Strict):
+    """Where a prefix ends that will come again: all are kept anyway, while there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {"citations": _CITATIONS}
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    parsed_output: Any = None  # of an answer that is given back
+
+
+class _ToolBlock(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {"toolset_name": _TOOLS, "caller": _TOOLS}
+    noop_values: ClassVar[Values] = {"caller": [{"type": "direct"}]}
+
+    cache_control: CacheControl | None = None
+
+
+class ToolUseBlock(_ToolBlock):
+    type: Literal["tool_use"]
+    id: ShortText
+    name: ToolName
+    input: dict[str, Any]
+
+
+TextContent = str | list[TextBlock]
+
+
+class ToolResultBlock(_ToolBlock):
+    type: Literal["tool_result"]
+    tool_use_id: ShortText
+    content: TextContent | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("Text")]
+    | Annotated[ToolUseBlock, Tag("Use")]
+    | Annotated[ToolResultBlock, Tag("Result")],
+    by_type({"text": "Text", "tool_use": "Use", "tool_result": "Result"}),
+]
+
+
+class Message(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class Tool(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {
+        "allowed_callers": _TOOLS,
+        "defer_loading": "all tools are given to the model at once",
+        "input_examples": "put examples into the description",
+    }
+    noop_values: ClassVar[Values] = {"allowed_callers": [["direct"]]}
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    cache_control: CacheControl | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None  # arguments are always sent as they come
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {
+        "effort": "the model knows no such setting",
+        "task_budget": "max_tokens is the limit",
+    }
+
+    format: OutputFormat | None = None
+
+
+class Metadata(Strict):
+    user_id: ShortText | None = None
+
+
+class CountRequest(PartialApi):
+    """A conversation whose tokens are to be counted."""
+
+    unsupported_fields: ClassVar[Reasons] = {
+        "thinking": "the model's words are not told apart from its thoughts",
+        "mcp_servers": "the server calls no others",
+        "container": "the server runs no code",
+        "context_management": "nothing is dropped or summed up",
+        "diagnostics": "there are none",
+        "fallbacks": "the model that is asked for answers",
+        "inference_geo": "everything is computed on this machine",
+        "speed": "there is one speed",
+        "user_profile_id": "there are no profiles",
+        "workspace_id": "there are no workspaces",
+        "output_format": "it is output_config.format now",
+    }
+    noop_values: ClassVar[Values] = {"thinking": [{"type": "disabled"}], "speed": ["standard"]}
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1, max_length=100_000)
+    system: TextContent | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountRequest):
+    """A conversation to be answered; if its last message is the assistant's, to be continued."""
+
+    max_tokens: int = Field(ge=1, lt=1 << 31)
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=1 << 31)
+    stop_sequences: list[str] | None = None
+    unspool: ExtensionWithSeed | None = None
+    # Taken because they ask for nothing that changes the text.
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None

@@ -1,0 +1,1 @@
+"""What all endpoints share: the server's state, its models, and the texts of a request."""

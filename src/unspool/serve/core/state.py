@@ -1,0 +1,196 @@
+"""The server's state, and the way of one request through it.
+
+    call = await state.enter(request, model, places=n)     # waits in line; 429, 503, 404
+    texts = await call.write(prompts, options, n)           # 400 if that cannot be
+    return await call.reply(answer(texts))                  # or call.stream(events(texts))
+
+A call is a context: it holds places, a model and texts, and gives all of them back at its end,
+however that comes about. `enter` puts it among the resources of its request, which the middleware
+releases when the request is over: answered, failed, out of time, or its client gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from unspool.serve.core.registry import ModelRegistry, ServedModel
+from unspool.serve.core.texts import Texts
+from unspool.serve.http.admission import Admission
+from unspool.serve.http.disconnect import CancelOnDisconnect
+from unspool.serve.http.errors import ApiError, bad_request
+from unspool.serve.http.events import EventStream, event
+from unspool.serve.http.metrics import Metrics
+from unspool.serve.http.routes import JsonReply
+from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.threads import in_thread
+from unspool.serve.openai.response_store import ResponseStore
+from unspool.serve.tree.branches import Branches
+
+Held = TypeVar("Held")
+
+
+class ServerState:
+    """Everything that the requests of one server share."""
+
+    def __init__(self, settings: ServeSettings, registry: ModelRegistry) -> None:
+        self.settings, self.registry = settings, registry
+        self.admission = Admission(settings.max_running, settings.max_queued)
+        self.metrics = Metrics(
+            lambda: self.admission.running,
+            lambda: self.admission.queued,
+            lambda: list(registry.loaded.values()),
+        )
+        self.branches = Branches(settings.max_branches)  # of /v1/tree
+        self.responses = ResponseStore()  # of /v1/responses
+        self.ready = False  # the first model is loaded
+
+    def call(self, request: Request, model: str | None, places: int = 1) -> Call:
+        """A call to be entered: `async with state.call(request, model) as call`."""
+        self.registry.entry(model)  # a name that means nothing need not wait
+        return Call(self, request, model, places)
+
+    async def enter(self, request: Request, model: str | None, places: int = 1) -> Call:
+        """A call that lasts as long as its request, until the answer is sent."""
+        resources: AsyncExitStack = request.state.resources
+        return await resources.enter_async_context(self.call(request, model, places))
+
+
+class Call:
+    """One request while it is worked on: holds places, a model and the texts it starts."""
+
+    served: ServedModel
+
+    def __init__(
+        self, state: ServerState, request: Request, model: str | None, places: int
+    ) -> None:
+        self.state, self.request, self.model, self.places = state, request, model, places
+        self.until = asyncio.get_running_loop().time() + state.settings.deadline
+        self._resources = AsyncExitStack()
+
+    async def __aenter__(self) -> Call:
+        """Wait for places and for the model. Who goes away meanwhile leaves the line."""
+        async with AsyncExitStack() as taken:
+            await taken.enter_async_context(CancelOnDisconnect(self.request.receive))
+            async with asyncio.timeout_at(self.until):
+                await taken.enter_async_context(self.state.admission.places(self.places))
+                self.served = await taken.enter_async_context(self.state.registry.use(self.model))
+            if not self.served.is_alive:
+                raise ApiError(503, "the model's engine has stopped", code="engine_stopped")
+            self._resources = taken.pop_all()
+        self.request.state.log["model"] = self.served.name
+        return self
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._resources.__aexit__(*error)
+
+    @property
+    def settings(self) -> ServeSettings:
+        return self.state.settings
+
+    async def hold(self, resource: AbstractAsyncContextManager[Held]) -> Held:
+        """Enter a context that is left with the call."""
+        return await self._resources.enter_async_context(resource)
+
+    def hold_texts(self, texts: Texts) -> None:
+        """Texts that are stopped with the call, if they still run; and what they came to."""
+        self._resources.callback(self._end, texts)
+
+    async def write(
+        self, prompts: list[list[int]], options: dict[str, Any], n: int = 1, *, start: bool = True
+    ) -> Texts:
+        """Texts, started unless that is put off; `options` are those of `LanguageModel.stream`."""
+        for ids in prompts:
+            self.check_prompt(len(ids))
+        arrived = self.request.state.arrived
+        at_once = max(1, self.places // n)
+        texts = Texts(self.served, self.state.metrics, arrived, prompts, n, options, at_once)
+        self.hold_texts(texts)
+        if start:
+            async with asyncio.timeout_at(self.until):
+                await texts.start()
+        return texts
+
+    def check_prompt(self, length: int) -> None:
+        limit = self.settings.max_prompt
+        if limit is not None and length > limit:
+            raise bad_request(
+                f"the prompt has {length:,} tokens, and this server reads at most {limit:,}",
+                code="context_length_exceeded",
+            )
+
+    def check_text(self, *texts: str) -> None:
+        """Refuse what cannot fit, before time is spent on cutting it into tokens."""
+        length = sum(map(len, texts))
+        limit = self.settings.max_prompt or self.served.lm.context
+        if length > limit and length > limit * self.served.longest_token:
+            raise bad_request(
+                f"the prompt has {length:,} characters: more than the model's context can hold",
+                code="context_length_exceeded",
+            )
+
+    def token_limit(self, given: int | None, prompt: int, default: int | None = None) -> int:
+        """How many tokens an answer may have, when the request says so many."""
+        room = max(0, self.served.lm.context - prompt)
+        wanted = given if given is not None else default if default is not None else room
+        limit = self.settings.max_tokens
+        return wanted if limit is None else min(wanted, limit)
+
+    async def thread(self, work: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """Have something done on a thread; who leaves meanwhile does not wait for it."""
+        async with asyncio.timeout_at(self.until):
+            return await in_thread(work, *given, **named)
+
+    async def threads(self, work: Callable[..., Any], many: Iterable[Any], **named: Any) -> Any:
+        """Have it done for each, on threads; if one fails, those that wait are not begun."""
+        tasks = [asyncio.ensure_future(self.thread(work, each, **named)) for each in many]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def reply(self, answer: Awaitable[Any]) -> Response:
+        """The answer as JSON; all that the call held is free before it is sent."""
+        async with asyncio.timeout_at(self.until):
+            content = await answer
+        await self._resources.aclose()
+        return JsonReply(content)
+
+    def stream(
+        self,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[ApiError], bytes] = lambda error: event(error.openai()),
+    ) -> Response:
+        """The answer as events, sent as they come."""
+        return EventStream(events, until=self.until, failed=failed)
+
+    def _end(self, texts: Texts) -> None:
+        texts.close()
+        texts.account()
+        log = self.request.state.log
+        used = texts.usage()
+        log["prompt_tokens"] = used["prompt_tokens"]
+        log["cached_tokens"] = used["prompt_tokens_details"]["cached_tokens"]
+        log["completion_tokens"] = used["completion_tokens"]
+        if self.settings.log_prompts:
+            decode = self.served.lm.tokenizer.decode
+            log["prompts"] = [decode(ids) for ids in texts.prompts]
+            log["texts"] = [text.generation.text for text in texts.all]
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that a request has come to."""
+    state: ServerState = request.app.state.server
+    return state
+
+
+def new_id(prefix: str) -> str:
+    """An identifier such as OpenAI's: chatcmpl-..."""
+    return f"{prefix}{secrets.token_hex(12)}"

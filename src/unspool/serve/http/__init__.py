@@ -1,0 +1,1 @@
+"""HTTP itself: the application, who may ask, errors, events, logs and metrics."""

@@ -1,0 +1,179 @@
+"""What a client is told when something is wrong: a status, and words in the shape it expects.
+
+OpenAI's clients expect `{"error": {"message", "type", "param", "code"}}`, Anthropic's
+`{"type": "error", "error": {"type", "message"}}`. Whatever is raised anywhere below ends here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import HTTPException, RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from unspool.errors import BusyError, ContextError, UnspoolError
+from unspool.sampling.settings import SamplingSettings
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(HTTPException):
+    """An answer that is an error. (FastAPI lets only its own kind through while it reads.)"""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        super().__init__(status, message, headers)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def type(self) -> str:
+        if self.status >= 500:
+            return _TYPES.get(self.status, "server_error")
+        return _TYPES.get(self.status, "invalid_request_error")
+
+    def openai(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        kind = "api_error" if self.type == "server_error" else self.type
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The shape that clients of this path expect."""
+        return self.anthropic() if path.startswith("/v1/messages") else self.openai()
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that cannot be carried out as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """A parameter that OpenAI knows and that is not there; it is named, never ignored."""
+    return ApiError(400, f"{param} is not supported: {why}", param=param, code="unsupported_value")
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Any error as an answer. What is not the caller's doing says nothing of the inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextError):
+        return bad_request(str(error), code="context_length_exceeded")
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), code="overloaded", retry_after=1)
+    if isinstance(error, UnspoolError):
+        return bad_request(str(error), param=_named(str(error)))
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request's time was up before its text was finished")
+    if isinstance(error, ConnectionResetError):
+        return ApiError(499, str(error))  # which nobody will read
+    if isinstance(error, RequestValidationError | ValidationError):
+        return invalid(error.errors())
+    if isinstance(error, AnyHTTPException):
+        return ApiError(error.status_code, str(error.detail), code=_slug(str(error.detail)))
+    if isinstance(error, RecursionError):
+        return bad_request("the request is nested too deep")
+    if isinstance(error, MemoryError):
+        return ApiError(503, "there is not enough memory for this request now", retry_after=5)
+    return ApiError(500, "the server met an error of its own; its log has the details")
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What validation found, in words: of several faults the first of those that lie deepest, as
+    where a value may have several forms, the one that fits furthest is the one that was meant."""
+    nothing = {"loc": (), "msg": "the request cannot be read", "type": ""}
+    first: Mapping[str, Any] = max(errors, key=lambda error: len(error["loc"]), default=nothing)
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [part for part in place if not _is_branch(part)]
+    name, kind = ".".join(place) or None, str(first["type"])
+    if kind == "wrong_type" or (kind == "literal_error" and place[-1:] == ["type"]):
+        given = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
+        words = [part for part in place if not part.isdigit() and part != "type"]
+        what = f"{words[-1] if words else 'a value'} of type {str(given)[:60]!r}"
+        expected = first["msg"] if kind == "wrong_type" else first["ctx"]["expected"]
+        return unsupported(what, f"it may be {expected}")
+    if kind == "extra_forbidden":
+        return bad_request(_unknown(name or ""), name, "unknown_parameter")
+    if kind == "missing":
+        what = f"{name} is missing" if name else "the request has no body"
+        return bad_request(f"{what}; it is required", name, "missing_required_parameter")
+    if kind == "json_invalid":
+        return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
+    if kind in ("model_attributes_type", "dict_type") and name is None:
+        return bad_request("the body must be a JSON object, sent as application/json")
+    message = re.sub(r"^(Value|Assertion) error, ", "", str(first["msg"]))
+    return bad_request(f"{name}: {message}" if name else message, name, "invalid_value")
+
+
+def _unknown(name: str) -> str:
+    last = name.rpartition(".")[2]
+    if last in _SAMPLING_NAMES and "unspool" not in name:
+        return f"unknown parameter {name!r}; Unspool's own are under one key: unspool.{last}"
+    if last in _ELSEWHERE:
+        return f"unknown parameter {name!r}; here it is {_ELSEWHERE[last]}"
+    return f"unknown or unsupported parameter {name!r}"
+
+
+_SAMPLING_NAMES = {*SamplingSettings.__dataclass_fields__} - {"seed", "logit_bias"}
+# What other servers call what this one has.
+_ELSEWHERE = {
+    "repeat_penalty": "unspool.repetition_penalty",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "ignore_eos": "unspool.end, with false",
+    "grammar": "unspool.grammar",
+    "guided_json": "response_format",
+    "guided_regex": "unspool.regex",
+    "guided_choice": "unspool.choice",
+    "guided_grammar": "unspool.grammar",
+}
+
+
+def _is_branch(part: str) -> bool:
+    """Whether pydantic names here which of several types it tried, which no client knows of."""
+    return bool(re.search(r"[\[\](){}'-]", part)) or part in _TRIED or part[:1].isupper()
+
+
+_TRIED = {"str", "int", "float", "bool", "list", "dict", "function-wrap", "function-after"}
+
+
+def _named(message: str) -> str | None:
+    """Settings' errors begin with the name of the setting."""
+    found = re.match(r"([a-z][a-z_]*) (was|is|named|held) ", message)
+    return found[1] if found and ("_" in found[1] or found[1] in _SINGLE) else None
+
+
+_SINGLE = {"temperature", "seed", "stages", "eta", "speculate", "guard", "stop"}
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z]+", "_", text.lower()).strip("_")[:40]

@@ -1,0 +1,102 @@
+"""Server-sent events: an answer that is sent while it is being written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.routes import to_json
+
+_ERROR_SECONDS = 2.0  # seconds to get an error across when the time is up already
+HEARTBEAT_SECONDS = 5.0
+_COMMENT = b": still here\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event; `name` where clients tell events apart by it."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + to_json(data) + b"\n\n"
+
+
+class EventTemplate:
+    """Events that are always the same but for one text: made once for each choice, and filled for
+    every token. `made` gives the event of a choice's number and a text."""
+
+    _HERE = "\u0001"
+
+    def __init__(self, render: Callable[[int, str], bytes]) -> None:
+        self._render = render
+        self._known: dict[int, list[bytes]] = {}
+
+    def __call__(self, number: int, text: str) -> bytes:
+        if number not in self._known:
+            self._known[number] = self._render(number, self._HERE).split(to_json(self._HERE))
+        before, after = self._known[number]
+        return before + to_json(text) + after
+
+
+class EventStream(Response):
+    """Events as they come, from an iterator of bytes; each item is sent at once.
+
+    While nothing comes, a comment is sent every few seconds: proxies and people see that the
+    answer is still being worked on. `failed` makes the last event of an error, because the status
+    is sent long before.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        until: float | None,
+        failed: Callable[[ApiError], bytes],
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._until, self._failed = events, until, failed
+        self._sent_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        heartbeat = asyncio.ensure_future(self._send_heartbeats(send))
+        try:
+            fault = await self._send_events(send)
+        finally:
+            heartbeat.cancel()
+        with suppress(TimeoutError):  # a client that does not read must not hold us for ever
+            async with asyncio.timeout(_ERROR_SECONDS if fault else None):
+                if fault is not None:
+                    scope["state"]["log"]["error"] = str(fault)
+                    last = self._failed(to_api_error(fault))
+                    await send({"type": "http.response.body", "body": last, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> Exception | None:
+        """Send all events; gives the error that ended them, if one did."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(self._until), aclosing(self._events) as found:
+                async for piece in found:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    self._sent_at = loop.time()
+        except Exception as error:
+            return error
+        return None
+
+    async def _send_heartbeats(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        while True:
+            await asyncio.sleep(self._sent_at + HEARTBEAT_SECONDS - loop.time())
+            if loop.time() >= self._sent_at + HEARTBEAT_SECONDS:
+                self._sent_at = loop.time()
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})

@@ -1,0 +1,102 @@
+"""What the server counts, for Prometheus: `GET /metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from unspool.serve.core.registry import ServedModel
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_SHORT = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+class Metrics:
+    """Counters of one server, in a registry of its own: two servers in a process do not mix."""
+
+    def __init__(
+        self,
+        running: Callable[[], int],
+        queued: Callable[[], int],
+        models: Callable[[], Iterable[ServedModel]],
+    ) -> None:
+        self.registry = CollectorRegistry()
+
+        def metric(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+            return kind(f"unspool_{name}", text, labels, registry=self.registry, **more)
+
+        self.requests = metric(Counter, "requests", "Requests answered", "path", "status")
+        self.seconds = metric(
+            Histogram, "request_seconds", "Time for a request", "path", buckets=_SECONDS
+        )
+        self.first_token = metric(
+            Histogram,
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            "model",
+            buckets=_SECONDS,
+        )
+        self.per_token = metric(
+            Histogram,
+            "time_per_token_seconds",
+            "From one token to the next",
+            "model",
+            buckets=_SHORT,
+        )
+        self.prompt_tokens = metric(Counter, "prompt_tokens", "Tokens of prompts", "model")
+        self.cached_tokens = metric(
+            Counter, "cached_prompt_tokens", "Tokens of prompts that were computed before", "model"
+        )
+        self.completion_tokens = metric(Counter, "completion_tokens", "Tokens written", "model")
+        self.drafts = metric(
+            Counter, "draft_tokens", "Tokens guessed ahead (speculation)", "model", "outcome"
+        )
+        self.cancelled = metric(Counter, "cancelled_requests", "Requests whose client left", "path")
+        metric(Gauge, "texts_running", "Texts being written").set_function(running)
+        metric(Gauge, "requests_queued", "Requests waiting for a place").set_function(queued)
+        self.registry.register(_Engines(models))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Engines(Collector):
+    """Pages and batches, read from the engines when somebody asks."""
+
+    def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        pages = GaugeMetricFamily(
+            "unspool_pages",
+            "Pages of keys and values: all, used, and held by several texts at once",
+            labels=("model", "state"),
+        )
+        batches = CounterMetricFamily("unspool_batches", "Runs of the model", labels=("model",))
+        aside = CounterMetricFamily(
+            "unspool_put_aside", "Texts that had to make room for others", labels=("model",)
+        )
+        for served in self._models():
+            engine = served.lm.engine
+            pool = engine.tree.pool
+            for state, count in (
+                ("total", pool.count),
+                ("used", pool.used),
+                ("shared", engine.tree.index.shared_pages),
+            ):
+                pages.add_metric((served.name, state), count)
+            batches.add_metric((served.name,), engine.steps)
+            aside.add_metric((served.name,), engine.scheduler.preemptions)
+        yield pages
+        yield batches
+        yield aside

@@ -1,0 +1,174 @@
+"""The gate: what every request passes before and after the work itself.
+
+Who may ask (key, host), how much (size of the body, time to send it), and what is said of it
+afterwards (log, metrics). Plain ASGI, because it must not stand between a stream and its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from contextlib import AsyncExitStack
+from time import perf_counter
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from unspool.serve.core.state import ServerState
+from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.logs import log_event
+from unspool.serve.http.routes import error_reply
+from unspool.serve.page_files import PREFIX
+
+# No key needed: for those who watch over the server, and pages that ask for the key themselves.
+OPEN_PATHS = ("/health", "/ready", "/docs", "/", "/favicon.ico")
+_UNLOGGED = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Middleware:
+    """Wraps the application."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app, self.state = app, state
+        self.keys = [key.encode() for key in state.settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = perf_counter()
+        identity = "req_" + secrets.token_hex(8)
+        scope.setdefault("state", {})
+        scope["state"].update(arrived=began, log={}, id=identity)
+        answer = _Answer(send, identity)
+        try:
+            async with AsyncExitStack() as resources:  # whatever the request takes is released here
+                scope["state"]["resources"] = resources
+                self._check(scope)
+                await self.app(scope, self._bounded(scope, receive), answer.send)
+        except ConnectionResetError:
+            scope["state"]["log"]["gone"] = True
+        except Exception as error:
+            await self._fail(scope, receive, answer, error)
+        finally:
+            self._account(scope, answer.status, perf_counter() - began)
+
+    async def _fail(
+        self, scope: Scope, receive: Receive, answer: _Answer, error: Exception
+    ) -> None:
+        known = to_api_error(error)
+        if known.status >= 500 and known.status not in (503, 504):
+            log_event("error", logging.ERROR, exc_info=error, id=scope["state"]["id"])
+        if answer.status is None:
+            if known.status == 408:  # the rest of the body will hardly come
+                known.headers = {**(known.headers or {}), "connection": "close"}
+            scope["state"]["log"]["error"] = known.message
+            await error_reply(known, scope["path"])(scope, receive, answer.send)
+
+    # -- before ------------------------------------------------------------------------------
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        self._check_host(headers)
+        if self.keys and not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
+            self._check_key(headers)
+        size = headers.get(b"content-length", b"0")
+        if not size.isdigit() or int(size[:20]) > self.state.settings.max_body:
+            raise self._too_large()
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """A web page elsewhere can make its own name mean this machine, and so ask a server that
+        listens only here. Its requests still carry that name."""
+        if not self.state.settings.is_local or self.keys:
+            return
+        host = headers.get(b"host", b"localhost").decode("latin-1").lower()
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if name not in _LOCAL and name != self.state.settings.host:
+            raise ApiError(403, f"this server answers to localhost, not to {name[:100]!r}")
+
+    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+        given = headers.get(b"x-api-key", b"")  # Anthropic's clients
+        kind, _, value = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"bearer":
+            given = value.strip()
+        # Every key is compared, and each in the same time however much of it is right.
+        if not any([hmac.compare_digest(given, key) for key in self.keys]):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _too_large(self) -> ApiError:
+        limit = self.state.settings.max_body
+        return ApiError(413, f"the request is larger than this server takes ({limit:,} bytes)")
+
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+        """`receive` that counts the body, and does not wait for ever for the rest of it."""
+        settings = self.state.settings
+        received, whole = 0, False
+        until = asyncio.get_running_loop().time() + settings.body_seconds
+
+        async def bounded() -> Message:
+            nonlocal received, whole
+            if whole:
+                return await receive()
+            try:
+                # Not wait_for: in Python 3.11 it may swallow that the waiting is cancelled.
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(408, "the request's body did not come in time") from None
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                whole = not message.get("more_body", False)
+                if received > settings.max_body:
+                    raise self._too_large()
+            return message
+
+        return bounded
+
+    # -- after -------------------------------------------------------------------------------
+
+    def _account(self, scope: Scope, status: int | None, seconds: float) -> None:
+        log: dict[str, Any] = scope["state"]["log"]
+        is_gone = bool(log.get("gone"))
+        route = scope.get("route")
+        path = getattr(route, "path", "other")  # the pattern, so that there are not endless names
+        metrics = self.state.metrics
+        metrics.requests.labels(path, str(status or 499)).inc()
+        metrics.seconds.labels(path).observe(seconds)
+        if is_gone:
+            metrics.cancelled.labels(path).inc()
+        if scope["path"] in _UNLOGGED or (
+            scope["path"].startswith(PREFIX) and status in (200, 304)
+        ):
+            return
+        client = scope.get("client")
+        log_event(
+            "request",
+            id=scope["state"]["id"],
+            method=scope["method"],
+            path=scope["path"][:200],
+            status=status or 499,
+            seconds=round(seconds, 4),
+            client=client[0] if client else None,
+            **log,
+        )
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(PREFIX)
+
+
+class _Answer:
+    """`send` that knows what was sent, and names the request in the answer."""
+
+    def __init__(self, send: Send, identity: str) -> None:
+        self._send, self._identity = send, identity.encode()
+        self.status: int | None = None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self._identity)]
+        await self._send(message)

@@ -1,0 +1,35 @@
+"""For those who run the server: `/health`, `/ready`, `/metrics`."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from starlette.responses import Response
+
+from unspool.serve.core.state import state_of
+from unspool.serve.http.errors import ApiError
+from unspool.serve.http.routes import JsonReply, new_router
+
+router = new_router("Operation")
+
+
+@router.get("/health", summary="The process lives")
+async def health() -> Response:
+    return JsonReply({"status": "ok"})
+
+
+@router.get("/ready", summary="The server takes requests")
+async def ready(request: Request) -> Response:
+    state = state_of(request)
+    if state.admission.refusing or not state.ready:
+        raise ApiError(503, "the server is not ready", code="not_ready", retry_after=1)
+    for served in state.registry.loaded.values():
+        if not served.is_alive:  # so its places would never come free
+            message = f"the engine of {served.name} has stopped; restart the server"
+            raise ApiError(503, message, code="engine_stopped")
+    return JsonReply({"status": "ready", "models": list(state.registry.loaded)})
+
+
+@router.get("/metrics", summary="Counters for Prometheus")
+async def metrics(request: Request) -> Response:
+    state = state_of(request)
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

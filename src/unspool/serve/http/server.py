@@ -1,0 +1,149 @@
+"""Running the server: listen, serve, and stop in good order.
+
+SIGTERM and SIGINT refuse new work, let what runs finish (up to a deadline), and end with 0; a
+second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import h11
+import uvicorn
+from prometheus_client import disable_created_metrics
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from unspool.errors import UnspoolError
+from unspool.serve.http.logs import log_event
+from unspool.serve.http.settings import ServeSettings
+
+# A thread that computes gives Python up to others at least this often: at the usual 5 ms an
+# answer that is ready would wait for the next one to be picked.
+_SWITCH_SECONDS = 0.0005
+
+
+# For a client to finish a body that was answered before all of it came; then it is cut off.
+_LINGER_SECONDS = 2.0
+
+
+class _Protocol(H11Protocol):
+    """HTTP, but not for a client that never says what it wants, or never stops saying it."""
+
+    head_seconds = 30.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request(self.head_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timer is None and self.cycle is not None and self.cycle.response_complete:
+            self._expect_request(self.head_seconds)  # a part of the next request's head
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request(_LINGER_SECONDS if self.conn.their_state is h11.SEND_BODY else None)
+
+    def _expect_request(self, seconds: float | None) -> None:
+        """Hang up unless there is a new request by then; None: no hurry."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if seconds is not None:
+            self._timer = self.loop.call_later(seconds, self._hang_up_unless_new, self.cycle)
+
+    def _hang_up_unless_new(self, before: RequestResponseCycle | None) -> None:
+        self._timer = None
+        if self.cycle is before and not self.transport.is_closing():
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn, told when to stop and what to tell."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        *,
+        stopping: Callable[[], None],
+        started: Callable[[str], None],
+    ) -> None:
+        protocol = type("Protocol", (_Protocol,), {"head_seconds": settings.body_seconds})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                host=settings.host,
+                port=settings.port,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                lifespan="on",
+                ws="none",
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=max(1, round(settings.drain)),
+                h11_max_incomplete_event_size=64 << 10,
+            )
+        )
+        self._stopping, self._on_started = stopping, started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._on_started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._stopping()
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def bound_socket(settings: ServeSettings) -> socket.socket:
+    """The socket, bound before anything is loaded: a taken port is told at once."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # Named as TCP: else asyncio does not know that it is, and leaves small answers waiting 40 ms.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((settings.host, settings.port))
+    except OSError as error:
+        found.close()
+        raise UnspoolError(
+            f"cannot listen on {settings.host} port {settings.port}: "
+            f"{error.strerror or error}; choose another with --port (0: any free one)"
+        ) from None
+    found.set_inheritable(True)
+    return found
+
+
+def run(
+    app: ASGIApp,
+    settings: ServeSettings,
+    bound: socket.socket,
+    *,
+    stopping: Callable[[], None],
+    started: Callable[[str], None],
+) -> None:
+    """Serve until told to stop."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # series that nobody reads
+    server = Server(app, settings, stopping=stopping, started=started)
+    # uvicorn raises the signal again once it has stopped: then it shall mean nothing any more.
+    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        asyncio.run(server.serve([bound]))
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+    log_event("stopped")

@@ -1,0 +1,62 @@
+"""How a server is to be run: where it listens, who may ask, and how much."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from unspool.errors import SettingsError
+
+SHORTEST_KEY = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """Everything about a server but its models. Seconds and bytes are meant literally."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()  # empty: whoever reaches the port may ask
+    cors: tuple[str, ...] = ()  # origins whose pages may ask; empty: none
+    max_running: int = 64  # texts written at once
+    max_queued: int = 256  # requests that wait for their turn; more are refused (429)
+    max_choices: int = 16  # `n` and `best_of`
+    max_tokens: int | None = None  # of an answer; None: what the context holds
+    max_prompt: int | None = None  # tokens of a prompt; None: what the context holds
+    max_body: int = 4 << 20  # bytes of a request
+    max_branches: int = 1000  # of the tree, kept for their owners
+    deadline: float = 600.0  # seconds for a request, waiting included
+    drain: float = 30.0  # seconds that running requests have to finish once asked to stop
+    body_seconds: float = 30.0  # in which a request's head, and then its body, must have come
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise SettingsError(f"port is {self.port}; it may be from 0 (any free one) to 65535")
+        for name in ("max_running", "max_choices", "max_body", "max_branches"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_tokens", "max_prompt"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"{name} is {value}; it must be at least 1")
+        if self.max_queued < 0:
+            raise SettingsError(f"max_queued is {self.max_queued}; it may be 0 or more")
+        for name in ("deadline", "drain", "body_seconds"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
+        for key in self.api_keys:
+            if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+                raise SettingsError(
+                    f"an API key must have at least {SHORTEST_KEY} visible ASCII characters"
+                )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs on this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,101 @@
+"""What answers of several APIs have in common, whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+from unspool.engine.generation import Generation
+from unspool.engine.steps import Step
+from unspool.serve.core.blocks import Block, BlockParser, Change
+from unspool.serve.core.schema import Extension, StreamOptions
+from unspool.serve.core.state import Call, new_id
+from unspool.serve.core.step_json import step_json, texts_json
+from unspool.serve.core.texts import Texts
+from unspool.serve.http.events import DONE, event
+from unspool.serve.openai.chat_prompt import ToolUse
+from unspool.serve.openai.logprobs import LogprobFormat
+
+
+class Answer:
+    """The envelope around an answer's choices."""
+
+    kind: str  # of a whole answer
+    chunk_kind: str
+    prefix: str  # of its id
+
+    def __init__(
+        self,
+        call: Call,
+        texts: Texts,
+        extension: Extension | None,
+        stream_options: StreamOptions | None,
+    ) -> None:
+        self.call, self.texts, self.served = call, texts, call.served
+        self.id, self.created = new_id(self.prefix), int(time.time())
+        self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
+        self.has_extension = extension is not None
+        self.trace = extension is not None and extension.trace
+        self.wants_usage = stream_options is not None and stream_options.include_usage
+
+    def _whole_json(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        answer = {**self._envelope(self.kind, choices), "usage": self.texts.usage()}
+        if self.has_extension:
+            answer["unspool"] = texts_json(self.texts, self.trace)
+        return answer
+
+    def _chunk(self, choice: dict[str, Any], step: Step | None = None) -> bytes:
+        """One choice's next piece; with `step`, all that is known of how it came about."""
+        chunk = self._envelope(self.chunk_kind, [choice])
+        if self.wants_usage:  # null in every chunk but the last
+            chunk["usage"] = None
+        if step is not None:
+            prompt = self.texts.prompts[choice["index"] // self.texts.n]
+            chunk["unspool"] = step_json(step, len(prompt), self.served.lm.readable)
+        return event(chunk)
+
+    def _last_events(self) -> Iterator[bytes]:
+        last = self._envelope(self.chunk_kind, [])
+        if self.wants_usage:
+            last["usage"] = self.texts.usage()
+        if self.has_extension:
+            last["unspool"] = texts_json(self.texts, False)
+        if self.wants_usage or self.has_extension:
+            yield event(last)
+        yield DONE
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.served.name,
+            "system_fingerprint": self.served.fingerprint,
+            "choices": choices,
+        }
+
+
+class BlockAnswer:
+    """An answer of one text, as a row of blocks: words and calls."""
+
+    def __init__(
+        self, call: Call, texts: Texts, use: ToolUse, *, never_empty: bool = False
+    ) -> None:
+        self.texts, self.served = texts, call.served
+        reader, one_call = use.reader(call.served), use.parallel is False
+        self.blocks = BlockParser(reader, one_call=one_call, never_empty=never_empty)
+
+    @property
+    def generation(self) -> Generation:
+        return self.texts.all[0].generation
+
+    async def read(self) -> list[Block]:
+        """All blocks, once the text is written."""
+        await self.texts.finish()
+        return self.blocks.read(self.generation)
+
+    async def changes(self) -> AsyncGenerator[list[Change], None]:
+        """What each batch of steps changes."""
+        async for batch in self.texts.final_batches():
+            yield [change for _, step in batch for change in self.blocks.take(step)]

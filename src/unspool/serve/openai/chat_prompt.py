@@ -1,0 +1,182 @@
+"""A conversation on its way to the model: ids, options, and how tool calls are read.
+
+Every API that knows conversations is turned into a `ChatRequest` first, and comes through here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unspool.sampling import GrammarSpec
+from unspool.serve.core.options import (
+    check_one_grammar,
+    predicted,
+    sampling_options,
+    strict_schema,
+)
+from unspool.serve.core.registry import ServedModel
+from unspool.serve.core.schema import join_parts
+from unspool.serve.core.state import Call
+from unspool.serve.http.errors import bad_request
+from unspool.serve.openai.chat_schema import ChatRequest, FunctionTool, Message, NamedTool
+from unspool.text.chat.template import ChatPrompt
+from unspool.text.tools.calls import Tool, ToolCallReader
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and whether one of them must be called."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: str = "auto"  # none, auto, required, or a tool's name behind "="
+    parallel: bool | None = None  # whether there may be several calls; None: not said
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        return () if self.choice == "none" else self.tools
+
+    @property
+    def required(self) -> tuple[Tool, ...]:
+        """The tools of which one must be called; none: no call is needed."""
+        if self.choice == "required":
+            return self.tools
+        return tuple(tool for tool in self.tools if self.choice == f"={tool.name}")
+
+    def check(self) -> None:
+        names = [tool.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise bad_request("two tools have the same name", "tools")
+        if not self.tools and self.choice not in ("auto", "none"):
+            raise bad_request("tool_choice asks for a tool, and there are no tools", "tool_choice")
+        if self.choice.startswith("=") and not self.required:
+            raise bad_request(
+                f"tool_choice names {self.choice[1:][:80]!r}, which is not among the tools",
+                "tool_choice",
+            )
+
+    def reader(self, served: ServedModel) -> ToolCallReader | None:
+        """What finds the calls in a text; None where there can be none."""
+        if not self.offered:
+            return None
+        # Where a call is bare JSON, an answer that happens to be JSON must not be taken for one.
+        names = {tool.name for tool in self.offered} if served.tools.name == "llama3" else None
+        return ToolCallReader(served.tools, required=bool(self.required), names=names)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """What a request comes to."""
+
+    ids: list[int]
+    options: dict[str, Any]  # of `LanguageModel.stream`
+    use: ToolUse
+
+
+def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
+    """A conversation as ids, with all its options checked; `more` are options that `ChatRequest`
+    has no field for. On a thread, since templates and tokenizing take their time."""
+    options = sampling_options(body, top=body.top_logprobs or 0, **more)
+    use = tool_use(body)
+    _set_format(options, body)
+    if streams_trace(body) and use.offered and "guard" in options:
+        raise bad_request(
+            "a guard may take text back, and a tool call that was streamed cannot be taken back; "
+            "leave out stream, tools, unspool.trace or unspool.guard",
+            "unspool.guard",
+        )
+    if body.prediction is not None:
+        if options.get("speculate"):
+            message = "prediction and unspool.speculate are two drafts; give one"
+            raise bad_request(message, "prediction")
+        options["speculate"] = predicted(call.served.lm, body.prediction.text)
+    messages = [template_message(message) for message in body.messages]
+    if len(messages) > call.served.lm.context:
+        raise bad_request(
+            f"{len(messages):,} messages are more than the model's context can hold",
+            code="context_length_exceeded",
+        )
+    if messages[-1].get("tool_calls"):
+        first = messages[-1]["tool_calls"][0]
+        raise bad_request(f"the call {first['id'][:80]!r} has no result: give it behind the call")
+    tools = [json.dumps(tool.as_openai()) for tool in use.offered]
+    call.check_text(*tools, *(message.get("content") or "" for message in messages))
+    ids = chat_prompt(call.served, messages, use, options).ids
+    most = body.max_completion_tokens or body.max_tokens
+    options["max_tokens"] = call.token_limit(most, len(ids))
+    return PreparedChat(ids, options, use)
+
+
+def chat_prompt(
+    served: ServedModel, messages: Sequence[dict[str, Any]], use: ToolUse, options: dict[str, Any]
+) -> ChatPrompt:
+    """A conversation as ids. Puts into the options what the text must be, and where it stops."""
+    use.check()
+    lm = served.lm
+    ready, tools = served.tools.prepared(list(messages), use.offered)
+    prompt = lm.chat_prompt(ready, tools=tools)
+    options["stop"] = (*options.get("stop", ()), *lm.chat_template.stops)
+    if use.required:
+        check_one_grammar(options, "a required tool call")
+        # A small model that may call several times rarely stops: only who asks for it gets it.
+        several = use.parallel is True and use.choice == "required"
+        wanted = served.tools.grammar(use.required, parallel=several)
+        options["grammar"] = GrammarSpec.lark(wanted)
+    return prompt
+
+
+def streams_trace(body: ChatRequest) -> bool:
+    """Whether steps are sent as they come, those that a guard takes back later among them."""
+    return bool(body.stream) and body.unspool is not None and body.unspool.trace
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as templates know it."""
+    given = message.model_dump(exclude_none=True)
+    if given["role"] == "developer":
+        given["role"] = "system"
+    if isinstance(given.get("content"), list):
+        given["content"] = join_parts(given["content"], "content")
+    if given.get("content") is None and not given.get("tool_calls"):
+        raise bad_request(f"a message of the {given['role']} has no content", "messages")
+    for call in given.get("tool_calls") or []:
+        call.pop("index", None)
+    return given
+
+
+def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": identity, "type": "function", "function": function}
+
+
+def tools_of(given: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
+    functions = [tool.function for tool in given or ()]
+    return tuple(
+        Tool(f.name, f.description or "", strict_schema(f.parameters or {}, f.strict))
+        for f in functions
+    )
+
+
+def tool_use(body: ChatRequest) -> ToolUse:
+    choice = body.tool_choice
+    named = f"={choice.function.name}" if isinstance(choice, NamedTool) else choice or "auto"
+    return ToolUse(tools_of(body.tools), named, body.parallel_tool_calls)
+
+
+def _set_format(options: dict[str, Any], body: ChatRequest) -> None:
+    """The form that the answer must have."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return
+    check_one_grammar(options, "response_format")
+    if wanted.type == "json_object":
+        options["json"] = True
+    elif wanted.json_schema is None:
+        message = "response_format of type json_schema needs a schema"
+        raise bad_request(message, "response_format")
+    else:
+        schema = strict_schema(wanted.json_schema.schema_ or {}, wanted.json_schema.strict)
+        options["json_schema"] = schema or {"type": "object"}

@@ -1,0 +1,110 @@
+"""What `/v1/chat/completions` takes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from unspool.serve.core.schema import (
+    Prediction,
+    Reasons,
+    SamplingRequest,
+    ShortText,
+    Strict,
+    ToolName,
+    Values,
+)
+
+MAX_TOP_LOGPROBS = 20
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str = Field(description="JSON text")
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # some clients send back what they were streamed
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    reasoning_content: str | None = None
+
+
+class Function(Strict):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Strict):
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(SamplingRequest):
+    """A conversation to be answered."""
+
+    unsupported_fields: ClassVar[Reasons] = {
+        "audio": "there is only text",
+        "functions": "give tools",
+        "function_call": "give tool_choice",
+        "reasoning_effort": "the model knows no such setting",
+        "verbosity": "the model knows no such setting; ask for it in words",
+        "web_search_options": "this server reaches no network",
+        "store": "nothing is kept here; /v1/responses keeps what it answers",
+    }
+    noop_values: ClassVar[Values] = {"function_call": ["none", "auto"]}
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
+    # Taken because they ask for nothing that changes the text.
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: ShortText | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None

@@ -1,0 +1,195 @@
+"""`POST /v1/completions`: continue texts, as OpenAI's older endpoint does.
+
+`echo` with `logprobs` tells the log-probabilities of the prompt too, which is how evaluation
+harnesses score given answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from unspool.decoding.written import mean_logprob
+from unspool.engine.generation import Generation
+from unspool.engine.steps import Score, Step
+from unspool.serve.core.options import (
+    check_choices,
+    check_stream_options,
+    finish_reason,
+    sampling_options,
+)
+from unspool.serve.core.schema import Prompts, Reasons, SamplingRequest, as_list
+from unspool.serve.core.state import Call, state_of
+from unspool.serve.core.texts import Texts
+from unspool.serve.http.errors import bad_request
+from unspool.serve.http.events import EventTemplate
+from unspool.serve.http.routes import new_router
+from unspool.serve.openai.answers import Answer
+from unspool.serve.openai.logprobs import joined
+
+router = new_router("OpenAI")
+DEFAULT_TOKENS = 16  # as OpenAI
+
+
+class CompletionRequest(SamplingRequest):
+    """Texts to be continued."""
+
+    unsupported_fields: ClassVar[Reasons] = {
+        "suffix": "the models here write from the left to the right"
+    }
+
+    prompt: Prompts
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+@router.post("/v1/completions", summary="Continue a text")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    state = state_of(request)
+    n = body.n or 1
+    written = max(n, body.best_of or 0)
+    check_choices(written, state.settings.max_choices, "n" if n == written else "best_of")
+    _check(body, n)
+    prompts = len(as_list(body.prompt))
+    places = written * max(1, min(prompts, state.settings.max_running // written))
+    call = await state.enter(request, body.model, places)
+    ids, options = await call.thread(_prepare, call, body)
+    texts = await call.write(ids, options, written, start=not _is_scored(body))
+    answer = _Completion(call, body, texts, n)
+    return call.stream(answer.events()) if body.stream else await call.reply(answer.answer())
+
+
+def _check(body: CompletionRequest, n: int) -> None:
+    if body.best_of is not None and body.best_of < n:
+        raise bad_request(f"best_of is {body.best_of}, and n is {n}: n cannot be larger", "best_of")
+    if body.best_of is not None and body.best_of > n and body.stream:
+        raise bad_request("best_of cannot be streamed: which is best shows at the end", "best_of")
+    check_stream_options(body)
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request(
+            "max_tokens is 0, and echo is not asked for: nothing to answer", "max_tokens"
+        )
+
+
+def _prepare(call: Call, body: CompletionRequest) -> tuple[list[list[int]], dict[str, Any]]:
+    lm, many = call.served.lm, as_list(body.prompt)
+    for text in many:
+        if isinstance(text, str):
+            call.check_text(text)
+    # A model that begins every text with a token of its own has that for an empty prompt.
+    prompts = [lm.prompt_ids(text or _start(call)) for text in many]
+    options = sampling_options(body, top=body.logprobs or 0)
+    longest = max(map(len, prompts))
+    options["max_tokens"] = call.token_limit(body.max_tokens, longest, default=DEFAULT_TOKENS)
+    return prompts, options
+
+
+def _start(call: Call) -> list[int]:
+    """An empty prompt: the token that begins a text."""
+    tokenizer = call.served.lm.tokenizer
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    if first is None:
+        raise bad_request(
+            "the prompt is empty; give the model at least one token to go on", "prompt"
+        )
+    return [first]
+
+
+def _is_scored(body: CompletionRequest) -> bool:
+    """Whether the log-probabilities of the prompts are wanted too."""
+    return bool(body.echo) and body.logprobs is not None
+
+
+class _Completion(Answer):
+    """The answer, whole or in chunks."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+
+    def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
+        super().__init__(call, texts, body.unspool, body.stream_options)
+        self.body, self.n, self.scores = body, n, list[Score]()
+        self.offsets: dict[int, int] = {}
+        self._words = EventTemplate(lambda number, text: self._chunk(_choice(number, text)))
+
+    async def _score(self) -> None:
+        """Have the prompts judged first, if that is wanted: the texts share what that computes."""
+        if _is_scored(self.body):
+            score, top = self.served.lm.score, self.body.logprobs or 0
+            self.scores = await self.call.threads(score, self.texts.prompts, top=top)
+            await self.texts.start()
+
+    def _echo(self, prompt: int) -> str:
+        return self.served.lm.tokenizer.decode(self.texts.prompts[prompt]) if self.body.echo else ""
+
+    # -- whole -------------------------------------------------------------------------------
+
+    async def answer(self) -> dict[str, Any]:
+        await self._score()
+        await self.texts.finish()
+        choices = []
+        for prompt in range(len(self.texts.prompts)):
+            found = [self.texts.texts[prompt * self.texts.n + i] for i in range(self.texts.n)]
+            ranked = [text.generation for text in found]
+            if self.texts.n > self.n:
+                ranked = sorted(ranked, key=mean_logprob, reverse=True)[: self.n]
+            choices += [self._whole(prompt, generation) for generation in ranked]
+        return self._whole_json([{**choice, "index": i} for i, choice in enumerate(choices)])
+
+    def _whole(self, prompt: int, generation: Generation) -> dict[str, Any]:
+        logprobs = None
+        if self.body.logprobs is not None:
+            echoed, offset = self._echoed(prompt)
+            written = self.logprob_format.completion(generation.steps, self.body.logprobs, offset)
+            logprobs = joined(echoed, written) if echoed else written
+        text, reason = self._echo(prompt) + generation.text, generation.finish_reason
+        return _choice(0, text, logprobs, finish_reason(reason))
+
+    def _echoed(self, prompt: int) -> tuple[dict[str, Any] | None, int]:
+        if not self.scores:
+            return None, 0
+        return self.logprob_format.echoed(self.scores[prompt], self.body.logprobs or 0)
+
+    # -- in chunks ---------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        await self._score()
+        if self.body.echo:
+            for number in range(len(self.texts.prompts) * self.texts.n):
+                echoed, offset = self._echoed(number // self.texts.n)
+                self.offsets[number] = offset
+                yield self._chunk(_choice(number, self._echo(number // self.texts.n), echoed))
+        async for batch in self.texts.final_batches(live=self.trace):
+            found = (self._event(number, step) for number, step in batch)
+            if events := b"".join(e for e in found if e is not None):
+                yield events
+        for number, text in self.texts.texts.items():
+            if not text.generation.steps:
+                reason = finish_reason(text.generation.finish_reason)
+                yield self._chunk(_choice(number, "", None, reason))
+        for last in self._last_events():
+            yield last
+
+    def _event(self, number: int, step: Step) -> bytes | None:
+        logprobs = None
+        if self.body.logprobs is not None:
+            offset = self.offsets.get(number, 0)
+            logprobs = self.logprob_format.completion([step], self.body.logprobs, offset)
+            self.offsets[number] = offset + len(step.text)
+        reason = finish_reason(step.finish_reason) if step.finish_reason else None
+        step_shown = step if self.trace or step.retracts else None
+        if not (logprobs or reason or step_shown):
+            return self._words(number, step.text) if step.text else None
+        return self._chunk(_choice(number, step.text, logprobs, reason), step_shown)
+
+
+def _choice(
+    number: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}

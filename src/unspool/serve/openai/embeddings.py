@@ -1,0 +1,76 @@
+"""`POST /v1/embeddings`: texts as vectors, by the mean of a language model's final vectors.
+
+The models here were trained to write, not to embed. What they give is the mean over all tokens of
+the vectors after the last layer and its norm, scaled to length one; the answer says so.
+"""
+
+from __future__ import annotations
+
+import base64
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from unspool.lens.embedding import embedding
+from unspool.serve.core.schema import Prompts, ShortText, Strict, as_list
+from unspool.serve.core.state import Call, state_of
+from unspool.serve.http.errors import unsupported
+from unspool.serve.http.routes import new_router
+
+router = new_router("OpenAI")
+
+
+class EmbeddingRequest(Strict):
+    """Texts, or token ids."""
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: ShortText | None = None
+
+
+@router.post("/v1/embeddings", summary="Texts as vectors (mean-pooled hidden states)")
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    state = state_of(request)
+    call = await state.enter(request, body.model)
+    return await call.reply(_answer(call, body))
+
+
+async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
+    lm = call.served.lm
+    if body.dimensions not in (None, lm.config.width):
+        raise unsupported(
+            "dimensions", f"this model's vectors have {lm.config.width}, and cannot be shortened"
+        )
+    prompts = await call.thread(_ids, call, as_list(body.input))
+    vectors = await call.threads(partial(embedding, lm), prompts)
+    count = sum(map(len, prompts))
+    packed = body.encoding_format == "base64"
+    return {
+        "object": "list",
+        "model": call.served.name,
+        "data": [
+            {"object": "embedding", "index": i, "embedding": _packed(v) if packed else v.tolist()}
+            for i, v in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+        "unspool": {"pooling": "mean of the final hidden states", "normalized": True},
+    }
+
+
+def _ids(call: Call, many: list[Any]) -> list[list[int]]:
+    call.check_text(*(text for text in many if isinstance(text, str)))
+    prompts = [call.served.lm.prompt_ids(text) for text in many]
+    for ids in prompts:
+        call.check_prompt(len(ids))
+    return prompts
+
+
+def _packed(vector: Any) -> str:
+    """As OpenAI packs it: little-endian 32-bit floats in base64."""
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode("ascii")

@@ -1,0 +1,54 @@
+"""`GET /v1/models`: which models there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from unspool.serve.core.registry import ModelEntry
+from unspool.serve.core.state import ServerState, state_of
+from unspool.serve.http.routes import JsonReply, new_router
+
+router = new_router("OpenAI")
+
+
+@router.get("/v1/models", summary="The models this server has")
+async def list_models(request: Request) -> Response:
+    state = state_of(request)
+    found = [_model_json(state, entry) for entry in state.registry.entries.values()]
+    return JsonReply({"object": "list", "data": found})
+
+
+@router.get("/v1/models/{model:path}", summary="One model")
+async def get_model(model: str, request: Request) -> Response:
+    state = state_of(request)
+    return JsonReply(_model_json(state, state.registry.entry(model)))
+
+
+def _model_json(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
+    """As OpenAI tells it, and under `unspool` what can be known without loading it."""
+    served = state.registry.loaded.get(entry.name)
+    details: dict[str, Any] = {"loaded": served is not None}
+    if served is not None:
+        lm = served.lm
+        details.update(
+            system_fingerprint=served.fingerprint,
+            context=lm.context,
+            vocabulary=lm.vocab_size,
+            precision=lm.model.precision,
+            device=lm.model.device,
+            chat=lm.is_instruct,
+            tools=served.tools.name,
+            layers=lm.config.layers,
+            heads=lm.config.heads,
+            width=lm.config.width,
+        )
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": state.registry.created,
+        "owned_by": "unspool",
+        "unspool": details,
+    }

@@ -1,0 +1,74 @@
+"""The items of `/v1/responses`: what goes in, as it is kept and as templates know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unspool.serve.core.state import new_id
+from unspool.serve.openai.chat_prompt import tool_call
+from unspool.serve.openai.responses_schema import Content, FunctionCallItem, Item, MessageItem
+
+Items = Sequence[dict[str, Any]]
+
+
+def items_of(given: str | Sequence[Item] | None) -> list[dict[str, Any]]:
+    """What a request gives, as items with ids."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = [MessageItem(role="user", content=given)]
+    return [_item(each) for each in given]
+
+
+def _item(given: Item) -> dict[str, Any]:
+    if isinstance(given, MessageItem):
+        content = _parts(given.content, is_output=given.role == "assistant")
+        prefix, fields = "msg_", {"type": "message", "role": given.role, "content": content}
+    elif isinstance(given, FunctionCallItem):
+        named = {"type", "call_id", "name", "arguments"}
+        prefix, fields = "fc_", given.model_dump(include=named)
+    else:
+        prefix, fields = "fco_", given.model_dump(include={"type", "call_id"})
+        fields["output"] = _join(given.output)
+    return {"id": given.id or new_id(prefix), "status": "completed", **fields}
+
+
+def _parts(content: Content, *, is_output: bool) -> list[dict[str, Any]]:
+    texts = [content] if isinstance(content, str) else [part.text for part in content]
+    if is_output:
+        return [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+    return [{"type": "input_text", "text": text} for text in texts]
+
+
+def _join(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def messages_of(instructions: str | None, items: Items) -> list[dict[str, Any]]:
+    """A conversation as templates know it."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        if item["type"] == "message":
+            _add_message(messages, item)
+        elif item["type"] == "function_call":
+            call = tool_call(item["call_id"], item["name"], item["arguments"])
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            result = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            messages.append(result)
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    role = "system" if item["role"] == "developer" else item["role"]
+    content = "".join(part["text"] for part in item["content"])
+    if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        # Many templates take one system message, at the beginning.
+        messages[0]["content"] += "\n\n" + content
+    else:
+        messages.append({"role": role, "content": content})

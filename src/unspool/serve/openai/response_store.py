@@ -1,0 +1,76 @@
+"""Responses that are stored, so that the next request can go on with one by its id.
+
+In memory, and bounded by their number and by their size. The oldest go first; a restart forgets
+all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unspool.serve.http.errors import ApiError
+from unspool.serve.http.routes import to_json
+
+MAX_STORED = 256
+MAX_BYTES = 64 << 20  # bytes of all of them
+Items = tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    response: bytes  # JSON: smaller than objects, and its size is known
+    items: Items  # the input, earlier turns included; shared with what they were stored for
+    output: Items
+    size: int
+
+
+class ResponseStore:
+    """The last responses."""
+
+    def __init__(self, limit: int = MAX_STORED, max_bytes: int = MAX_BYTES) -> None:
+        self._limit, self._max_bytes = limit, max_bytes
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def add(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+        text = to_json(response)
+        size = len(text) + sum(len(to_json(item)) for item in items)
+        self._stored[response["id"]] = _Stored(text, (*items,), (*response["output"],), size)
+        self._size += size
+        while len(self._stored) > self._limit or self._size > self._max_bytes:
+            self._size -= self._stored.popitem(last=False)[1].size
+
+    def response(self, identity: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._find(identity).response)
+        return found
+
+    def items(self, identity: str) -> Items:
+        return self._find(identity).items
+
+    def conversation(self, identity: str) -> Items:
+        """The whole conversation, the response itself included: what the next one goes on with."""
+        try:
+            found = self._find(identity)
+        except ApiError as error:
+            error.param, error.code = "previous_response_id", "previous_response_not_found"
+            raise
+        return found.items + found.output
+
+    def delete(self, identity: str) -> None:
+        self._size -= self._find(identity).size
+        del self._stored[identity]
+
+    def _find(self, identity: str) -> _Stored:
+        if identity not in self._stored:
+            message = (
+                f"Response with id {identity[:80]!r} not found: it is not kept here (any more)"
+            )
+            raise ApiError(404, message, code="response_not_found")
+        return self._stored[identity]

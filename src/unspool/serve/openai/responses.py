@@ -1,0 +1,318 @@
+"""`POST /v1/responses`: answer, and keep the answer for the next request to go on with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from unspool.engine.steps import Step
+from unspool.serve.core.blocks import Block, Change, Grown, Opened, was_cut
+from unspool.serve.core.options import check_stream_options
+from unspool.serve.core.state import Call, new_id, state_of
+from unspool.serve.core.step_json import texts_json
+from unspool.serve.core.texts import Texts
+from unspool.serve.http.errors import ApiError, bad_request, unsupported
+from unspool.serve.http.events import event
+from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.openai.answers import BlockAnswer
+from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
+from unspool.serve.openai.chat_schema import ChatRequest
+from unspool.serve.openai.logprobs import LogprobFormat
+from unspool.serve.openai.response_items import items_of, messages_of
+from unspool.serve.openai.responses_schema import LOGPROBS, ResponseRequest, TextFormat
+
+router = new_router("OpenAI")
+
+
+@router.post("/v1/responses", summary="Answer, and keep the answer")
+async def create_response(body: ResponseRequest, request: Request) -> Response:
+    state = state_of(request)
+    before = body.previous_response_id
+    earlier = () if before is None else state.responses.conversation(before)
+    items = [*earlier, *items_of(body.input)]
+    call = await state.enter(request, body.model)
+    ready = await call.thread(_prepare, call, body, items)
+    texts = await call.write([ready.ids], ready.options)
+    store = None if body.store is False else partial(state.responses.add, items=items)
+    answer = _Answer(call, body, texts, ready.use, store)
+    if body.stream:
+        return call.stream(answer.events(), answer.failed)
+    return await call.reply(answer.answer())
+
+
+@router.get("/v1/responses/{response_id}", summary="A response that was kept")
+async def get_response(response_id: str, request: Request) -> Response:
+    for name in request.query_params:
+        raise unsupported(name[:80], "a kept response is given as it is")
+    return JsonReply(state_of(request).responses.response(response_id))
+
+
+@router.delete("/v1/responses/{response_id}", summary="Forget a response")
+async def delete_response(response_id: str, request: Request) -> Response:
+    state_of(request).responses.delete(response_id)
+    return JsonReply({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items", summary="What a response was given")
+async def input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    for name in request.query_params:
+        if name not in ("limit", "order", "after"):
+            raise unsupported(name[:80], "the items are given as they are")
+    items = [*state_of(request).responses.items(response_id)]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise bad_request(f"there is no item {after[:80]!r}", "after")
+        items = items[place + 1 :]
+    page = items[:limit]
+    found = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
+    return JsonReply(found)
+
+
+# -- the request, as a chat -------------------------------------------------------------------
+
+
+def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> PreparedChat:
+    for name in body.include or ():
+        if name != LOGPROBS:
+            raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
+    if body.top_logprobs and not body.include:
+        raise bad_request(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
+    check_stream_options(body)
+    if not items:
+        raise bad_request("input is missing; it is required", "input", "missing_required_parameter")
+    choice, wanted = _echoed(body.tool_choice), None if body.text is None else body.text.format
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    functions = [tool.model_dump(exclude={"type"}) for tool in body.tools or ()]
+    chat = {
+        "messages": messages_of(body.instructions, items),
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": None if wanted is None else _response_format(wanted),
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs,
+        "max_tokens": body.max_output_tokens,
+        "unspool": body.unspool,
+    }
+    return prepare_chat(call, ChatRequest.model_validate(chat))
+
+
+def _response_format(wanted: TextFormat) -> dict[str, Any]:
+    schema = {"schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": wanted.type, "json_schema": None if wanted.schema_ is None else schema}
+
+
+# -- what is answered ------------------------------------------------------------------------
+
+
+# What every response says, until something else is known; and what it repeats of its request.
+_FIXED = {
+    "object": "response", "background": False, "completed_at": None, "error": None,
+    "incomplete_details": None, "max_tool_calls": None, "usage": None,
+    "reasoning": {"effort": None, "summary": None},
+    "service_tier": "default", "truncation": "disabled",
+}  # fmt: skip
+_ECHOED = {
+    "instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key",
+    "prompt_cache_retention", "safety_identifier", "user",
+}  # fmt: skip
+
+
+class _Answer(BlockAnswer):
+    """A response, whole or in events."""
+
+    def __init__(
+        self,
+        call: Call,
+        body: ResponseRequest,
+        texts: Texts,
+        use: ToolUse,
+        store: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        super().__init__(call, texts, use, never_empty=True)
+        self.body, self.store = body, store
+        self.id, self.created = new_id("resp_"), int(time.time())
+        self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
+        self.number = 0  # of the next event
+
+    # -- whole -------------------------------------------------------------------------------
+
+    async def answer(self) -> dict[str, Any]:
+        await self.read()
+        return self._finished()
+
+    def _finished(self) -> dict[str, Any]:
+        """All of it, stored for later; the blocks are complete."""
+        is_cut = was_cut(self.generation.finish_reason)
+        found = self._response("incomplete" if is_cut else "completed")
+        if is_cut:
+            found["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            found["completed_at"] = int(time.time())
+        found["usage"] = self._usage()
+        if self.store is not None:
+            self.store(found)
+        if self.body.unspool is not None:  # not stored: a trace is large
+            found = {**found, "unspool": texts_json(self.texts, self.body.unspool.trace)}
+        return found
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """What is known so far."""
+        body, settings = self.body, self.generation.settings
+        wanted = None if body.text is None else body.text.format
+        return {
+            "id": self.id,
+            "created_at": self.created,
+            "status": status,
+            "model": self.served.name,
+            "system_fingerprint": self.served.fingerprint,
+            "output": [self._item(block) for block in self.blocks.all],
+            **_FIXED,
+            **body.model_dump(include=_ECHOED),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "store": body.store is not False,
+            "temperature": settings.temperature,
+            "text": {"format": _echoed(wanted) or {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": _echoed(body.tool_choice) or "auto",
+            "tools": [_echoed(tool) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": settings.top_p,
+            "metadata": body.metadata or {},
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        used = self.texts.usage()
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": used["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used["total_tokens"],
+        }
+
+    def _logprobs(self, steps: list[Step]) -> list[dict[str, Any]]:
+        if not self.body.include:
+            return []
+        end_ids, top = self.served.lm.end_ids, self.body.top_logprobs or 0
+        found: list[dict[str, Any]] = self.logprob_format.chat(steps, end_ids, top)["content"]
+        return found
+
+    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+        status = status or ("completed" if block.is_complete else "incomplete")
+        is_started = status == "in_progress"
+        if block.name is None:
+            return {
+                "id": _item_id(block),
+                "type": "message",
+                "status": status,
+                "role": "assistant",
+                "content": [] if is_started else [self._part(block)],
+            }
+        return {
+            "id": _item_id(block),
+            "type": "function_call",
+            "status": status,
+            "call_id": f"call_{block.id}",
+            "name": block.name,
+            "arguments": "" if is_started else block.text,
+        }
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        logprobs = self._logprobs(block.steps)
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+    # -- in events ---------------------------------------------------------------------------
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        started = self._response("in_progress")
+        yield self._event("response.created", response=started) + self._event(
+            "response.in_progress", response=started
+        )
+        async for changes in self.changes():
+            if found := b"".join(e for change in changes for e in self._changed(change)):
+                yield found
+        last = self.blocks.end(self.generation.finish_reason)
+        rest = b"".join(e for change in last for e in self._changed(change))
+        done = self._finished()
+        yield rest + self._event(f"response.{done['status']}", response=done)
+
+    def _changed(self, change: Change) -> list[bytes]:
+        block = change.block
+        item = {"output_index": block.index, "item_id": _item_id(block)}
+        part = {**item, "content_index": 0}
+        if isinstance(change, Opened):
+            started = self._item(block, "in_progress")
+            found = [
+                self._event("response.output_item.added", output_index=block.index, item=started)
+            ]
+            if block.name is None:
+                empty = self._part(block)
+                found.append(self._event("response.content_part.added", **part, part=empty))
+            return found
+        if isinstance(change, Grown):
+            if block.name is not None:
+                kind = "response.function_call_arguments.delta"
+                return [self._event(kind, **item, delta=change.text)]
+            logprobs = self._logprobs(change.steps)
+            kind = "response.output_text.delta"
+            return [self._event(kind, **part, delta=change.text, logprobs=logprobs)]
+        if block.name is None:
+            whole = self._part(block)
+            text = {"text": whole["text"], "logprobs": whole["logprobs"]}
+            found = [
+                self._event("response.output_text.done", **part, **text),
+                self._event("response.content_part.done", **part, part=whole),
+            ]
+        else:
+            kind = "response.function_call_arguments.done"
+            found = [self._event(kind, **item, name=block.name, arguments=block.text)]
+        ends = {"output_index": block.index, "item": self._item(block)}
+        return [*found, self._event("response.output_item.done", **ends)]
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event when something went wrong on the way."""
+        if not self.number:
+            code = error.code or error.type
+            return self._event("error", code=code, message=error.message, param=error.param)
+        response = self._response("failed")
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        response["error"] = {"code": code, "message": error.message}
+        return self._event("response.failed", response=response)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self.number = self.number, self.number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+
+def _item_id(block: Block) -> str:
+    return f"{'msg' if block.name is None else 'fc'}_{block.id}"
+
+
+def _echoed(given: Any) -> Any:
+    """A part of the request, as it was given."""
+    return given if given is None or isinstance(given, str) else given.model_dump(by_alias=True)

@@ -1,0 +1,187 @@
+"""What `/v1/responses` takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints, Tag
+
+from unspool.serve.core.schema import (
+    ExtensionWithSeed,
+    PartialApi,
+    Reasons,
+    ShortText,
+    Strict,
+    ToolName,
+    Values,
+    by_type,
+)
+from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS
+
+LOGPROBS = "message.output_text.logprobs"
+_ONE_SITTING = "a response is written while its request waits for it"
+_FUNCTIONS = "only functions, which the caller runs, can be called"
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(Strict):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    # Those of an output that is given back as input; they say nothing to the model.
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+Content = str | list[TextPart]
+
+
+class MessageItem(Strict):
+    type: Literal["message"] | None = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: ShortText | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCallItem(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {
+        "namespace": _FUNCTIONS,
+        "caller": _FUNCTIONS,
+        "async": _ONE_SITTING,
+    }
+    noop_values: ClassVar[Values] = {"caller": [{"type": "direct"}]}
+
+    type: Literal["function_call"]
+    call_id: ShortText
+    name: ToolName
+    arguments: str = Field(description="JSON text")
+    id: ShortText | None = None
+    status: Status | None = None
+    parsed_arguments: Any = None
+
+
+class FunctionCallOutputItem(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {"namespace": _FUNCTIONS, "caller": _FUNCTIONS}
+    noop_values: ClassVar[Values] = {"caller": [{"type": "direct"}]}
+
+    type: Literal["function_call_output"]
+    call_id: ShortText
+    output: Content
+    id: ShortText | None = None
+    name: str | None = None
+    status: Status | None = None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("Message")]
+    | Annotated[FunctionCallItem, Tag("Call")]
+    | Annotated[FunctionCallOutputItem, Tag("Output")],
+    by_type(
+        {"message": "Message", "function_call": "Call", "function_call_output": "Output"},
+        default="message",
+    ),
+]
+
+
+class FunctionTool(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {
+        "defer_loading": "all tools are given to the model at once",
+        "allowed_callers": _FUNCTIONS,
+        "output_schema": "the model is not told of it",
+    }
+    noop_values: ClassVar[Values] = {"allowed_callers": [["direct"]]}
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(PartialApi):
+    unsupported_fields: ClassVar[Reasons] = {
+        "verbosity": "the model knows no such setting; ask for it in words"
+    }
+    noop_values: ClassVar[Values] = {"verbosity": ["medium"]}
+
+    format: TextFormat | None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: bool | None = None  # we add none, so there is none to leave out
+
+
+class ResponseRequest(PartialApi):
+    """Something to be answered."""
+
+    unsupported_fields: ClassVar[Reasons] = {
+        "background": _ONE_SITTING,
+        "context_management": "nothing is dropped or summed up",
+        "conversation": "go on with previous_response_id",
+        "image": "only text is read",
+        "max_tool_calls": "there are no built-in tools",
+        "moderation": "there is none",
+        "prompt": "prompt templates are not kept here; send the input itself",
+        "prompt_cache_options": "prefixes are kept by themselves, as long as there is room",
+        "reasoning": "the model's words are not told apart from its thoughts",
+        "truncation": "what does not fit is bad_request, nothing is dropped",
+        "access_programs": "there are none",
+    }
+    noop_values: ClassVar[Values] = {
+        "truncation": ["disabled"],
+        "reasoning": [
+            {"effort": None},
+            {"summary": None},
+            {"effort": None, "summary": None},
+            {"effort": "none"},
+        ],
+    }
+
+    model: str | None = None
+    input: str | Annotated[list[Item], Field(max_length=10_000)] | None = None
+    instructions: str | None = None
+    previous_response_id: ShortText | None = None
+    store: bool | None = Field(None, description="false: keep nothing")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    include: list[str] | None = Field(None, description=f"{LOGPROBS}, or nothing")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    text: TextConfig | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, StringConstraints(max_length=64)],
+                Annotated[str, StringConstraints(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    unspool: ExtensionWithSeed | None = None
+    # Taken because they ask for nothing that changes the text.
+    user: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default"] | None = None

@@ -1,1 +1,0 @@
-"""What requests look like: checked before anything is done, and shown at `/docs`."""

@@ -1,0 +1,160 @@
+"""Branches and their steps as JSON, and the router that all answers of `/v1/tree` go through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from unspool.engine.generation import Generation
+from unspool.engine.steps import Step
+from unspool.sampling import SamplingSettings
+from unspool.serve.core.state import state_of
+from unspool.serve.core.step_json import finite, step_json
+from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.http.threads import in_thread
+from unspool.serve.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt
+from unspool.serve.tree.schema import DEFAULT_TOKENS
+
+_PREVIEW = 80  # characters
+
+
+def summary(branch: TreeBranch) -> dict[str, Any]:
+    """What a map of the tree needs; quick, however long the branch."""
+    return {
+        "id": branch.id,
+        "object": "tree.branch",
+        "model": branch.model,
+        "name": branch.name,
+        "parent": branch.parent,
+        "forked_at": branch.forked_at,
+        "created": round(branch.created, 3),
+        "length": len(branch.steps),
+        "prompt_tokens": len(branch.prompt.ids),
+        "preview": _preview(branch),
+        "finish_reason": branch.finish_reason,
+        "writing": branch.writing is not None,
+    }
+
+
+def branch_json(branch: TreeBranch) -> dict[str, Any]:
+    """A branch without its prompt and steps."""
+    generation = branch.generation
+    return {
+        **summary(branch),
+        "text": generation.text,
+        "logprob": finite(generation.logprob),
+        "seed": generation.seed,
+        "settings": settings_json(branch),
+        "usage": {**asdict(generation.usage), "total_tokens": generation.usage.total_tokens},
+        "last": branch.last,
+        "notes": list(generation.notes),
+        "error": None if branch.fault is None else branch.fault.openai()["error"],
+    }
+
+
+def branch_with_steps(
+    branch: dict[str, Any],
+    prompt_of: TreePrompt,
+    steps: Sequence[Step] | None,
+    since: int,
+    *,
+    prompt: bool = False,
+) -> dict[str, Any]:
+    """A branch with these steps, of which the first has the number `since`; also with its prompt.
+
+    Takes time when there are many, and touches nothing that changes: to be called on a thread.
+    """
+    if prompt:
+        branch["prompt"] = prompt_json(prompt_of)
+    if steps is not None:
+        branch["since"] = since
+        branch["steps"] = [
+            step_json(step, len(prompt_of.ids), prompt_of.readable) for step in steps
+        ]
+    return branch
+
+
+def prompt_json(prompt: TreePrompt) -> dict[str, Any]:
+    tokens = [
+        {"id": token, "text": prompt.readable(token), "added": place in prompt.added}
+        for place, token in enumerate(prompt.ids)
+    ]
+    return {
+        "text": prompt.text,
+        "tokens": tokens,
+        "messages": prompt.messages,
+        "spans": [_span(span) for span in prompt.spans],
+    }
+
+
+def _span(span: MessageSpan) -> dict[str, Any]:
+    content = None if span.content is None else list(span.content)
+    return {"role": span.role, "start": span.start, "end": span.end, "content": content}
+
+
+def settings_json(branch: TreeBranch) -> dict[str, Any]:
+    """All that decides how the branch goes on."""
+    request, settings = branch.generation.request, branch.generation.settings
+    found: dict[str, Any] = sampling(settings)
+    found.update(
+        stop=list(request.limits.stop),
+        sample=request.limits.sample,
+        top=request.limits.top,
+        trace=request.limits.explain,
+        max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
+        priority=request.priority,
+    )
+    return {**found, **branch.extra_settings}
+
+
+def sampling(settings: SamplingSettings) -> dict[str, Any]:
+    """Sampling settings; a ban is -100 and the only one allowed 100, as in a request."""
+    found = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    found["stages"] = list(settings.stages)
+    found["dry_breakers"] = [list(run) for run in settings.dry_breakers]
+    found["logit_bias"] = {
+        str(token): amount if math.isfinite(amount) else math.copysign(100.0, amount)
+        for token, amount in settings.logit_bias.items()
+    }
+    return found
+
+
+def _preview(branch: TreeBranch) -> str:
+    """The first words that are this branch's own."""
+    return preview(branch.generation, branch.forked_at or 0)
+
+
+def preview(generation: Generation, start: int) -> str:
+    shown = ""
+    for step in generation.steps[start : start + _PREVIEW]:
+        shown += step.text
+        if len(shown) >= _PREVIEW:
+            break
+    return shown[:_PREVIEW]
+
+
+# -- answers ---------------------------------------------------------------------------------
+
+router = new_router("The tree of tokens", "/v1/tree")
+
+
+def branches_of(request: Request) -> Branches:
+    return state_of(request).branches
+
+
+async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:
+    """A branch as it stands now, with its steps from `since` on; None: without steps.
+
+    A verb answers with the steps that are new, because those before it can be many.
+    """
+    steps = None if since is None else branch.steps[since:]
+    work = partial(
+        branch_with_steps, branch_json(branch), branch.prompt, steps, since or 0, prompt=prompt
+    )
+    return await in_thread(lambda: JsonReply(work()))

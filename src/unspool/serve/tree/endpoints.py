@@ -1,0 +1,171 @@
+"""`/v1/tree`: texts as branches of a tree that can be taken back, changed and gone on with.
+
+A branch is a prompt and the steps behind it, and stays until it is deleted. Places are counted in
+steps: step 0 is the first token behind the prompt. Only `look` counts positions in the whole text,
+prompt included. Whoever changes a branch that is being written is told so (409); reading one,
+forking it and choosing into a fork are always possible.
+
+The verbs are here; `resume` and whoever watches in `tree_resume.py`, looking inside in
+`tree_look.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Annotated
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from unspool.engine.generation import Generation
+from unspool.serve.core.state import Call, state_of
+from unspool.serve.http.errors import bad_request
+from unspool.serve.http.routes import JsonReply
+from unspool.serve.openai.chat_prompt import template_message
+from unspool.serve.tree import look, resume  # noqa: F401  they put their routes in too
+from unspool.serve.tree.branch_json import branches_of, reply, router, summary
+from unspool.serve.tree.branches import TreeBranch
+from unspool.serve.tree.prompt import new_branch, turn
+from unspool.serve.tree.schema import (
+    AppendRequest,
+    BranchUpdate,
+    ChooseRequest,
+    CreateRequest,
+    ForkRequest,
+    RewindRequest,
+)
+from unspool.session import LanguageModel
+
+__all__ = ["router"]
+_JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabulary
+
+
+# -- branches ------------------------------------------------------------------------------------
+
+
+@router.post("", summary="A new branch from a prompt; nothing is computed yet")
+async def create(body: CreateRequest, request: Request) -> Response:
+    branches = branches_of(request)
+    branches.make_room()
+    async with state_of(request).call(request, body.model) as call:
+        branch: TreeBranch = await call.thread(new_branch, call, body)
+    return await reply(branches.add(branch), 0, prompt=True)
+
+
+@router.get("", summary="All branches, the newest first, with whom they were forked from")
+async def list_branches(request: Request) -> Response:
+    found = [summary(branch) for branch in reversed(branches_of(request).all.values())]
+    return JsonReply({"object": "list", "data": found})
+
+
+@router.get("/{identity}", summary="One branch: its prompt, its steps, how it went")
+async def get(
+    identity: str,
+    request: Request,
+    steps: bool = True,
+    prompt: bool = True,
+    since: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
+) -> Response:
+    branch = branches_of(request).get(identity)
+    return await reply(branch, since if steps else None, prompt=prompt)
+
+
+@router.patch("/{identity}", summary="Give it a name, or its writing another pace")
+async def rename(identity: str, body: BranchUpdate, request: Request) -> Response:
+    branch = branches_of(request).get(identity)
+    if "name" in body.model_fields_set:
+        branch.name = body.name
+        branch.changed()
+    if "pace" in body.model_fields_set and branch.writing is not None:
+        branch.writing.set_pace(body.pace)
+    return await reply(branch, None)
+
+
+@router.delete("/{identity}", summary="Let a branch go; its children stay")
+async def delete(identity: str, request: Request) -> Response:
+    branches = branches_of(request)
+    branches.delete(branches.get(identity))
+    return JsonReply({"id": identity, "object": "tree.branch.deleted", "deleted": True})
+
+
+# -- the verbs -----------------------------------------------------------------------------------
+
+
+@router.post("/{identity}/append", summary="Put a person's own words at the end")
+async def append(identity: str, body: AppendRequest, request: Request) -> Response:
+    branch = branches_of(request).get(identity)
+    with branch.locked():
+        since = len(branch.steps)
+        async with state_of(request).call(request, branch.model) as call:
+            draft, tokens = branch.to_generation(call.served.lm), body.tokens
+            if body.message is not None:
+                if tokens is not None:
+                    raise bad_request("give either a message or the ids of tokens", "message")
+                tokens = await call.thread(turn, call, branch, template_message(body.message))
+            changed = await call.thread(_chosen, call, draft, body.text, tokens)
+        since = min(since, _replace_text(branch, changed, "append"))
+    return await reply(branch, since)
+
+
+@router.post("/{identity}/fork", summary="A new branch that shares the first steps")
+async def fork(identity: str, body: ForkRequest, request: Request) -> Response:
+    branches = branches_of(request)
+    branch = branches.get(identity)
+    at = branch.place(body.at, "at")
+    forked = branches.fork(branch, branch.generation.rewind(at), at, body.name)
+    return await reply(forked, at)
+
+
+@router.post("/{identity}/rewind", summary="Take steps back")
+async def rewind(identity: str, body: RewindRequest, request: Request) -> Response:
+    branch = branches_of(request).get(identity)
+    branch.check_free()
+    to = branch.place(body.to, "to")
+    branch.replace_text(branch.generation.rewind(to), to, "rewind")
+    return await reply(branch, to)
+
+
+@router.post("/{identity}/choose", summary="Put another token, or other words, at one place")
+async def choose(identity: str, body: ChooseRequest, request: Request) -> Response:
+    branches = branches_of(request)
+    branch = branches.get(identity)
+    at = branch.place(body.at, "at")
+    if body.fork:
+        branches.make_room()
+    with nullcontext() if body.fork else branch.locked():
+        tokens = None if body.token is None else [body.token]
+        draft = branch.generation.rewind(at)  # as it stands now: others may go on writing it
+        async with state_of(request).call(request, branch.model) as call:
+            draft.source = call.served.lm
+            changed = await call.thread(_chosen, call, draft, body.text, tokens)
+        if body.fork:
+            branch = branches.fork(branch, changed, at, body.name)
+        else:
+            at = min(at, _replace_text(branch, changed, "choose"))
+    return await reply(branch, at)
+
+
+def _replace_text(branch: TreeBranch, changed: Generation, verb: str) -> int:
+    """A changed text into its branch; gives from where on it differs."""
+    pairs = zip(branch.steps, changed.steps, strict=False)
+    same = [old.token == new.token and old.text == new.text for old, new in pairs]
+    common = same.index(False) if False in same else len(same)
+    branch.replace_text(changed, common, verb)
+    return common
+
+
+def _chosen(
+    call: Call, draft: Generation, text: str | None, tokens: list[int] | None
+) -> Generation:
+    """The draft with these words at its end, as the model judges them."""
+    if (text is None) == (tokens is None):
+        raise bad_request("give either text or the ids of tokens", "text")
+    lm: LanguageModel = call.served.lm
+    if text is not None:
+        call.check_text(text)
+        tokens = lm.tokenizer.encode(text)
+    assert tokens is not None
+    lm.prompt_ids([*draft.prompt, *draft.tokens, *tokens])
+    for start in range(0, len(tokens), _JUDGED_AT_ONCE):
+        draft = draft.choose(tokens[start : start + _JUDGED_AT_ONCE])
+    return draft

@@ -1,0 +1,292 @@
+"""Going on with branches, and telling whoever watches what happens to them.
+
+    async with BranchWriting(texts, branches, pace) as writing:
+        await writing.over()                         # or: async for piece in watch(...): send it
+
+Steps come from the engine as fast as it can; with a pace they are put into the branch one by one,
+and what the engine wrote ahead is dropped when the writing is stopped. Nothing is lost by that:
+the same seed writes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+from unspool.engine.generation import Generation
+from unspool.engine.steps import Step
+from unspool.engine.stream import StepStream
+from unspool.errors import UnspoolError
+from unspool.serve.core.step_json import step_json
+from unspool.serve.core.texts import Texts
+from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.events import event
+from unspool.serve.tree.branch_json import branch_json
+from unspool.serve.tree.branches import Cursor, TreeBranch
+
+_LOOK_AROUND_SECONDS = 1.0  # how soon an idle watcher notices that the server stops
+_STEPS_AT_ONCE = 32  # in one piece of an answer
+
+
+@dataclass(eq=False)
+class BranchTexts(Texts):
+    """Texts that go on with what is there, instead of beginning with a prompt.
+
+    `options` are what changes; `drafts` what stands there already, one for each text.
+    """
+
+    drafts: list[Generation] = field(default_factory=list)
+    max_tokens: int = 0  # tokens that each may have more
+    started: Callable[[int, Generation], None] = lambda number, generation: None
+
+    def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
+        draft = self.drafts[number]
+        options = {
+            **self.options,
+            "sample": self.options["sample"] + number,
+            "max_tokens": len(draft.steps) + self.max_tokens,
+        }
+        return draft.going_on(**options)
+
+    async def _start(self, number: int) -> None:
+        await super()._start(number)
+        self.started(number, self.texts[number].generation)
+
+
+class BranchWriting:
+    """The writing of one resume: one branch in place, or several at once."""
+
+    def __init__(
+        self, texts: BranchTexts, branches: Sequence[TreeBranch], pace: float | None
+    ) -> None:
+        self.texts, self.branches, self.pace = texts, list(branches), pace
+        self.fault: BaseException | None = None
+        self._began = perf_counter()
+        self._first: dict[int, float] = {}  # seconds until a branch's first token
+        self._before = [len(branch.tokens) for branch in branches]
+        self._pending: list[deque[Step]] = [deque() for _ in branches]
+        self._stopped: set[int] = set()
+        self._open = set(range(len(branches)))
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        texts.started = self._started
+
+    async def __aenter__(self) -> BranchWriting:
+        """Start; raises what makes it impossible, and then nothing has changed."""
+        await self.texts.start()
+        for branch in self.branches:
+            branch.writing = self
+            branch.changed()
+        self._task = asyncio.ensure_future(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop, and wait until it has."""
+        self.stop()
+        with contextlib.suppress(Exception):  # whoever reads has been told
+            await self.over()
+
+    def set_pace(self, pace: float | None) -> None:
+        self.pace = pace
+        self._news.set()
+
+    def stop(self, *branches: TreeBranch) -> None:
+        """Stop these, or all; what they have stays."""
+        for number in list(self._open):
+            if not branches or self.branches[number] in branches:
+                self._stopped.add(number)
+        self._news.set()
+
+    async def over(self) -> None:
+        """Wait for the end; raises what went wrong."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+        if self.fault is not None:
+            raise self.fault
+
+    async def stopped(self, branch: TreeBranch) -> None:
+        """Wait until this branch is no longer written."""
+        news = asyncio.Event()
+        with branch.watched(news):
+            while branch.writing is self:
+                news.clear()
+                await news.wait()
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _started(self, number: int, generation: Generation) -> None:
+        """The engine has taken a text on, which may have changed what is certain of its end."""
+        branch = self.branches[number]
+        same = 0
+        for old, new in zip(branch.steps, generation.steps, strict=True):
+            if old.text != new.text:
+                break
+            same += 1
+        # A list of its own: the engine's steps go into the other one as soon as they come.
+        branch.replace_text(replace(generation, steps=list(generation.steps)), same, "rewind")
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        feeding = asyncio.ensure_future(self._feed())
+        feeding.add_done_callback(lambda _: self._news.set())
+        try:
+            while self._open:
+                self._news.clear()
+                self._end_stopped()
+                handed = self._hand_out(feeding.done())
+                if not self._open:
+                    break
+                if handed and self.pace is not None:
+                    due = max(due + 1 / self.pace, loop.time())
+                    await self._pause(due)
+                else:
+                    await self._news.wait()
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+            self.texts.close()
+            for number in list(self._open):  # only if this very loop has failed
+                self._end(number, "interrupted")
+
+    async def _feed(self) -> None:
+        try:
+            async for batch in self.texts.batches():
+                for number, step in batch:
+                    if number in self._open:
+                        self._pending[number].append(step)
+                self._news.set()
+        except Exception as error:
+            self.fault = error
+
+    async def _pause(self, until: float) -> None:
+        """Until the next step is due, the pace is changed or somebody stops."""
+        pace, stopped = self.pace, len(self._stopped)
+        await asyncio.sleep(0)  # at the highest paces nothing else would let others run
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while self.pace == pace and len(self._stopped) == stopped:
+                    self._news.clear()
+                    await self._news.wait()
+
+    def _end_stopped(self) -> None:
+        for number in self._stopped & self._open:
+            text = self.texts.texts.get(number)
+            if text is not None:
+                with contextlib.suppress(UnspoolError):
+                    text.stream.close()
+            self._pending[number].clear()
+            self._end(number, "interrupted")
+
+    def _hand_out(self, fed: bool) -> bool:
+        """Put steps into their branches: all there are, or with a pace one each."""
+        handed = False
+        for number in sorted(self._open):
+            branch, pending = self.branches[number], self._pending[number]
+            some = bool(pending)
+            while pending:
+                step = pending.popleft()
+                self._first.setdefault(number, perf_counter() - self._began)
+                branch.take(step)
+                if self.pace is not None:
+                    break
+            text = self.texts.texts.get(number)
+            if not pending and (fed or (text is not None and text.ended)):
+                self._end(number, self._reason(branch))
+            elif some:
+                branch.wake()
+            handed = handed or some
+        return handed
+
+    def _reason(self, branch: TreeBranch) -> str:
+        last = branch.steps[-1].finish_reason if branch.steps else None
+        if last is not None:
+            return last
+        if self.fault is not None:
+            return "interrupted"
+        limits = branch.generation.request.limits
+        return "context" if len(branch.tokens) >= limits.context else "length"
+
+    def _end(self, number: int, reason: str) -> None:
+        branch = self.branches[number]
+        self._open.discard(number)
+        text = self.texts.texts.get(number)
+        if text is not None:
+            branch.generation.notes = list(text.stream.notes)
+            branch.generation.reused = text.reused
+        branch.last = {
+            "tokens_before": self._before[number],
+            "reused_tokens": 0 if text is None else text.reused,
+            "written_tokens": len(branch.tokens) - self._before[number],
+            "stopped_by": None if text is None else text.stream.stopped_by,
+            "drafted_tokens": 0 if text is None else text.stream.drafted,
+            "accepted_tokens": 0 if text is None else text.stream.accepted,
+            "first_token_seconds": self._first.get(number),
+            "total_seconds": perf_counter() - self._began,
+        }
+        branch.ended(reason, None if self.fault is None else to_api_error(self.fault))
+
+
+# -- telling ---------------------------------------------------------------------------------
+
+
+def branch_event(name: str, branch: TreeBranch, data: dict[str, Any], cursor: Cursor) -> bytes:
+    """One event; its id says how much of the branch is known to whoever has read it."""
+    mark = f"id: {cursor.cuts}-{cursor.count}\n".encode()
+    return mark + event({"branch": branch.id, **data}, name)
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of an answer that could not be finished."""
+    return event(error.openai(), "error")
+
+
+def pending_events(branch: TreeBranch, cursor: Cursor) -> bytes:
+    """What somebody who has seen so much does not know yet; a part of it, if it is long."""
+    found: list[bytes] = []
+    if cursor.state != branch.state:
+        cursor.state = branch.state
+        found.append(branch_event("branch", branch, {"data": branch_json(branch)}, cursor))
+    if cursor.cuts < len(branch.cuts):
+        common, verb = min(branch.cuts[cursor.cuts :])
+        cursor.cuts = len(branch.cuts)
+        if common < cursor.count:
+            taken, cursor.count = cursor.count - common, common
+            found.append(branch_event(verb, branch, {"to": common, "taken": taken}, cursor))
+    for step in branch.steps[cursor.count : cursor.count + _STEPS_AT_ONCE]:
+        json = step_json(step, len(branch.prompt.ids), branch.prompt.readable)
+        cursor.count += 1
+        found.append(branch_event("step", branch, json, cursor))
+    if cursor.ends != branch.ends and cursor.count == len(branch.steps):
+        cursor.ends = branch.ends
+        if branch.fault is not None:
+            found.append(branch_event("error", branch, branch.fault.openai(), cursor))
+        found.append(branch_event("done", branch, {"data": branch_json(branch)}, cursor))
+    return b"".join(found)
+
+
+async def watch(
+    branches: Sequence[tuple[TreeBranch, Cursor]], is_over: Callable[[], bool]
+) -> AsyncGenerator[bytes, None]:
+    """What happens to the branches from now on, until it is over and all of it is told."""
+    news = asyncio.Event()
+    with contextlib.ExitStack() as watching:
+        for branch, _ in branches:
+            watching.enter_context(branch.watched(news))
+        while True:
+            news.clear()
+            over = is_over()
+            json = b"".join([pending_events(branch, cursor) for branch, cursor in branches])
+            if json:
+                yield json
+            elif over:
+                return
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_AROUND_SECONDS):
+                        await news.wait()
