@@ -60,17 +60,17 @@ def samples(lm: LanguageModel, prompt: Prompt, n: int, **options: Any) -> list[G
 def _together(
     lm: LanguageModel, ids: Sequence[int], numbers: Sequence[int], options: dict[str, Any]
 ) -> list[Generation]:
-    begun: list[tuple[Generation, StepStream]] = []
+    started: list[tuple[Generation, StepStream]] = []
     try:
         for number in numbers:
-            begun.append(lm.begin(ids, sample=number, **options))
-        for generation, steps in begun:
+            started.append(lm.begin(ids, sample=number, **options))
+        for generation, steps in started:
             for _ in generation.extend(steps):
                 pass
     finally:
-        for _, steps in begun:
+        for _, steps in started:
             steps.close()
-    return [generation for generation, _ in begun]
+    return [generation for generation, _ in started]
 
 
 def best_of(

@@ -190,16 +190,16 @@ def _told(generation: Generation) -> list[Step]:
     limits, steps = generation.request.limits, generation.steps
     # A piece that is as long as it may be is no reason for the text to end.
     ending = Ending(replace(limits, max_tokens=limits.context), len(generation.prompt))
-    told: list[Step] = []
+    steps_told: list[Step] = []
     for number, step in enumerate(steps):
         shown, finish = ending.push(step.token, step.bytes, step.position + 1)
         finish = finish or step.finish_reason
         if finish or number == len(steps) - 1:
             shown += ending.copy().finish()
-        told.append(replace(step, text=shown, finish_reason=finish))
+        steps_told.append(replace(step, text=shown, finish_reason=finish))
         if finish:
             break
-    return told
+    return steps_told
 
 
 # -- ways to go on -----------------------------------------------------------------------------
@@ -207,28 +207,28 @@ def _told(generation: Generation) -> list[Step]:
 
 def _sample(lm: LanguageModel, level: Sequence[Node], width: int, tokens: int) -> list[Node]:
     """`width` samples behind each text, all in one batch; the engine finds what they share."""
-    begun: list[tuple[Node, Generation, StepStream]] = []
+    started: list[tuple[Node, Generation, StepStream]] = []
     try:
         for parent in level:
             for _ in range(width):
                 text = parent.generation.fork()
                 # Numbered through the level: texts of the same length must not share their draws.
                 most = len(text.steps) + tokens
-                steps = lm.write_on(text, sample=len(begun), max_tokens=most)
-                begun.append((parent, text, steps))
-        for _, text, steps in begun:
+                steps = lm.write_on(text, sample=len(started), max_tokens=most)
+                started.append((parent, text, steps))
+        for _, text, steps in started:
             for _ in text.extend(steps):
                 pass
     finally:
-        for _, _, steps in begun:
+        for _, _, steps in started:
             steps.close()
-    grown = [_grow(parent, text) for parent, text, _ in begun]
+    grown = [_grow(parent, text) for parent, text, _ in started]
     return [child for child in grown if child is not None]
 
 
 def _propose(lm: LanguageModel, level: Sequence[Node], expand: Expander) -> list[Node]:
     """What the caller's expander proposes, as the model judges it; one batch for all."""
-    asked: list[tuple[Node, list[int], list[int]]] = []  # the text so far, and what is added
+    proposed: list[tuple[Node, list[int], list[int]]] = []  # the text so far, and what is added
     for parent in level:
         try:
             pieces = list(expand(parent.generation))
@@ -239,16 +239,16 @@ def _propose(lm: LanguageModel, level: Sequence[Node], expand: Expander) -> list
             added = lm.tokenizer.encode(piece) if isinstance(piece, str) else list(piece)
             if added:
                 lm.prompt_ids([*so_far, *added])  # in the vocabulary, within the context
-                asked.append((parent, so_far, added))
-    if not asked:
+                proposed.append((parent, so_far, added))
+    if not proposed:
         return []
     with Branches(lm.engine) as held:
         # Logits stand behind the token before: the last one need not be read.
-        branches = [held.open([*so_far, *added[:-1]]) for _, so_far, added in asked]
-        longest = max(len(added) for _, _, added in asked)
+        branches = [held.open([*so_far, *added[:-1]]) for _, so_far, added in proposed]
+        longest = max(len(added) for _, _, added in proposed)
         logits = lm.engine.extend_all([(branch, ()) for branch in branches], wanted=longest)
     grown: list[Node] = []
-    for (parent, so_far, added), rows in zip(asked, logits, strict=True):
+    for (parent, so_far, added), rows in zip(proposed, logits, strict=True):
         text = parent.generation.fork()
         given = rows[-len(added) :]
         text.steps += chosen_steps(given, added, len(so_far), lm.engine.token_bytes)

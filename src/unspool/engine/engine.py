@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Computed:
     """Logits of a branch's last tokens, and what was looked at inside."""
 
     logits: Array  # [wanted, vocabulary]
@@ -48,11 +48,11 @@ class _Computation(Task):
 
     def __init__(self, loop: Loop, branch: Branch, wanted: int) -> None:
         super().__init__(branch, wanted)
-        self.loop, self.future = loop, Future[Seen]()
+        self.loop, self.future = loop, Future[Computed]()
 
     def complete(self) -> None:
         self.loop.scheduler.remove(self)
-        self.future.set_result(Seen(joined(self.logits), self.inside))
+        self.future.set_result(Computed(joined(self.logits), self.inside))
 
     def fail(self, error: BaseException) -> None:
         self.future.set_exception(error)
@@ -113,14 +113,14 @@ class Engine:
         at: frozenset[int],
         wanted: int = 1,
         deep: bool = True,
-    ) -> Seen:
+    ) -> Computed:
         """`extend`, looking inside at some positions: at the vectors, and, if `deep`, at attention
         and what each layer added."""
         return self._compute([(branch, tokens)], wanted, at, deep)[0]
 
     def look_all(
         self, additions: Sequence[tuple[Branch, Sequence[int]]], *, at: frozenset[int]
-    ) -> list[Seen]:
+    ) -> list[Computed]:
         """`look` at the vectors of several branches, computed in the same steps."""
         return self._compute(additions, 1, at, False)
 
@@ -130,7 +130,7 @@ class Engine:
         wanted: int,
         look: frozenset[int],
         deep: bool,
-    ) -> list[Seen]:
+    ) -> list[Computed]:
         for branch, tokens in additions:
             self._check_length(branch.length + len(tokens))
         tasks = [_Computation(self.loop, branch, wanted) for branch, _ in additions]

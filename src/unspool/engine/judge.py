@@ -88,7 +88,7 @@ def explain(
     thought of that token is told.
     """
     chain, state = Chain([request.settings]), None
-    history, told = list(request.prompt), list[Step]()
+    history, explained = list(request.prompt), list[Step]()
     for start in range(0, len(steps), _AT_ONCE):
         part = steps[start : start + _AT_ONCE]
         read = [step.token for step in steps[max(0, start - 1) : start + len(part) - 1]]
@@ -111,5 +111,5 @@ def explain(
                     probability=1.0 if step.chosen else step.probability,
                     candidates=made.candidates,
                 )
-            told.append(made)
-    return told
+            explained.append(made)
+    return explained

@@ -43,9 +43,9 @@ class Sequence(Task):
     """A text on its way; lives on the engine's thread."""
 
     __slots__ = (
-        "accepting", "asked", "checked", "draft", "drafter", "ending", "finished", "grammar",
-        "guard", "history", "length", "marks", "prompt_length", "queue", "request", "retracted",
-        "scheduler", "sees_history", "since", "token_bytes", "vocab_size",
+        "accepting", "checked", "draft", "draft_asked_at", "drafter", "ending", "finished",
+        "grammar", "guard", "history", "length", "marks", "prompt_length", "queue", "request",
+        "retracted", "scheduler", "sees_history", "since", "token_bytes", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +76,7 @@ class Sequence(Task):
         self.draft: list[int] = []
         self.accepting = self.length  # how many tokens stood here when the last step was planned
         self.checked = 0  # tokens of the draft that proved right
-        self.asked: float | None = None  # when the drafter was asked for the draft
+        self.draft_asked_at: float | None = None  # when the drafter was asked for the draft
         self.marks: list[_Mark] | None = None  # of the written tokens, where they may be needed
         if self.guard is not None or request.settings.mirostat_tau > 0:
             self.marks = []
@@ -164,7 +164,7 @@ class Sequence(Task):
         if self.checked < len(self.draft):
             guessed = self.draft[self.checked] == token
             drafted = "accepted" if guessed else "rejected"
-            self.queue.accepted += guessed and self.asked is not None
+            self.queue.accepted += guessed and self.draft_asked_at is not None
         self.history[self.length] = token
         self.length += 1
         if self.grammar is not None:
@@ -179,7 +179,7 @@ class Sequence(Task):
         if self.finished:
             return
         tree, branch = self.scheduler.tree, self.branch
-        if self.asked is not None:
+        if self.draft_asked_at is not None:
             self._tell_drafter()
         if self.ahead:  # its place is taken already
             branch.tail[-1] = int(self.history[self.length - 1])
@@ -215,7 +215,7 @@ class Sequence(Task):
                 return forced
         if self.drafter is None:
             return []
-        self.asked = perf_counter()
+        self.draft_asked_at = perf_counter()
         try:
             tokens = self.history[: self.length].tolist()
             draft = self._sound(self.drafter.propose(tokens, room)[:room])
@@ -240,11 +240,11 @@ class Sequence(Task):
 
     def _tell_drafter(self) -> None:
         """How the round went that the drafter was asked for."""
-        asked, self.asked = self.asked, None
-        if self.drafter is None or asked is None:
+        asked_at, self.draft_asked_at = self.draft_asked_at, None
+        if self.drafter is None or asked_at is None:
             return
         try:
-            note = self.drafter.learn(len(self.draft), self.checked, perf_counter() - asked)
+            note = self.drafter.learn(len(self.draft), self.checked, perf_counter() - asked_at)
         except Exception as error:
             self._without_drafter(error)
             return
@@ -252,7 +252,7 @@ class Sequence(Task):
             self.queue.notes.append(note)
 
     def _without_drafter(self, error: Exception) -> None:
-        self.drafter, self.asked = None, None
+        self.drafter, self.draft_asked_at = None, None
         self.queue.notes.append(f"drafting stopped: the drafter failed ({error!r})")
 
     # -- what leaves, and what is taken back --------------------------------------------------

@@ -39,7 +39,7 @@ _WIDER = 16
 _SORT_WHOLE = 256  # so few are put in order at once
 _ALLOWED = Allowed()
 _FORBIDDEN = Forbidden()
-_NOTHING_SAID = RowInput()
+_NO_INPUT = RowInput()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +92,20 @@ class Chain:
         `top`: also the model's likeliest candidates, so many. `explain`: also what each stage did.
         """
         logits = operations(logits).prepare(logits)
-        said = [_NOTHING_SAID] * len(self.settings) if rows is None else list(rows)
-        if logits.ndim != 2 or logits.shape[0] != len(self.settings) or len(said) != len(logits):
+        inputs = [_NO_INPUT] * len(self.settings) if rows is None else list(rows)
+        if logits.ndim != 2 or logits.shape[0] != len(self.settings) or len(inputs) != len(logits):
             raise SettingsError(
-                f"logits were {tuple(logits.shape)} with {len(said)} row inputs; this chain takes"
+                f"logits were {tuple(logits.shape)} with {len(inputs)} row inputs; this chain takes"
                 f" {len(self.settings)} rows of a vocabulary each"
             )
-        picks: list[Pick] = [None] * len(said)  # type: ignore[list-item]
+        picks: list[Pick] = [None] * len(inputs)  # type: ignore[list-item]
         with np.errstate(all="ignore"):
             for group in self._groups:
-                alone = len(group.rows) == len(said)
+                alone = len(group.rows) == len(inputs)
                 part = logits if alone else logits[list(group.rows)]
                 try:
                     found = self._pick_group(
-                        group, part, [said[n] for n in group.rows], top, explain
+                        group, part, [inputs[n] for n in group.rows], top, explain
                     )
                 except (BadLogitsError, NoCandidateError) as error:
                     error.rows = tuple(group.rows[n] for n in error.rows)
@@ -115,24 +115,24 @@ class Chain:
         return picks
 
     def pick_one(
-        self, logits: Array, row: RowInput = _NOTHING_SAID, *, top: int = 0, explain: bool = False
+        self, logits: Array, row: RowInput = _NO_INPUT, *, top: int = 0, explain: bool = False
     ) -> Pick:
         """`pick` for a single row: logits [vocabulary]."""
         return self.pick(logits.reshape(1, -1), [row], top=top, explain=explain)[0]
 
     def _pick_group(
-        self, group: _Group, logits: Array, said: list[RowInput], top: int, explain: bool
+        self, group: _Group, logits: Array, inputs: list[RowInput], top: int, explain: bool
     ) -> list[Pick]:
         model = Candidates(logits)
         try:
             own = model.measure(entropy=True)
         except NoCandidateError as error:
             raise BadLogitsError("the model gave every token the logit -inf", error.rows) from None
-        rows = Rows(group.settings, said)
+        rows = Rows(group.settings, inputs)
         stages = group.stages
-        if any(len(row.forbidden) for row in said):
+        if any(len(row.forbidden) for row in inputs):
             stages = (_FORBIDDEN, *stages)
-        if any(row.allowed is not None for row in said):
+        if any(row.allowed is not None for row in inputs):
             stages = (_ALLOWED, *stages)
         final, reports = _run(stages, model, rows, explain)
         fallen = _likeliest(final) if group.greedy else _draw(final, rows)
@@ -153,9 +153,9 @@ class Chain:
                 entropy=max(0.0, entropy[n]),
                 probability=one.probability,
                 draw=one.draw,
-                state=next_state(rows.settings[n], said[n].state, one.probability),
+                state=next_state(rows.settings[n], inputs[n].state, one.probability),
                 candidates=() if candidates is None else candidates[n],
-                stages=tuple(stage[n] for stage in reports if _concerns(stage[n], said[n])),
+                stages=tuple(stage[n] for stage in reports if _concerns(stage[n], inputs[n])),
             )
             for n, one in enumerate(fallen)
         ]

@@ -115,9 +115,9 @@ def pick(logits: Array, rows: PickRows, threads: int = 1) -> Picked:
     odd = np.flatnonzero(tokens < 0)  # NaN, infinite, or nothing left: the chain says what it is
     if not len(odd):
         return Picked(tokens, logprobs, {})
-    told = _by_chain(logits[odd], rows, odd.tolist())
-    tokens[odd], logprobs[odd] = told.tokens, told.logprobs
-    return Picked(tokens, logprobs, {int(odd[n]): error for n, error in told.failures.items()})
+    by_chain = _by_chain(logits[odd], rows, odd.tolist())
+    tokens[odd], logprobs[odd] = by_chain.tokens, by_chain.logprobs
+    return Picked(tokens, logprobs, {int(odd[n]): error for n, error in by_chain.failures.items()})
 
 
 def _by_chain(logits: Array, rows: PickRows, numbers: Sequence[int]) -> Picked:

@@ -84,8 +84,7 @@ struct Picker {
     double sum_up(double peak) {
         running.resize(few.size());
         double total = 0;
-        for (size_t i = 0; i < few.size(); ++i)
-            running[i] = total += std::exp(few[i].logit - peak);
+        for (size_t i = 0; i < few.size(); ++i) running[i] = total += std::exp(few[i].logit - peak);
         return total;
     }
 
@@ -146,8 +145,7 @@ struct Picker {
             kernels().above(x, width, level, number, found.data());
         }
         few.resize(number);
-        for (int64_t i = 0; i < number; ++i)
-            few[i] = {static_cast<double>(x[found[i]]), found[i]};
+        for (int64_t i = 0; i < number; ++i) few[i] = {static_cast<double>(x[found[i]]), found[i]};
     }
 
     // Where the number falls on the candidates in `few`, which are in order and summed up.
@@ -239,9 +237,9 @@ struct Picking {
         Picking& self = *static_cast<Picking*>(what);
         thread_local Picker picker;
         for (int64_t row; (row = self.next.fetch_add(1)) < self.rows;)
-            self.tokens[row] = picker.pick(self.logits + row * self.width, self.width,
-                                           self.floats[row], self.ints[row], self.history,
-                                           self.logprobs + row);
+            self.tokens[row] =
+                picker.pick(self.logits + row * self.width, self.width, self.floats[row],
+                            self.ints[row], self.history, self.logprobs + row);
     }
 };
 
@@ -253,8 +251,14 @@ using namespace unspool;
 void unspool_pick(const float* logits, int64_t rows, int64_t width, const double* floats,
                   const int64_t* ints, const int64_t* history, int32_t threads, int64_t* tokens,
                   double* logprobs) {
-    Picking picking{logits, rows, width, reinterpret_cast<const Floats*>(floats),
-                    reinterpret_cast<const Ints*>(ints), history, tokens, logprobs};
+    Picking picking{logits,
+                    rows,
+                    width,
+                    reinterpret_cast<const Floats*>(floats),
+                    reinterpret_cast<const Ints*>(ints),
+                    history,
+                    tokens,
+                    logprobs};
     if (rows == 1 || threads == 1 || !run_on_pool(threads, &Picking::work, &picking))
         Picking::work(&picking, 0, 1);
 }

@@ -286,8 +286,7 @@ void attend(const Run& run, const Op& op, Worker& worker) {
     worker.each(1, batch.count * run.kv.heads, [&](int64_t task) {
         const int64_t token = task / run.kv.heads, kv_head = task % run.kv.heads;
         int64_t before = 0;
-        for (int64_t other = 0; other < token; ++other)
-            before += segments_of(batch, other);
+        for (int64_t other = 0; other < token; ++other) before += segments_of(batch, other);
         const Tile tile = open_tile(run, op, token, 1, kv_head, worker.scratch);
         for (int64_t row = 0; row < group; ++row) {
             Gathered whole{kNothing, 0.0f, tile.sums};
