@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from unspool import __version__
 from unspool.errors import UnspoolError
+from unspool.page import files as page_files
 from unspool.serve import (
     chat,
     completions,
@@ -25,7 +26,6 @@ from unspool.serve import (
     messages,
     models,
     operation,
-    page_files,
     responses,
     text,
     tree,

@@ -15,11 +15,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from unspool.page.files import PREFIX
 from unspool.serve.faults import ApiError, as_api_error
 from unspool.serve.house import House
 from unspool.serve.json_reply import error_reply
 from unspool.serve.logs import tell
-from unspool.serve.page_files import PREFIX
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
 OPEN_PATHS = ("/health", "/ready", "/docs", "/", "/favicon.ico")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from unspool.serve.page_files import FOLDER
+from unspool.page.files import FOLDER, TYPES
 
 VENDOR = FOLDER / "code" / "vendor"
 
@@ -34,7 +34,7 @@ def test_the_page_and_its_files_are_served_under_a_strict_policy(server: Any) ->
 
 @pytest.mark.parametrize(
     "name",
-    ["", "nothing.js", "../page_files.py", "..%2fpage_files.py", "code/../../gate.py", "code",
+    ["", "nothing.js", "files.py", "../errors.py", "..%2ferrors.py", "code/../files.py", "code",
      "/etc/passwd", "code/vendor/LICENSE.htm", "index.html%00.js"],
 )  # fmt: skip
 def test_no_other_file_can_be_had(server: Any, name: str) -> None:
@@ -71,7 +71,7 @@ def test_what_is_preloaded_is_what_is_imported() -> None:
 
 
 def test_the_page_is_small_and_speaks_to_nobody_else() -> None:
-    own = sorted(p for p in FOLDER.rglob("*") if p.is_file() and p.parent != VENDOR)
+    own = sorted(p for p in FOLDER.rglob("*") if p.suffix in TYPES and p.parent != VENDOR)
     size = len(gzip.compress(b"".join(p.read_bytes() for p in own), 9))
     assert size <= 150_000, f"{size:,} bytes compressed"
     for path in own:

@@ -11,16 +11,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import Request
+from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
-from unspool.serve.faults import ApiError
-from unspool.serve.routes import new_router
-
-router = new_router("Operation")
-FOLDER = Path(__file__).with_name("page")
+router = APIRouter()
+FOLDER = Path(__file__).parent
 PREFIX = "/page/"
-_TYPES = {
+TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -82,7 +79,7 @@ def _sent(name: str, request: Request) -> Response:
         _paths.update(_found())
     path = _paths.get(name)
     if path is None or not path.is_file():
-        raise ApiError(404, f"the page has no file {name[:100]!r}")
+        raise HTTPException(404, "the page has no such file")
     stat = path.stat()
     stamp = (stat.st_mtime_ns, stat.st_size)
     found = _read.get(name)
@@ -96,9 +93,9 @@ def _sent(name: str, request: Request) -> Response:
     body = found.body
     if "gzip" in request.headers.get("accept-encoding", ""):
         body, headers["content-encoding"] = found.packed, "gzip"
-    return Response(body, headers=headers, media_type=_TYPES[path.suffix])
+    return Response(body, headers=headers, media_type=TYPES[path.suffix])
 
 
 def _found() -> dict[str, Path]:
-    found = (path for path in FOLDER.rglob("*") if path.suffix in _TYPES)
+    found = (path for path in FOLDER.rglob("*") if path.suffix in TYPES)
     return {path.relative_to(FOLDER).as_posix(): path for path in found}
