@@ -102,6 +102,9 @@ export function marked(text) {
 /** A token as words in a sentence or a label can carry it. */
 export const spelled = (text) => marked(text).map((run) => run.shown).join("");
 
+/** Whether nothing of it would be seen: blanks, controls, characters without a shape. */
+export const isBlank = (text) => !/[^\p{C}\p{Z}\s]/u.test(text);
+
 /** A token as a chip in which spaces and line breaks can be seen. */
 export function Piece({ text, ...rest }) {
   const runs = marked(text ?? "");

@@ -1,6 +1,6 @@
 // A text token by token, tinted as in the Write view. One stop of the tab key; arrows go on inside.
 
-import { html, spelled, useChanges, useRef, useState } from "../lib.js";
+import { html, isBlank, spelled, useChanges, useRef, useState } from "../lib.js";
 import { state } from "../state.js";
 import { tintOf } from "../write/tint.js";
 
@@ -20,7 +20,8 @@ export function TokenText({ steps, parts = null, label, writing = false, pick })
     const before = drawn.current[at];
     if (before?.step === step && before.look === look && before.stop === (at === here)) return before.node;
     const node = html`<span key=${at} class=${`t ${look}`} role="button" data-at=${at}
-      tabindex=${at === here ? 0 : -1} aria-haspopup="dialog">${wordsOf(step)}</span>`;
+      tabindex=${at === here ? 0 : -1} aria-haspopup="dialog"
+      aria-label=${step.text && isBlank(step.text) ? spelled(step.text) : null}>${wordsOf(step)}</span>`;
     drawn.current[at] = { step, look, stop: at === here, node };
     return node;
   };

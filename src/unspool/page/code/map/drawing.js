@@ -1,7 +1,6 @@
 // The map itself: lines in one picture for each prompt, with the branches over it as a tree of items.
 
-import { html, useLayoutEffect, useMemo, useRef, useState } from "../lib.js";
-import { count, plural } from "../lib.js";
+import { count, html, plural, useLayoutEffect, useMemo, useRef, useState } from "../lib.js";
 import { originWords, ownWords, promptWords } from "./facts.js";
 import { layOut, scale, ticks } from "./layout.js";
 
@@ -9,6 +8,7 @@ const ROW = 1.85; // rem, of one lane: a label and the line below it
 const LINE = 1.5; // rem, from the top of a lane to its line
 const LEFT = 0.5; // rem, before step 0
 const TURN = 0.5; // rem, the radius with which a line leaves its parent
+const SIDES = 1; // rem, left and right of a label, as in the style
 const HINT_WAIT = 120; // ms, so that a pointer on its way does not open every hint
 
 /** The width of an element and the size of a letter, in px; told again when they change. */
@@ -114,6 +114,14 @@ function pathTo(current, byId) {
   return path;
 }
 
+const pen = document.createElement("canvas").getContext("2d");
+
+/** How wide a label is in its heaviest type; letters are of all widths, so they are measured. */
+function wordsWidth(label, rem) {
+  pen.font = `600 ${0.85 * rem}px ${getComputedStyle(document.body).fontFamily}`;
+  return pen.measureText(label).width;
+}
+
 /** Everything in px. */
 function arranged(trees, items, { rem, width }) {
   const left = LEFT * rem;
@@ -123,7 +131,7 @@ function arranged(trees, items, { rem, width }) {
   const placed = trees.map((tree) => {
     const lanes = layOut(tree.items, {
       x, width: within, shortest: 0.8 * rem, gap: 1.2 * rem,
-      labelWidth: (item) => Math.min(labels, (item.branch.label.length * 0.5 + 1) * rem),
+      labelWidth: (item) => Math.min(labels, wordsWidth(item.branch.label, rem) + SIDES * rem),
     });
     const height = (lanes - 1) * ROW * rem;
     return { ...tree, height, words: promptWords(tree.items[0].branch) };

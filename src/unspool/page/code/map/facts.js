@@ -1,10 +1,10 @@
 // What the map says of a branch, in words.
 
-import { plural } from "../lib.js";
+import { isBlank, plural, spelled } from "../lib.js";
 
 const LABEL = 80; // characters: more never fits beside a line
 
-const oneLine = (text) => text.replace(/\s+/g, " ").trim();
+const oneLine = (text) => (isBlank(text) ? "" : text.replace(/\s+/g, " ").trim());
 const cut = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 /** The number of steps, also of a branch whose steps have not been fetched. */
@@ -14,8 +14,8 @@ export const lengthOf = (branch) =>
 /** The words that are a branch's own, from where it left its parent; `most` characters of them. */
 export function ownWords(branch, most = LABEL) {
   const words = oneLine(begun(branch, most, "text")) || oneLine(branch.preview ?? "");
-  // Only marks that end or begin a turn: they are no text, but all there is to show.
-  return cut(words || begun(branch, most, "piece"), most);
+  // Only blanks, or marks that end or begin a turn: they are no text, but all there is to show.
+  return cut(words || spelled(begun(branch, most, "piece") || branch.preview || ""), most);
 }
 
 function begun(branch, most, part) {
@@ -27,7 +27,7 @@ function begun(branch, most, part) {
 }
 
 /** What a branch is called: its name, or how its own words begin. */
-export const labelOf = (branch) => branch.name || ownWords(branch) || "nothing yet";
+export const labelOf = (branch) => oneLine(branch.name ?? "") || ownWords(branch) || "nothing yet";
 
 /** A label that is quoted in a sentence or on a button; the map has it at hand. */
 export const quoted = (branch, most = 32) => `“${cut(branch.label ?? labelOf(branch), most)}”`;
