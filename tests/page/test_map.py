@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from typing import Any
 
+import acts
 import pytest
-from acts import branch, finished, open_panel, text, tokens, write
+from acts import branch, finished, open_panel, post, text, tokens, write
 from playwright.sync_api import Locator, Page, expect
 
 PROMPT = "The capital of Germany is"
@@ -37,34 +37,14 @@ def item(page: Page, identity: str) -> Locator:
     return page.locator(f'.map-item[data-branch="{identity}"]')
 
 
-def post(page: Page, path: str, **body: Any) -> dict[str, Any]:
-    """What the server answers to a request under `/v1/tree`."""
-    headers = {"content-type": "application/json"}
-    address = f"{page.url.rstrip('/')}/v1/tree{path}"
-    answer = page.request.post(address, data=json.dumps(body), headers=headers)
-    assert answer.ok, answer.text()
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 def get(page: Page, identity: str) -> dict[str, Any]:
     found: dict[str, Any] = page.request.get(f"{page.url.rstrip('/')}/v1/tree/{identity}").json()
     return found
 
 
 def adopt(page: Page, ids: list[str], current: str) -> None:
-    """Show branches that were made elsewhere as this page's own."""
-    page.evaluate(
-        """async ([ids, current]) => {
-            const { adopt } = await import("/page/code/state.js");
-            const { api } = await import("/page/code/api.js");
-            const { jump } = await import("/page/code/actions.js");
-            const { data } = await api.get("/v1/tree");
-            data.filter((told) => ids.includes(told.id)).reverse().forEach(adopt);
-            await jump(current);
-        }""",
-        [ids, current],
-    )
+    """Show branches that were made elsewhere as this page's own, on the map."""
+    acts.adopt(page, ids, current)
     open_panel(page, "Map")
     expect(items(page)).to_have_count(len(ids))
 
