@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from unspool.engine.generation import Generation
 from unspool.lm import LanguageModel
-from unspool.serve import tree_look, tree_resume  # noqa: F401  they put their routes in too
+from unspool.serve import tree_look, tree_resume, tree_try  # noqa: F401  they put their routes in
 from unspool.serve.branch_told import summary
 from unspool.serve.branches import TreeBranch
 from unspool.serve.chat import message_of

@@ -7,7 +7,7 @@ import { adopt, branchNow, changed, promptLength, settle, state } from "./state.
 
 export { canRedo, canUndo, pushUndo, redo, redoLabel, undo, undoLabel } from "./history.js";
 
-const CANDIDATES = 12; // told with each step; a step's panel can ask for more
+export const CANDIDATES = 12; // told with each step; a step's panel can ask for more
 const USUAL_TOKENS = 200;
 
 // -- errors -----------------------------------------------------------------------------------
@@ -77,19 +77,23 @@ function lost() {
 
 // -- writing ----------------------------------------------------------------------------------
 
+/** What a text begins with, as the mode has it. */
+export function promptBody(words) {
+  if (state.mode !== "chat") return { prompt: words };
+  const system = state.system?.trim();
+  const messages = [{ role: "user", content: words }];
+  return { messages: system ? [{ role: "system", content: system }, ...messages] : messages };
+}
+
 /** Begin a new text from what is in the composer. */
 export async function write() {
   await pause();
   const words = state.draft;
   if (!words.trim() && state.mode === "chat") return;
   await tried(async () => {
-    const system = state.system?.trim();
-    const messages = [{ role: "user", content: words }];
-    if (system) messages.unshift({ role: "system", content: system });
-    const begin = state.mode === "chat" ? { messages } : { prompt: words };
     const settings = { ...requestSettings(), seed: state.settings.seed ?? null };
     const told = await api.post("/v1/tree", {
-      model: state.model, top: CANDIDATES, ...settings, ...begin,
+      model: state.model, top: CANDIDATES, ...settings, ...promptBody(words),
     });
     const before = state.current;
     const branch = adopt(told);

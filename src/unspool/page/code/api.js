@@ -81,7 +81,9 @@ function parsed(part) {
 
 async function told(method, path, body, { signal } = {}) {
   const answer = await asked(method, path, body, signal);
-  return answer.json();
+  return answer.json().catch((error) => {
+    throw error.name === "AbortError" ? error : new ApiFault(answer.status, "The answer of the server cannot be read.");
+  });
 }
 
 async function asked(method, path, body, signal) {

@@ -43,6 +43,20 @@ export function useCalmChanges(...topics) {
   }, []);
 }
 
+/** `[ref, width]`: the width of an element in pixels, followed as it changes. */
+export function useWidth(usual = 400) {
+  const box = useRef(null);
+  const [width, setWidth] = useState(usual);
+  useLayoutEffect(() => {
+    const look = () => setWidth((before) => Math.floor(box.current.clientWidth) || before);
+    const watch = new ResizeObserver(look);
+    watch.observe(box.current);
+    look();
+    return () => watch.disconnect();
+  }, []);
+  return [box, width];
+}
+
 // -- numbers for people -----------------------------------------------------------------------
 
 export function percent(p) {
@@ -113,15 +127,24 @@ export function Piece({ text, ...rest }) {
   }</span>`;
 }
 
-// -- small services ---------------------------------------------------------------------------
-
-export function debounce(action, wait) {
-  let timer = 0;
-  return (...given) => {
-    clearTimeout(timer);
-    timer = setTimeout(() => action(...given), wait);
+/** A row of tabs, `{id: title}`; arrow keys go from one to the next. */
+export function Tabs({ tabs, now, pick, prefix, ...rest }) {
+  const ids = Object.keys(tabs);
+  const onKey = (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!move) return;
+    const next = ids[(ids.indexOf(now) + move + ids.length) % ids.length];
+    pick(next);
+    document.getElementById(`${prefix}-${next}`).focus();
   };
+  const { class: look, controls, label } = rest;
+  return html`<div class=${`segments ${look ?? ""}`} role="tablist" aria-label=${label} onKeyDown=${onKey}>
+    ${ids.map((id) => html`<button key=${id} role="tab" id=${`${prefix}-${id}`} aria-controls=${controls}
+      aria-selected=${now === id} tabindex=${now === id ? 0 : -1} onClick=${() => pick(id)}>${tabs[id]}</button>`)}
+  </div>`;
 }
+
+// -- small services ---------------------------------------------------------------------------
 
 /** Copy; false where the browser does not let us. */
 export async function clipboard(text) {

@@ -122,4 +122,19 @@ export function tokenAt(branch, position) {
   return branch?.prompt?.tokens[position] ?? null;
 }
 
+/** How many tokens two texts have in common before they part. */
+export function sharedSteps(ours, theirs) {
+  const most = Math.min(ours.length, theirs.length);
+  let same = 0;
+  while (same < most && ours[same].token === theirs[same].token) same += 1;
+  return same;
+}
+
+/** Whether two branches begin with the same tokens. */
+export function samePrompt(one, other) {
+  if (!one?.prompt || !other?.prompt) return false;
+  const [ours, theirs] = [one.prompt.tokens, other.prompt.tokens];
+  return ours === theirs || (ours.length === theirs.length && ours.every((token, at) => token.id === theirs[at].id));
+}
+
 export const textOf = (branch) => branch.steps.map((step) => step.text).join("");

@@ -1,12 +1,10 @@
 // The same prompt with several settings, side by side.
 
-import { Piece, duration, html, nats, percent, plural, useChanges } from "../lib.js";
-import { state } from "../state.js";
-import { Fault, Fields, Preset } from "./fields.js";
-import { meanEntropy, meanSurprise, partsAt, repeatedFours } from "./numbers.js";
+import { duration, html, nats, percent, Piece, plural, useChanges } from "../lib.js";
+import { sharedSteps, state } from "../state.js";
 import { openInWrite } from "./popover.js";
-import { MOST_COLUMNS, addColumn, compare, isWriting, removeColumn, setColumn } from "./runs.js";
-import { nameOf } from "./settings.js";
+import { addColumn, compare, isWriting, MOST_COLUMNS, removeColumn, setColumn } from "./runs.js";
+import { Fault, Fields, nameOf, Preset } from "./settings.js";
 import { TokenText } from "./text.js";
 
 const stepsOf = (column) => state.branches.get(column?.id)?.steps ?? [];
@@ -108,3 +106,28 @@ function Numbers({ numbers, scale, branch, writing }) {
     <dt>End</dt><dd data-number="end">${writing ? "writing…" : ENDS[reason] ?? reason ?? "stopped"}</dd>
   </dl>`;
 }
+
+/** The first place where two texts differ; -1 while neither says anything the other does not. */
+function partsAt(steps, first) {
+  const shared = sharedSteps(steps, first);
+  return shared < Math.min(steps.length, first.length) ? shared : -1;
+}
+
+/** The share of runs of four tokens that had been there before. */
+function repeatedFours(steps) {
+  const seen = new Set();
+  let again = 0;
+  const runs = steps.length - 3;
+  for (let at = 0; at < runs; at += 1) {
+    const run = [0, 1, 2, 3].map((next) => steps[at + next].token).join(" ");
+    if (seen.has(run)) again += 1;
+    seen.add(run);
+  }
+  return runs > 0 ? again / runs : null;
+}
+
+const mean = (steps, of) => (
+  steps.length ? steps.reduce((sum, step) => sum + of(step), 0) / steps.length : null);
+
+const meanSurprise = (steps) => mean(steps, (step) => -step.logprob);
+const meanEntropy = (steps) => mean(steps, (step) => step.entropy);

@@ -1,6 +1,6 @@
 // The tree of samples as a picture: ribbons with words, from the prompt to one leaf a sample.
 
-import { html, percent, useLayoutEffect, useMemo, useRef, useState } from "../lib.js";
+import { html, percent, useMemo, useWidth } from "../lib.js";
 import { layout } from "./wordtree.js";
 
 const pen = document.createElement("canvas").getContext("2d");
@@ -14,13 +14,7 @@ function drawnPlan(tree, width, stem) {
 
 /** `point(samples | null)` when a path is under the pointer, `choose(sample)` when one is clicked. */
 export function WordTree({ tree, texts, stem, lit, shown, point, choose }) {
-  const frame = useRef(null);
-  const [width, setWidth] = useState(0);
-  useLayoutEffect(() => {
-    const watch = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
-    watch.observe(frame.current);
-    return () => watch.disconnect();
-  }, []);
+  const [frame, width] = useWidth(0);
   const plan = useMemo(() => width && drawnPlan(tree, width, stem), [tree, width, stem]);
   return html`<div class="cmp-frame" ref=${frame}>${plan && html`
     <${Drawing} plan=${plan} texts=${texts} lit=${lit} shown=${shown} point=${point} choose=${choose} />`}</div>`;

@@ -1,6 +1,6 @@
 // What is being compared, and the writing of it. It outlives the view: a person may look elsewhere.
 
-import { adoptEvent } from "../actions.js";
+import { adoptEvent, CANDIDATES, promptBody } from "../actions.js";
 import { ApiFault, api } from "../api.js";
 import { adopt, changed, on, state } from "../state.js";
 import { FIRST, USUAL, nameOf, sentSettings, settingsOf } from "./settings.js";
@@ -8,7 +8,6 @@ import { FIRST, USUAL, nameOf, sentSettings, settingsOf } from "./settings.js";
 export const MOST_COLUMNS = 4;
 export const MOST_SAMPLES = 16;
 const EXAMPLE = "Why do leaves change color in fall?";
-const CANDIDATES = 12; // told with each step, as in the Write view
 
 const column = (settings) => (
   { key: (nextKey += 1), settings, id: null, fault: null, writing: false, began: 0, until: 0 });
@@ -72,14 +71,6 @@ export async function writeAll() {
   const asked = { ...promptBody(prompt), max_tokens: length, top: CANDIDATES };
   if (state.model) asked.model = state.model;
   await (compare.picture === "samples" ? writeSamples(asked) : writeColumns(asked));
-}
-
-function promptBody(prompt) {
-  if (state.mode !== "chat") return { prompt };
-  const messages = [{ role: "user", content: prompt }];
-  const system = state.system?.trim();
-  if (system) messages.unshift({ role: "system", content: system });
-  return { messages };
 }
 
 /** All branches are there before the first is written: then the server writes them in one batch. */

@@ -1,5 +1,7 @@
 // The settings of a column as a person types them, the usual choices among them, and their name.
 
+import { html } from "../lib.js";
+
 /** What can be set, and what the field shows while it is empty: the server's usual value. */
 export const FIELDS = [
   { name: "temperature", label: "Temperature", short: "Temp", usual: "0.8" },
@@ -15,7 +17,7 @@ const SEED = "7"; // the same in all columns: the same chance, so that only the 
 const only = (temperature, cuts = {}) => (
   { temperature, top_k: "0", top_p: "1", min_p: "0", ...cuts });
 
-export const PRESETS = [
+const PRESETS = [
   only("0"),
   only("0.3"),
   only("1.0"),
@@ -31,7 +33,7 @@ export const settingsOf = (preset, seed = SEED) => ({ ...PRESETS[preset], seed }
 export const FIRST = [0, 1, 2, 4].map((preset) => settingsOf(preset));
 
 /** Which preset these settings are; -1: none. */
-export function presetOf(settings) {
+function presetOf(settings) {
   return PRESETS.findIndex((preset) => (
     Object.keys(preset).every((name) => same(preset[name], settings[name]))));
 }
@@ -64,3 +66,26 @@ export function sentSettings(settings) {
   }
   return sent;
 }
+
+export function Preset({ settings, of, change }) {
+  const preset = presetOf(settings);
+  return html`<select class="field cmp-preset" aria-label=${`Settings of ${of}`} value=${preset}
+      onChange=${(event) => change(PRESETS[event.target.value])}>
+    ${preset < 0 && html`<option value="-1">${nameOf(settings)}</option>`}
+    ${PRESETS.map((each, index) => html`<option value=${index}>${nameOf(each)}</option>`)}
+  </select>`;
+}
+
+export function Fields({ settings, fault, of, change }) {
+  return html`<div class="cmp-fields">
+    ${FIELDS.map(({ name, label, short, usual }) => html`<label key=${name}>
+      <span class="quiet">${short}</span>
+      <input class="field" type="text" inputmode="decimal" autocomplete="off" placeholder=${usual}
+        aria-label=${`${label} of ${of}`} title=${label} value=${settings[name]}
+        aria-invalid=${fault?.param === name ? "true" : null}
+        onInput=${(event) => change({ [name]: event.target.value })} />
+    </label>`)}
+  </div>`;
+}
+
+export const Fault = ({ fault }) => fault && html`<p class="fault" role="alert">${fault.message}</p>`;

@@ -4,10 +4,10 @@ import { html, useChanges, useState } from "../lib.js";
 import { changed, modelNow, state } from "../state.js";
 import { TintChoice } from "../write/controls.js";
 import { Columns } from "./columns.js";
-import { Fault } from "./fields.js";
 import { Popover } from "./popover.js";
 import { change, compare, isWriting, promptNow, stopAll, writeAll } from "./runs.js";
 import { Samples } from "./samples.js";
+import { Fault } from "./settings.js";
 
 const PICTURES = { settings: "Settings", samples: "Samples" };
 const ABOUT = {

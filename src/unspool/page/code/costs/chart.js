@@ -9,8 +9,8 @@
 
 import { clamp, html, spelled, useLayoutEffect, useRef } from "../lib.js";
 import { select } from "../actions.js";
+import { colorOf, onColors } from "../colors.js";
 import { branchNow, changed, on, state, tokenAt } from "../state.js";
-import { colorOf, onColors } from "./colors.js";
 import { axes, curve, layout, pointed, range } from "./paint.js";
 
 const AT_ONCE = ["hover", "selection"];
@@ -129,10 +129,9 @@ class Drawing {
   }
 
   colors() {
-    const of = (name) => colorOf(this.canvas.parentNode, name);
     return {
-      quiet: of("--quiet"), line: of("--line"), accent: of("--accent"),
-      lines: this.lines.map((line) => of(line.color)), font: this.font,
+      quiet: colorOf("--quiet"), line: colorOf("--line"), accent: colorOf("--accent"),
+      lines: this.lines.map((line) => colorOf(line.color)), font: this.font,
     };
   }
 

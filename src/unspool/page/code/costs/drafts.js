@@ -9,7 +9,7 @@ import { tallyOf } from "./tally.js";
  * Tokens guessed and kept in the last writing, as the server counts them at its end. While it goes
  * on they are counted from the steps, where a rejected guess shows only at the token it missed.
  */
-export function draftsOf(branch) {
+function draftsOf(branch) {
   const { last } = branch;
   if (state.writing?.branch !== branch.id && last?.drafted_tokens) {
     return { accepted: last.accepted_tokens, rejected: last.drafted_tokens - last.accepted_tokens };

@@ -6,7 +6,7 @@
 // A token repeats if it and the three before it have stood in this order earlier in the text. Each
 // token is looked up once, so a long text costs no more a token than a short one.
 
-export const GRAM = 4; // fewer tokens in the same order come again in any text
+const GRAM = 4; // fewer tokens in the same order come again in any text
 export const WINDOW = 64; // tokens at the end that the meter looks at
 const LEAST = 8; // tokens; before that there is nothing to say
 const TRIED = 24; // earlier places tried for the tail, the nearest first

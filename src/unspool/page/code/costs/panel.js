@@ -2,8 +2,7 @@
 
 import { html, useCalmChanges } from "../lib.js";
 import { branchNow } from "../state.js";
-import { Certainty } from "./certainty.js";
-import { Chance } from "./chance.js";
+import { Certainty, Chance } from "./certainty.js";
 import { Drafts } from "./drafts.js";
 import { Repeats } from "./repeats.js";
 import { Time } from "./time.js";

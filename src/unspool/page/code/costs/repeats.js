@@ -68,7 +68,7 @@ function told(branch, loops, share) {
 }
 
 /** What the guard took back: the words where they are known, and the place in the text. */
-export function repairsOf(branch) {
+function repairsOf(branch) {
   const known = branch.retracted.filter(({ verb }) => verb === "retract");
   const seen = new Set(known.map(({ at }) => at));
   const marked = branch.steps

@@ -1,12 +1,10 @@
 // What a token costs in time, and what the cache saves of it.
 
 import { count, duration, html, ordinal, plural } from "../lib.js";
-import { branchNow, promptLength, state } from "../state.js";
+import { branchNow, promptLength, sharedSteps, state } from "../state.js";
 import { Chart } from "./chart.js";
-import { along, ceiling, common, line, sum } from "./fit.js";
-import { perSecond } from "./live.js";
-import { MOST, hadCache, isMeasuring, measure, measureOf, startOf, stopMeasuring } from "./measure.js";
-import { paceOf } from "./pace.js";
+import { paceOf, perSecond } from "./live.js";
+import { hadCache, isMeasuring, measure, measureOf, MOST, startOf, stopMeasuring } from "./measure.js";
 import { Figures, Switch } from "./parts.js";
 import { tallyOf } from "./tally.js";
 
@@ -93,7 +91,7 @@ export const readWithout = (before, n) => n * before + (n * (n - 1)) / 2;
 function Compared({ branch, found }) {
   const { ours, withCache, without } = timesOf(branch, found);
   const n = Math.min(withCache.length, without.length);
-  const same = common(ours, found.steps);
+  const same = sharedSteps(ours, found.steps);
   const slower = without[n - 1] / withCache[n - 1];
   const read = () => {
     const both = timesOf(branch, found);
@@ -121,4 +119,39 @@ function Compared({ branch, found }) {
       ? `Both texts are the same: ${n} of ${plural(n, "token")} compared.`
       : `The texts part at token ${found.start + same + 1}: of ${plural(n, "token")} the first ${same} are the same.`}
       ${found.stopped ? " Stopped before the end." : ""} ${found.running ? "" : "The copy has been deleted."}</p>`;
+}
+
+/** The line that comes closest to the values (least squares): `{start, slope}`. */
+export function line(values) {
+  let n = 0, sumX = 0, sumY = 0, sumXX = 0, sumXY = 0;
+  values.forEach((y, x) => {
+    if (!Number.isFinite(y)) return;
+    n += 1;
+    sumX += x;
+    sumY += y;
+    sumXX += x * x;
+    sumXY += x * y;
+  });
+  const spread = n * sumXX - sumX * sumX;
+  if (n === 0) return { start: 0, slope: 0 };
+  const slope = spread === 0 ? 0 : (n * sumXY - sumX * sumY) / spread;
+  return { start: (sumY - slope * sumX) / n, slope };
+}
+
+/** The values of such a line. */
+export const along = ({ start, slope }, length) => Array.from({ length }, (_, x) => start + slope * x);
+
+export const sum = (values) => values.reduce((total, x) => total + (Number.isFinite(x) ? x : 0), 0);
+
+/** So high that the few outliers at the top do not flatten the rest; for a scale. */
+export function ceiling(values, share = 0.97) {
+  const stride = Math.max(1, Math.floor(values.length / 400));
+  const some = [];
+  for (let i = values.length - 1; i >= 0; i -= stride) {
+    if (Number.isFinite(values[i])) some.push(values[i]);
+  }
+  if (some.length === 0) return 0;
+  some.sort((a, b) => a - b);
+  const most = some.length > 3 ? some.length - 2 : some.length - 1; // one outlier, at least
+  return some[Math.min(most, Math.floor(share * some.length))];
 }

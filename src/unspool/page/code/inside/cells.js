@@ -3,8 +3,8 @@
 // A vector has hundreds of numbers and a model dozens of layers; as shapes of their own they would be
 // tens of thousands. One pixel a number is enough.
 
-import { clamp, useEffect, useState } from "../lib.js";
-import { rounded } from "./numbers.js";
+import { colorOf, numbersOf } from "../colors.js";
+import { clamp } from "../lib.js";
 
 /** Where the color is full: few numbers lie far beyond all others and would leave the rest pale. */
 function full(cells) {
@@ -19,7 +19,7 @@ export function painted(rows, limits = rows.map(full)) {
   canvas.height = rows.length;
   const brush = canvas.getContext("2d");
   const image = brush.createImageData(canvas.width, canvas.height);
-  const [above, below, zero] = ["--accent", "--d4", "--raised"].map(colorOf);
+  const [above, below, zero] = ["--accent", "--d4", "--raised"].map((name) => numbersOf(colorOf(name)));
   rows.forEach((row, y) => {
     row.forEach((cell, x) => {
       const strength = clamp(Math.abs(cell) / limits[y], 0, 1) ** 0.8;
@@ -50,32 +50,15 @@ export function cellText({ cells, scales, every, width }, row, at) {
   return `furthest of numbers ${at * every + 1} to ${Math.min(width, (at + 1) * every)}: ${value}`;
 }
 
-const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-
-/** A color of the page as numbers, whatever way it is written in the style sheet. */
-function colorOf(name) {
-  const swatch = document.createElement("i");
-  swatch.style.color = `var(${name})`;
-  document.body.append(swatch);
-  probe.fillStyle = getComputedStyle(swatch).color;
-  swatch.remove();
-  probe.fillRect(0, 0, 1, 1);
-  return probe.getImageData(0, 0, 1, 1).data;
+/** Three digits: 0.0312, 2.29, 157, 12,400. */
+export function rounded(value) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en-US").replace("-", "−");
+  if (size < 0.0005) return value.toExponential(1).replace("-", "−");
+  const digits = size >= 100 ? 0 : size >= 10 ? 1 : size >= 0.1 ? 2 : 4;
+  return value.toFixed(digits).replace("-", "−");
 }
 
-/** A number that is another one after light became dark. */
-export function useTheme() {
-  const [turns, setTurns] = useState(0);
-  useEffect(() => {
-    const turn = () => setTurns((turns) => turns + 1);
-    const dark = matchMedia("(prefers-color-scheme: dark)");
-    const watch = new MutationObserver(turn);
-    dark.addEventListener("change", turn);
-    watch.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-    return () => {
-      dark.removeEventListener("change", turn);
-      watch.disconnect();
-    };
-  }, []);
-  return turns;
-}
+/** With its sign, as a push. */
+export const signed = (value) => (value > 0 ? `+${rounded(value)}` : rounded(value));

@@ -1,8 +1,7 @@
 // A small map of all heads: a column for each layer, a row for each head.
 
-import { clamp, html, percent, spelled, useChanges, useMemo, useRef, useState } from "../lib.js";
+import { clamp, html, percent, spelled, useChanges, useMemo, useState, useWidth } from "../lib.js";
 import { choice, choose, chosenIn } from "./choice.js";
-import { useWidth } from "./looks.js";
 
 const LEFT = 22; // for the heads' numbers
 const TOP = 16; // for the layers' numbers
@@ -10,8 +9,7 @@ const MOVES = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowD
 
 export function HeadMap({ look }) {
   useChanges("inside");
-  const frame = useRef(null);
-  const width = useWidth(frame);
+  const [frame, width] = useWidth();
   const [active, setActive] = useState({ layer: 1, head: 1 });
   const [pointed, point] = useState(null);
   const { layers, heads, attention, tokens, position } = look;

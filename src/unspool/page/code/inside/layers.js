@@ -1,18 +1,16 @@
 // The layers of the model as rows: the vector behind each, what was added to it, how long it is.
 
-import { clamp, html, useChanges, useMemo, useRef, useState } from "../lib.js";
-import { cellText, painted, useTheme } from "./cells.js";
+import { useTheme } from "../colors.js";
+import { clamp, html, useChanges, useMemo, useState, useWidth } from "../lib.js";
+import { cellText, painted, rounded } from "./cells.js";
 import { choose, chooseLayer, chosenIn } from "./choice.js";
-import { useWidth } from "./looks.js";
-import { rounded } from "./numbers.js";
 
 const NUMBERS = 24; // for the layers' numbers at the left
 const TOP = 18; // for the words over the columns
 
 export function Layers({ look }) {
   useChanges("inside");
-  const frame = useRef(null);
-  const width = useWidth(frame);
+  const [frame, width] = useWidth();
   const theme = useTheme();
   const [pointed, point] = useState(null); // {layer, cell}
   const { layers, norms, part_norms: parts, vectors } = look;

@@ -1,8 +1,8 @@
 // The logit lens: what each layer would have said, had it been the last.
 
-import { Piece, count, html, ordinal, percent, useChanges, useMemo, useRef } from "../lib.js";
+import { count, html, ordinal, percent, Piece, useChanges, useMemo, useWidth } from "../lib.js";
 import { chosenIn } from "./choice.js";
-import { Missing, useLook, useWidth } from "./looks.js";
+import { Missing, useLook } from "./looks.js";
 
 const HIGH = 96;
 const EDGE = { left: 44, right: 14, top: 8, bottom: 18 };
@@ -24,8 +24,7 @@ export function Lens({ place }) {
 
 /** The followed token's rank as a curve over the layers, on a scale of tens. */
 function Ranks({ lens, layer }) {
-  const frame = useRef(null);
-  const width = useWidth(frame);
+  const [frame, width] = useWidth();
   const last = lens.layers.length - 1;
   const tens = Math.max(1, Math.ceil(Math.log10(Math.max(...lens.layers.map(({ rank }) => rank + 1)))));
   const x = (at) => EDGE.left + ((width - EDGE.left - EDGE.right) * at) / last;

@@ -1,12 +1,11 @@
 // Look inside: what happened in the model for the selected token.
 
-import { Piece, html, useChanges, useMemo } from "../lib.js";
+import { html, Piece, useChanges, useMemo } from "../lib.js";
 import { branchNow, state, stepAt } from "../state.js";
 import { Attention } from "./attention.js";
 import { choice, choose } from "./choice.js";
 import { Lens } from "./lens.js";
 import { Missing, placeIn, sidesOf, useLook } from "./looks.js";
-import { Neighbours } from "./neighbours.js";
 import { Pushes } from "./pushes.js";
 import { Way } from "./way.js";
 
@@ -103,4 +102,17 @@ function Part({ name, title, draw }) {
     <summary><h3>${title}</h3></summary>
     ${open && html`<div class="stack inside-body">${draw()}</div>`}
   </details>`;
+}
+
+export function Neighbours({ place, text }) {
+  const found = useLook(place, "include=neighbours&top=14");
+  if (!found.answer) return html`<${Missing} ...${found} />`;
+  return html`
+    <p class="quiet small">Tokens whose embeddings point nearly the same way as that of <${Piece} text=${text} />. The number
+      is the cosine of the angle between them: 1 is the same direction, 0 has nothing in common.</p>
+    <ul class="inside-near">
+      ${found.answer.neighbours.map((near) => html`<li class="chip" data-token=${near.token}
+        style=${{ "--p": Math.max(0, near.similarity).toFixed(3) }}>
+        <${Piece} text=${near.text} /><span class="mono">${near.similarity.toFixed(2)}</span></li>`)}
+    </ul>`;
 }

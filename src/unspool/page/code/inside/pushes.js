@@ -1,9 +1,9 @@
 // Attribution: which parts of the model pushed the token's score up, and which held it back.
 
-import { Piece, html, useChanges, useMemo, useRef } from "../lib.js";
+import { html, Piece, useChanges, useMemo, useWidth } from "../lib.js";
+import { rounded, signed } from "./cells.js";
 import { choice, choose, chosenIn } from "./choice.js";
-import { Missing, useLook, useWidth } from "./looks.js";
-import { rounded, signed } from "./numbers.js";
+import { Missing, useLook } from "./looks.js";
 
 const NAMES = {
   embedding: "embedding", attention: "attention", feed_forward: "feed-forward",
@@ -65,8 +65,7 @@ const LEFT = 24;
 
 /** One row for the embedding, one for each layer with attention over feed-forward; zero in the middle. */
 function Bars({ parts, layers, layer }) {
-  const frame = useRef(null);
-  const width = useWidth(frame);
+  const [frame, width] = useWidth();
   const high = Math.min(18, Math.max(6, 372 / layers));
   const most = Math.max(...parts.map(({ value }) => Math.abs(value)), 1e-9);
   const middle = LEFT + (width - LEFT) / 2;

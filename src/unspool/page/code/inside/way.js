@@ -1,10 +1,9 @@
 // The way through the model, from the text to the probabilities, with this token's own numbers.
 
-import { Piece, count, html, ordinal, percent, useMemo, useRef, useState } from "../lib.js";
-import { cellText, paintedGrid, useTheme } from "./cells.js";
+import { useTheme } from "../colors.js";
+import { count, html, ordinal, percent, Piece, useMemo, useState, useWidth } from "../lib.js";
+import { cellText, paintedGrid, rounded } from "./cells.js";
 import { Layers } from "./layers.js";
-import { useWidth } from "./looks.js";
-import { rounded } from "./numbers.js";
 
 export function Way({ look, next }) {
   const { token, vectors, head, position, position_told: told, layers, norms } = look;
@@ -43,8 +42,7 @@ export function Way({ look, next }) {
 }
 
 function Embedding({ vectors, token }) {
-  const frame = useRef(null);
-  const width = useWidth(frame);
+  const [frame, width] = useWidth();
   const theme = useTheme();
   const [read, setRead] = useState(null);
   const cells = vectors.cells[0];

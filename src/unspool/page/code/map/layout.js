@@ -10,7 +10,7 @@ const BEND = 60; // steps up to which the scale is nearly even; behind it grows 
 const ENDS = [20, 30, 50, 75, 100, 150, 200, 300, 500, 750];
 
 /** The number of steps at which the scale ends: a round one, so that it rarely changes. */
-export function scaleEnd(longest) {
+function scaleEnd(longest) {
   for (let unit = 1; ; unit *= 10) {
     const end = ENDS.find((candidate) => candidate * unit >= longest);
     if (end) return end * unit;

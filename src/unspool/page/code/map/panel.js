@@ -2,15 +2,14 @@
 
 import { canRedo, canUndo, jump, redo, redoLabel, remove, rename, undo, undoLabel } from "../actions.js";
 import { api } from "../api.js";
-import { html, plural, useChanges, useEffect, useLayoutEffect, useRef, useState } from "../lib.js";
-import { adopt, branchNow, changed, on, state } from "../state.js";
+import { html, plural, useCalmChanges, useChanges, useEffect, useLayoutEffect, useRef, useState } from "../lib.js";
+import { adopt, branchNow, changed, state } from "../state.js";
 import { Card } from "./card.js";
 import { Drawing } from "./drawing.js";
 import { labelOf, lengthOf, matching, quoted } from "./facts.js";
 import { origin, trees } from "./layout.js";
 
 const FILTER_FROM = 13; // branches: fewer are found at a glance
-const GROWS_EVERY = 150; // ms
 
 /** Which branches begin with the same prompt; one whose prompt is not here goes with its parent. */
 function groupOf(branch) {
@@ -39,27 +38,9 @@ const compare = (id) => {
   changed("comparing");
 };
 
-/** Draw again after new steps, but not with each: the map of a text that streams grows in calm. */
-function useSteps() {
-  const [, again] = useState(0);
-  useEffect(() => {
-    let timer = 0;
-    const leave = on("steps", () => {
-      timer ||= setTimeout(() => {
-        timer = 0;
-        again((count) => count + 1);
-      }, GROWS_EVERY);
-    });
-    return () => {
-      leave();
-      clearTimeout(timer);
-    };
-  }, []);
-}
-
 export function MapPanel() {
   useChanges("branches", "current", "writing", "comparing", "history");
-  useSteps();
+  useCalmChanges("steps"); // the map of a text that streams grows in calm
   const [hand, setHand] = useState(null);
   const [editing, setEditing] = useState(null);
   const [letters, setLetters] = useState("");

@@ -3,10 +3,9 @@
 import { ensureSteps, jump, setFault } from "../actions.js";
 import { html, nats, percent, plural, useChanges, useEffect, useMemo, useRef } from "../lib.js";
 import { FIELDS } from "../settings.js";
-import { branchNow, changed, promptLength, state } from "../state.js";
+import { branchNow, changed, promptLength, samePrompt, sharedSteps, state } from "../state.js";
 import { tintOf } from "../write/tint.js";
 import { labelOf, promptWords, quoted } from "./facts.js";
-import { differing, samePrompt, sharedSteps, summary } from "./likeness.js";
 
 function close() {
   state.comparing = null;
@@ -38,7 +37,7 @@ export function SideBySide() {
   if (!one || !other) return null;
 
   const isSame = samePrompt(one, other);
-  const shared = isSame ? sharedSteps(one, other) : 0;
+  const shared = isSame ? sharedSteps(one.steps, other.steps) : 0;
   return html`<section class="beside stack" aria-labelledby="beside-title">
     <div class="row spread">
       <h2 id="beside-title" ref=${title} tabindex="-1">Two branches side by side</h2>
@@ -132,4 +131,29 @@ function settingWords(value) {
   if (value === null) return "–";
   if (typeof value === "boolean") return value ? "on" : "off";
   return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+// They change what is told of a text, how soon it comes or how long it is, and not how it goes on.
+const TECHNICAL = new Set(["top", "trace", "priority", "max_tokens"]);
+
+/** How likely the model held a whole text, and how sure it was on the way. */
+export function summary(branch) {
+  const { steps } = branch;
+  const length = steps.length;
+  // A probability of zero is told as null: JSON has no infinity.
+  const logprob = steps.reduce((sum, step) => sum + (step.logprob ?? -Infinity), 0);
+  const entropy = steps.reduce((sum, step) => sum + (step.entropy ?? 0), 0);
+  const per = (sum) => (length ? sum / length : null);
+  return {
+    length, logprob, perToken: length ? Math.exp(logprob / length) : null,
+    perplexity: length ? Math.exp(-logprob / length) : null, entropy: per(entropy),
+  };
+}
+
+/** Settings of two branches that are not the same: `{name, values: [one, other]}`. */
+export function differing(one, other) {
+  const names = new Set([...Object.keys(one ?? {}), ...Object.keys(other ?? {})]);
+  return [...names].filter((name) => !TECHNICAL.has(name))
+    .map((name) => ({ name, values: [one?.[name] ?? null, other?.[name] ?? null] }))
+    .filter(({ values }) => JSON.stringify(values[0]) !== JSON.stringify(values[1]));
 }

@@ -4,11 +4,10 @@
 import { USUAL } from "./settings.js";
 import { VERSION } from "./session.js";
 
-export const LARGEST_FILE = 64 * 1024 * 1024;
-const MOST = 0x7fffffff;
+const LARGEST_FILE = 64 * 1024 * 1024;
 const FORBIDDEN = ["__proto__", "constructor", "prototype"];
 
-export class BadFile extends Error {}
+class BadFile extends Error {}
 
 /** The session in a file that a person gave; throws BadFile, in words. */
 export async function readSession(file) {
@@ -39,12 +38,20 @@ export function checked(text) {
       `The session has version ${shown(found.unspool_session)}; this page reads version ${VERSION}.`,
     );
   }
-  const session = SESSION(found, "the file");
+  const session = clean(found, SESSION, "the file");
   connect(session);
   return session;
 }
 
-// -- readers: each takes a value and its place, and gives a clean copy -----------------------------
+// -- a clean copy of what a schema names; everything else is left behind ------------------------------
+
+const LEAVES = {
+  text: ["a text", (value) => typeof value === "string"],
+  flag: ["true or false", (value) => typeof value === "boolean"],
+  number: ["a number", Number.isFinite],
+  whole: ["a whole number", Number.isSafeInteger],
+  count: ["a whole number of 0 or more", (value) => Number.isSafeInteger(value) && value >= 0],
+};
 
 function shown(value) {
   const text = JSON.stringify(value) ?? "nothing";
@@ -55,31 +62,25 @@ function refuse(value, at, wanted) {
   throw new BadFile(`The session cannot be read: ${at} is ${shown(value)}; it must be ${wanted}.`);
 }
 
-const whole = (low = 0, high = MOST) => (value, at) =>
-  Number.isSafeInteger(value) && value >= low && value <= high
-    ? value : refuse(value, at, `a whole number from ${low} to ${high}`);
-
-const number = (low, high = Infinity) => (value, at) =>
-  Number.isFinite(value) && value >= low && value <= high
-    ? value : refuse(value, at, high === Infinity ? `a number of ${low} or more` : `a number from ${low} to ${high}`);
-
-const anyNumber = (value, at) => (Number.isFinite(value) ? value : refuse(value, at, "a number"));
-
-const words = (most) => (value, at) =>
-  typeof value === "string" && value.length <= most
-    ? value : refuse(value, at, `a text of at most ${most.toLocaleString("en-US")} characters`);
-
-const yes = (value, at) => (typeof value === "boolean" ? value : refuse(value, at, "true or false"));
-
-const one = (...known) => (value, at) =>
-  known.includes(value) ? value : refuse(value, at, known.map((each) => JSON.stringify(each)).join(" or "));
-
-const maybe = (read) => (value, at) => (value === null || value === undefined ? null : read(value, at));
-
-const list = (read, most) => (value, at) =>
-  Array.isArray(value) && value.length <= most
-    ? value.map((each, number_) => read(each, `${at}[${number_}]`))
-    : refuse(value, at, `a list of at most ${most.toLocaleString("en-US")}`);
+/** The name of a leaf (with ? if null will do), [of each], {name: schema}, a Set of values, or a function. */
+function clean(value, schema, at) {
+  if (typeof schema === "function") return schema(value, at);
+  if (schema instanceof Set) {
+    return schema.has(value) ? value : refuse(value, at, [...schema].map((each) => JSON.stringify(each)).join(" or "));
+  }
+  if (Array.isArray(schema)) {
+    if (!Array.isArray(value)) refuse(value, at, "a list");
+    return value.map((each, place) => clean(each, schema[0], `${at}[${place}]`));
+  }
+  if (typeof schema === "object") {
+    plain(value, at);
+    const under = (name) => (at === "the file" ? name : `${at}.${name}`);
+    return Object.fromEntries(Object.entries(schema).map(([name, each]) => [name, clean(value[name], each, under(name))]));
+  }
+  if (schema.endsWith("?")) return value == null ? null : clean(value, schema.slice(0, -1), at);
+  const [wanted, fits] = LEAVES[schema];
+  return fits(value) ? value : refuse(value, at, wanted);
+}
 
 function plain(value, at) {
   if (typeof value !== "object" || value === null || Array.isArray(value)) refuse(value, at, "an object");
@@ -88,117 +89,60 @@ function plain(value, at) {
   return value;
 }
 
-const shape = (fields) => (value, at) => {
-  plain(value, at);
-  const found = {};
-  for (const [name, read] of Object.entries(fields)) {
-    found[name] = read(Object.hasOwn(value, name) ? value[name] : undefined, place(at, name));
-  }
-  return found;
-};
+const maybe = (schema) => (value, at) => (value == null ? null : clean(value, schema, at));
 
-const place = (at, name) => (at === "the file" ? name : `${at}.${name}`);
-
-/** Numbers under the ids of tokens. */
-function biases(value, at) {
-  const found = {};
-  for (const [token, amount] of Object.entries(plain(value, at))) {
-    if (!/^\d{1,9}$/.test(token)) refuse(token, `a key of ${at}`, "the id of a token");
-    found[token] = number(-100, 100)(amount, `${at}.${token}`);
-  }
-  return found;
-}
-
-/** Any JSON, copied; a schema is only ever handed to the server. */
+/** Any JSON, copied; it is only ever handed to the server, which looks at it once more. */
 function json(value, at, depth = 0) {
   if (depth > 32) refuse("…", at, "less deeply nested");
   if (Array.isArray(value)) return value.map((each) => json(each, at, depth + 1));
   if (typeof value !== "object" || value === null) return value;
-  return Object.fromEntries(
-    Object.entries(plain(value, at)).map(([name, each]) => [name, json(each, at, depth + 1)]),
-  );
+  return Object.fromEntries(Object.entries(plain(value, at)).map(([name, each]) => [name, json(each, at, depth + 1)]));
 }
 
-// -- what a session is -----------------------------------------------------------------------------
+const MORE_SETTINGS = { seed: 0, max_tokens: 0, top: 0, trace: true };
 
-const TOKEN = whole();
-const TEXT = words(4_000_000);
-const PIECE = words(4096);
-const ID = words(80);
-const COUNT = 1_000_000;
-
-const SPECIAL = {
-  top_k: whole(-MOST), penalty_window: whole(-MOST), no_repeat_ngram: whole(-MOST), dry_allowed_length: whole(-MOST),
-  dry_window: whole(-MOST), penalize_prompt: yes, end: yes, cache: yes, sample: whole(), logit_bias: biases,
-  stages: list(words(60), 40), stop: list(words(1000), 64), dry_breakers: list(list(TOKEN, 32), 64),
-  guard: (value, at) => (Array.isArray(value) ? list(words(2000), 16) : words(2000))(value, at),
-  regex: TEXT, grammar: TEXT, choice: list(TEXT, 1000), json_schema: json, speculate: one("lookup"),
-};
-
-/** Settings by name; those that nobody knows are left out. */
+/** Settings by name, each of the kind that its usual value has; those that nobody knows are left out. */
 function settings(value, at) {
-  plain(value, at);
   const found = {};
-  const known = { ...Object.fromEntries(Object.keys(USUAL).map((name) => [name, anyNumber])), ...SPECIAL };
-  known.seed = whole(-Number.MAX_SAFE_INTEGER, Number.MAX_SAFE_INTEGER);
-  known.max_tokens = whole(1);
-  known.top = whole(0, 100);
-  known.trace = yes;
-  for (const [name, read] of Object.entries(known)) {
-    if (Object.hasOwn(value, name)) found[name] = maybe(read)(value[name], place(at, name));
+  for (const [name, usual] of Object.entries({ ...USUAL, ...MORE_SETTINGS })) {
+    if (!Object.hasOwn(plain(value, at), name)) continue;
+    const leaf = { number: "number?", boolean: "flag?" }[typeof usual] ?? (Array.isArray(usual) ? maybe([json]) : json);
+    found[name] = clean(value[name], leaf, `${at}.${name}`);
   }
   return found;
 }
 
-const STEP = shape({
-  index: whole(), position: whole(), token: TOKEN, piece: PIECE, text: PIECE, bytes: list(whole(0, 255), 4096),
-  logprob: maybe(number(-1e9, 1e-3)), rank: whole(), entropy: maybe(number(-1e-3)), probability: number(0, 1.001),
-  draw: maybe(shape({ u: number(0, 1), low: number(-1e-3, 1.001), high: number(-1e-3, 1.001) })),
-  candidates: list(shape({
-    token: TOKEN, text: PIECE, logprob: maybe(number(-1e9, 1e-3)), probability: maybe(number(0, 1.001)),
-  }), 100),
-  stages: list(shape({
-    name: words(60), kept: whole(), removed: whole(), kept_mass: number(0, 1.001), changed: whole(),
-    top: list((value, at) => {
-      if (!Array.isArray(value) || value.length !== 3) refuse(value, at, "an id, a probability and a text");
-      return [TOKEN(value[0], at), number(0, 1.001)(value[1], at), PIECE(value[2], at)];
-    }, 100),
-  }), 40),
-  seconds: number(0), finish_reason: maybe(words(40)), draft: maybe(one("accepted", "rejected")),
-  retracts: whole(), chosen: yes,
-});
+// -- what a session is -----------------------------------------------------------------------------
 
-const MESSAGE = shape({
-  role: one("system", "developer", "user", "assistant", "tool"), content: maybe(TEXT),
-});
-
-const PROMPT = shape({
-  text: TEXT,
-  tokens: list(shape({ id: TOKEN, text: PIECE, added: yes }), COUNT),
-  messages: maybe(list(MESSAGE, 10_000)),
-  spans: list(shape({
-    role: words(40), start: whole(), end: whole(), content: maybe(list(whole(), 2)),
-  }), 10_000),
-});
-
-const BRANCH = shape({
-  id: ID, name: maybe(words(200)), parent: maybe(ID), forked_at: maybe(whole()), created: number(0), model: words(400),
-  prompt: maybe(PROMPT), seed: whole(-Number.MAX_SAFE_INTEGER, Number.MAX_SAFE_INTEGER), settings, finish_reason: maybe(words(40)),
-  runs: list(shape({ from: whole(), settings }), COUNT), since: whole(), steps: list(STEP, COUNT),
-  retracted: list(shape({ at: whole(), steps: list(STEP, COUNT), verb: words(40) }), COUNT),
-  added: list(whole(), COUNT), // steps that the template put there, in a later turn of a chat
-});
-
-const SESSION = shape({
-  unspool_session: one(VERSION), saved: words(40),
-  model: shape({ id: words(400), system_fingerprint: maybe(words(100)) }),
-  current: maybe(ID),
-  view: shape({
-    mode: one("chat", "plain"), tint: one("probability", "entropy", "rank", "none"), selected: maybe(whole()),
-    panel: words(40), draft: TEXT, system: maybe(TEXT), settings,
-  }),
-  branches: list(BRANCH, 1000),
-});
+const STEP = {
+  index: "count", position: "count", token: "count", piece: "text", text: "text", bytes: ["count"],
+  logprob: "number?", rank: "count", entropy: "number?", probability: "number",
+  draw: maybe({ u: "number", low: "number", high: "number" }),
+  candidates: [{ token: "count", text: "text", logprob: "number?", probability: "number?" }],
+  stages: [{
+    name: "text", kept: "count", removed: "count", kept_mass: "number", changed: "count",
+    top: [(value, at) => Object.values(clean({ ...value }, { 0: "count", 1: "number", 2: "text" }, at))],
+  }],
+  seconds: "number", finish_reason: "text?", draft: "text?", retracts: "count", chosen: "flag",
+};
+const PROMPT = {
+  text: "text", tokens: [{ id: "count", text: "text", added: "flag" }],
+  messages: maybe([{ role: new Set(["system", "developer", "user", "assistant", "tool"]), content: "text?" }]),
+  spans: [{ role: "text", start: "count", end: "count", content: maybe(["count"]) }],
+};
+const SESSION = {
+  unspool_session: new Set([VERSION]), saved: "text", model: { id: "text", system_fingerprint: "text?" }, current: "text?",
+  view: {
+    mode: new Set(["chat", "plain"]), tint: new Set(["probability", "entropy", "rank", "none"]), selected: "count?",
+    panel: "text", draft: "text", system: "text?", settings,
+  },
+  branches: [{
+    id: "text", name: "text?", parent: "text?", forked_at: "count?", created: "number", model: "text", prompt: maybe(PROMPT),
+    seed: "whole", settings, finish_reason: "text?", runs: [{ from: "count", settings }], since: "count", steps: [STEP],
+    retracted: [{ at: "count", steps: [STEP], verb: "text" }],
+    added: ["count"], // steps that the template put there, in a later turn of a chat
+  }],
+};
 
 // -- whether the parts fit together ----------------------------------------------------------------
 

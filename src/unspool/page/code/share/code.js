@@ -85,7 +85,7 @@ const idsOf = (branch, { from, to }) => branch.steps.slice(from, to).map((step) 
 // -- Python ------------------------------------------------------------------------------------
 
 /** A value as Python writes it. */
-export function python(value) {
+function python(value) {
   if (value === null || value === undefined) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
   if (Array.isArray(value)) return `[${value.map(python).join(", ")}]`;

@@ -1,15 +1,14 @@
 // All that can be taken along from the page: the session, a picture, the text, a program.
 
-import { html, save, useChanges, useEffect, useRef, useState } from "../lib.js";
-import { branchNow, state } from "../state.js";
 import { ensureSteps } from "../actions.js";
-import { CopyButton } from "./copy_button.js";
-import { SessionPart } from "./session_part.js";
-import { ProgramPart } from "./program_part.js";
+import { clipboard, html, save, Tabs, useChanges, useEffect, useRef, useState } from "../lib.js";
+import { branchNow, state } from "../state.js";
+import { programs } from "./code.js";
 import { markdownOf } from "./markdown.js";
 import { pictureOf, pixels, svgText } from "./picture.js";
-import { openPlayBar } from "./play_bar.js";
+import { openPlayBar, SPEEDS } from "./play.js";
 import { fileName } from "./session.js";
+import { SessionPart } from "./session_part.js";
 
 export function ShareDialog({ open, close }) {
   useChanges("current", "branches", "steps");
@@ -43,8 +42,6 @@ function Part({ title, says, children }) {
   return html`<section class="share-part"><div><h3>${title}</h3><p class="quiet small">${says}</p></div>
     <div class="row">${children}</div></section>`;
 }
-
-const SPEEDS = [[0.25, "×¼"], [1, "×1"], [4, "×4"]];
 
 function PlayPart({ branch, close }) {
   const start = (speed) => () => {
@@ -86,4 +83,33 @@ function TextPart({ branch }) {
     <button class="button" id="save-markdown" onClick=${take}>Markdown</button>
     <${CopyButton} id="copy-markdown" text=${text} />
   <//>`;
+}
+
+/** `text` gives what is to be copied. */
+function CopyButton({ id, text }) {
+  const [said, setSaid] = useState("Copy");
+  const copy = async () => {
+    setSaid((await clipboard(await text())) ? "Copied" : "Not allowed here");
+    setTimeout(() => setSaid("Copy"), 2000);
+  };
+  return html`<button class="button" id=${id} onClick=${copy}><span aria-live="polite">${said}</span></button>`;
+}
+
+const TONGUES = { curl: "curl", openai: "Python, openai", unspool: "Python, unspool" };
+
+function ProgramPart({ branch }) {
+  const [tongue, setTongue] = useState("curl");
+  const { code, note } = programs(branch)[tongue];
+  return html`<section class="share-part wide">
+    <div><h3>Program</h3><p class="quiet small">Gives the same text, token for token${
+      tongue === "unspool" ? ", in a process of its own" : " from this server"}.</p></div>
+    <div class="row spread">
+      <${Tabs} label="Program" prefix="tongue" controls="program" tabs=${TONGUES} now=${tongue} pick=${setTongue} />
+      ${code !== null && html`<${CopyButton} id="copy-program" text=${() => code} />`}
+    </div>
+    <div id="program" role="tabpanel" aria-labelledby=${`tongue-${tongue}`}>
+      ${note && html`<p class="small program-note">${note}</p>`}
+      ${code !== null && html`<pre class="program mono small" tabindex="0" dir="ltr">${code}</pre>`}
+    </div>
+  </section>`;
 }

@@ -7,7 +7,7 @@ import { runsOf, unusual } from "./settings.js";
 const LEAST_LIKELY = 10;
 
 /** Words that are to be read as they are, whatever they mean to Markdown. */
-export function escaped(text) {
+function escaped(text) {
   return text
     .replace(/\r\n?/g, "\n")
     .replace(/[\\`*_[\]<>&|~#$]/g, "\\$&")

@@ -3,10 +3,9 @@
 // Every box becomes a <rect>, every line of every text a <text> at the place the browser gave it, and
 // pictures of the page are taken over with their colors. So words stay words, and it can be enlarged.
 
-import { corners, drawBoxes, drawPseudo, touches } from "./picture_boxes.js";
+import { drawBoxes, drawPseudo, touches } from "./picture_boxes.js";
 import { controlMarks, isDrawnByBrowser } from "./picture_controls.js";
-import { mark, placed, round } from "./picture_marks.js";
-import { fontOf, lineMarks, linesOf, plainColor } from "./picture_text.js";
+import { fontOf, linesOf, mark, placed, plainColor, round } from "./picture_text.js";
 
 /** The whole view as an <svg> of the size it has on the screen. */
 export function pictureOf(root) {

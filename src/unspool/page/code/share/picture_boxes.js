@@ -1,7 +1,6 @@
 // The boxes of the page as marks of a picture: backgrounds, borders, rings, shadows inside a box.
 
-import { mark, placed, round } from "./picture_marks.js";
-import { fontOf, plainColor, textMark, widthOf } from "./picture_text.js";
+import { fontOf, mark, placed, plainColor, round, textMark, widthOf } from "./picture_text.js";
 
 export const touches = (box, frame) =>
   box.right >= frame.left && box.left <= frame.left + frame.width

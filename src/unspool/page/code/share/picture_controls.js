@@ -1,8 +1,7 @@
 // Fields and sliders of the page as marks of a picture: a browser draws these itself, so their inside
 // cannot be read from the page.
 
-import { mark } from "./picture_marks.js";
-import { fontOf, plainColor, textMark, widthOf } from "./picture_text.js";
+import { fontOf, mark, plainColor, textMark, widthOf } from "./picture_text.js";
 
 /** Whether even the box of it is the browser's own. */
 export const isDrawnByBrowser = (element, look) =>

@@ -1,18 +1,8 @@
 // Words of the page as they stand on the screen: line by line, each with its place and font.
 
-import { mark, round } from "./picture_marks.js";
+import { numbersOf } from "../colors.js";
 
-let pen = null;
-
-function brush() {
-  if (!pen) {
-    const canvas = document.createElement("canvas");
-    canvas.width = canvas.height = 1;
-    pen = canvas.getContext("2d", { willReadFrequently: true });
-  }
-  return pen;
-}
-
+const pen = document.createElement("canvas").getContext("2d");
 const colors = new Map();
 
 /** Any color of CSS as one that every program knows; null if nothing of it can be seen. */
@@ -20,11 +10,7 @@ export function plainColor(given) {
   const color = given.trim();
   if (!color || color === "none" || color === "transparent") return null;
   if (!colors.has(color)) {
-    const draw = brush();
-    draw.clearRect(0, 0, 1, 1);
-    draw.fillStyle = color;
-    draw.fillRect(0, 0, 1, 1);
-    const [r, g, b, a] = draw.getImageData(0, 0, 1, 1).data;
+    const [r, g, b, a] = numbersOf(color);
     colors.set(color, a === 0 ? null : a === 255 ? `rgb(${r},${g},${b})` : `rgba(${r},${g},${b},${round(a / 255)})`);
   }
   return colors.get(color);
@@ -36,17 +22,16 @@ const fonts = new Map();
 export function fontOf(look) {
   const css = `${look.fontStyle} ${look.fontWeight} ${look.fontSize} ${look.fontFamily}`;
   if (!fonts.has(css)) {
-    const draw = brush();
-    draw.font = css;
-    const { fontBoundingBoxAscent: above, fontBoundingBoxDescent: below } = draw.measureText("Hg");
+    pen.font = css;
+    const { fontBoundingBoxAscent: above, fontBoundingBoxDescent: below } = pen.measureText("Hg");
     fonts.set(css, { css, above, below });
   }
   return fonts.get(css);
 }
 
 export function widthOf(text, font) {
-  brush().font = font.css;
-  return brush().measureText(text).width;
+  pen.font = font.css;
+  return pen.measureText(text).width;
 }
 
 /** The lines into which the browser broke a text: `{text, box}`. */
@@ -136,3 +121,18 @@ export function textMark({ text, box }, font, look, frame) {
 
 /** XML cannot carry most control characters. */
 const writable = (text) => text.toWellFormed().replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]/g, "\ufffd");
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const round = (x) => Math.round(x * 100) / 100;
+
+export function mark(name, attributes) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+/** A box of the screen in the picture's coordinates. */
+export const placed = (box, frame) => ({
+  x: round(box.left - frame.left), y: round(box.top - frame.top), width: round(box.width), height: round(box.height),
+});

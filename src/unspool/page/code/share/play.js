@@ -1,7 +1,8 @@
 // A branch once more as it came: its recorded steps are put one by one into a copy that is only shown.
 // Needs no server, so it also works with what was loaded from a file.
 
-import { branchNow, changed, state } from "../state.js";
+import { count, html, render, useChanges } from "../lib.js";
+import { branchNow, changed, on, state } from "../state.js";
 import { takenBack } from "./settings.js";
 
 const LONGEST_WAIT = 2; // seconds, where somebody let the model wait
@@ -14,7 +15,7 @@ export const played = () => playing && { done: playing.next, total: playing.even
  * All that happened to a text, in order: `{step}` or `{cut}`. What a guard took back stood in the
  * place of what is there now, so each cut's steps come first and are then taken away.
  */
-export function eventsOf(branch) {
+function eventsOf(branch) {
   const cuts = takenBack(branch);
   const events = [];
   let length = 0;
@@ -69,7 +70,7 @@ function next() {
 }
 
 /** Back to the text itself. */
-export function stopPlaying() {
+function stopPlaying() {
   if (!playing) return;
   const { from, selected, copy, timer } = playing;
   clearTimeout(timer);
@@ -94,8 +95,41 @@ function endedByHand(event) {
   stopPlaying();
 }
 
-export function setPlaySpeed(speed) {
+function setPlaySpeed(speed) {
   if (!playing) return;
   playing.speed = speed;
   changed("playing");
+}
+
+// -- the bar at the bottom meanwhile ---------------------------------------------------------------
+
+export const SPEEDS = [[0.25, "×¼"], [1, "×1"], [4, "×4"]];
+
+export function openPlayBar(speed) {
+  play(speed);
+  if (!played()) return;
+  const place = document.createElement("div");
+  document.body.append(place);
+  render(html`<${PlayBar} />`, place);
+  place.querySelector("#stop-playing")?.focus();
+  const leave = on("playing", () => {
+    if (played()) return;
+    leave();
+    render(null, place);
+    place.remove();
+  });
+}
+
+function PlayBar() {
+  useChanges("playing");
+  const now = played();
+  if (!now) return null;
+  return html`<div class="play-bar panel row" role="group" aria-label="Playing">
+    <span class="small">Playing ${count(now.done)} of ${count(now.total)}</span>
+    <progress class="grow" max=${now.total} value=${now.done} aria-label="Played tokens"></progress>
+    <div class="segments" role="group" aria-label="Speed">
+      ${SPEEDS.map(([speed, name]) => html`<button aria-pressed=${now.speed === speed} onClick=${() => setPlaySpeed(speed)}>${name}</button>`)}
+    </div>
+    <button class="button tiny" id="stop-playing" onClick=${stopPlaying}>Stop</button>
+  </div>`;
 }

@@ -1,6 +1,6 @@
 // A session as a file: every branch with all its steps, and what the page showed of them.
 
-import { modelNow, state } from "../state.js";
+import { modelNow, samePrompt, sharedSteps, state } from "../state.js";
 
 export const VERSION = 1;
 
@@ -26,7 +26,7 @@ export function packed() {
 }
 
 /** Parents before their children, and otherwise in the order of their birth. */
-export function parentsFirst(branches) {
+function parentsFirst(branches) {
   const known = new Map(branches.map((branch) => [branch.id, branch]));
   const found = new Set();
   const put = (branch) => {
@@ -61,20 +61,11 @@ function packedBranch(branch) {
   };
 }
 
-function samePrompt(branch, parent) {
-  if (!parent?.prompt || !branch.prompt) return false;
-  const ids = (prompt) => prompt.tokens.map((token) => token.id).join();
-  return parent.prompt === branch.prompt || ids(parent.prompt) === ids(branch.prompt);
-}
-
 /** How many steps need not be told again, because they stand in the parent. */
 function shared(branch, parent) {
   const at = branch.forked_at ?? 0;
   if (!samePrompt(branch, parent) || parent.steps.length < at) return 0;
-  for (let index = 0; index < at; index += 1) {
-    if (parent.steps[index].token !== branch.steps[index]?.token) return 0;
-  }
-  return at;
+  return sharedSteps(parent.steps, branch.steps) >= at ? at : 0;
 }
 
 /** A file's name from what it is about: unspool-2026-11-15-leaves.json */

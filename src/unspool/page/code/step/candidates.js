@@ -3,11 +3,9 @@
 import { html, percent, Piece, spelled, useState } from "../lib.js";
 import { choose } from "../actions.js";
 import { state } from "../state.js";
-import { useAlternatives } from "./alternatives.js";
-import { besides, huesOf, removedBy, settingsOf, stageName } from "./stages.js";
-import { startOf, whatIf } from "./whatif.js";
-
-const MORE = 100;
+import { Fault } from "../asking.js";
+import { huesOf, removedBy, stageName } from "./stages.js";
+import { useTried } from "./tried.js";
 
 /** What was weighed at this place: the step's own candidates, or those of the step it stands instead of. */
 function weighedAt(branch, step) {
@@ -17,38 +15,27 @@ function weighedAt(branch, step) {
   return before ? weighedAt(parent, before) : step;
 }
 
-/** What the filters left to those that the step does not tell; null where that cannot be worked out. */
-function chancesBehind(branch, step, found) {
-  const settings = settingsOf(branch, step);
-  if (!found || !step.stages.length || besides(settings).length) return null;
-  return new Map(whatIf(startOf(found), settings).candidates.map((one) => [one.token, one.probability]));
-}
-
 export function Candidates({ branch, step, isSelected }) {
   const [longFor, showLong] = useState(null); // of which step more are shown
   const more = longFor === step;
   const weighed = weighedAt(branch, step);
   const isBare = weighed.candidates.length === 0; // a person put it there: the model was not asked
-  const { found, fault } = useAlternatives(branch, step, more || (isBare && isSelected));
-  const hues = huesOf({ ...weighed, token: step.token }, found?.candidates);
-  const known = new Map(weighed.candidates.map((one) => [one.token, one]));
-  const asked = (found?.candidates ?? []).slice(0, more ? MORE : 12);
-  const left = more ? chancesBehind(branch, step, found) : null;
-  const rows = asked.length
-    ? asked.map((one) => known.get(one.token) ?? { ...one, probability: left && (left.get(one.token) ?? 0) })
-    : weighed.candidates;
+  const { made, fault, again } = useTried(branch, step, {}, more || (isBare && isSelected));
+  const told = (more || isBare) && made ? made : weighed;
+  const hues = huesOf({ ...weighed, token: step.token }, made?.candidates);
+  const rows = more ? told.candidates : told.candidates.slice(0, 12);
   const most = Math.max(...rows.map((one) => Math.max(Math.exp(one.logprob), one.probability ?? 0)), 0.01);
   return html`<section class="step-part" aria-labelledby="step-weighed">
     <h3 id="step-weighed"><i aria-hidden="true">1</i> The model weighs what could come</h3>
     <p class="quiet small">
-      ${weighed.stages.length > 0 && "Pale: what the model itself gave. Strong: what the filters made of it. "}
+      ${told.stages.length > 0 && "Pale: what the model itself gave. Strong: what the filters made of it. "}
       ${branch.recorded ? "This text is a recording: to look at, not to write on." : "Click one to write on with it."}
     </p>
     <ol class="step-candidates ${more ? "long" : ""}">
       ${rows.map((one, rank) => html`<${Candidate} key=${one.token} one=${one} rank=${rank} step=${step}
-        stages=${weighed.stages} isFixed=${branch.recorded} most=${most} hue=${hues.get(one.token) ?? "hue-0"} />`)}
+        stages=${told.stages} isFixed=${branch.recorded} most=${most} hue=${hues.get(one.token) ?? "hue-0"} />`)}
     </ol>
-    ${fault && html`<p class="small step-fault" role="alert">${fault.message}</p>`}
+    <${Fault} fault=${fault} again=${again} />
     ${!branch.recorded && html`<div class="row step-pens">
       <${OwnWords} step=${step} />
       <button class="button" aria-expanded=${more}

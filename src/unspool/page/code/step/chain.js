@@ -1,7 +1,7 @@
 // The chain of stages side by side: a column a stage, and ribbons that join the same token.
 
-import { clamp, count, html, percent, plural } from "../lib.js";
-import { fitting, useWidth } from "./line.js";
+import { clamp, count, html, percent, plural, useWidth } from "../lib.js";
+import { fitting } from "./line.js";
 import { huesOf, settingsOf, stageName, stageWords } from "./stages.js";
 
 const HEAD = 38;
@@ -60,7 +60,7 @@ export function columnsOf(step, size) {
 }
 
 function Columns({ step, size }) {
-  const [box, width] = useWidth(400);
+  const [box, width] = useWidth();
   const columns = columnsOf(step, size);
   const hues = huesOf(step);
   const gaps = Math.max(1, columns.length - 1);

@@ -39,15 +39,14 @@ export function Glance({ step }) {
 }
 
 /** The known ones from 0 on; the one that was hit lies where the server says, even if not among them. */
-function laid(step) {
-  const hues = huesOf(step);
+export function laid(step, hues = huesOf(step)) {
   let at = 0;
   const parts = [];
   for (const { token, text, probability } of finalists(step)) {
     if (token !== step.token) parts.push({ token, text, low: at, high: at + probability, hue: hues.get(token) });
     at += probability;
   }
-  const { low, high } = step.draw;
+  const { low, high } = step.draw ?? { low: 0, high: 1 }; // greedy: the whole line is its own
   parts.push({ token: step.token, text: step.piece, low, high, hue: hues.get(step.token) ?? "hue-0" });
   return parts;
 }

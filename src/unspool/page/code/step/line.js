@@ -1,20 +1,6 @@
 // Candidates laid end to end on a line from 0 to 1, and the number that falls on it.
 
-import { html, spelled, useLayoutEffect, useRef, useState } from "../lib.js";
-
-/** The width of an element in pixels, followed as it changes. */
-export function useWidth(usual) {
-  const box = useRef(null);
-  const [width, setWidth] = useState(usual);
-  useLayoutEffect(() => {
-    const look = () => setWidth(Math.max(200, Math.floor(box.current.clientWidth)));
-    const watch = new ResizeObserver(look);
-    watch.observe(box.current);
-    look();
-    return () => watch.disconnect();
-  }, []);
-  return [box, width];
-}
+import { html, spelled, useWidth } from "../lib.js";
 
 /** As many letters of a token as fit; none if not even three do. */
 export function fitting(text, width, letter = 6.6) {
@@ -30,7 +16,7 @@ const BALL = 6;
 
 /** `parts`: [{token, text, low, high, hue}]; what they leave free is grey. `hit`: the token u fell on. */
 export function Line({ parts, u, hit, label, id }) {
-  const [box, width] = useWidth(400);
+  const [box, width] = useWidth();
   const x = (share) => BALL + share * (width - 2 * BALL);
   const struck = parts.find(({ token }) => token === hit);
   return html`<div class="step-line" ref=${box}>

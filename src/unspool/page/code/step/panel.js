@@ -8,7 +8,7 @@ import { Candidates } from "./candidates.js";
 import { Chain } from "./chain.js";
 import { Draw, Glance } from "./draw.js";
 import { Facts, Story } from "./facts.js";
-import { WhatIf } from "./whatif_panel.js";
+import { WhatIf } from "./whatif.js";
 
 export function StepPanel() {
   useChanges("selection", "hover", "current", "steps");

@@ -81,34 +81,6 @@ export function huesOf(step, others = []) {
   return hues;
 }
 
-const OFF = {
-  repetition_penalty: ["repetition_penalty", 1],
-  frequency_penalty: ["frequency_penalty", 0],
-  presence_penalty: ["presence_penalty", 0],
-  no_repeat_ngram: ["no_repeat_ngram", 0],
-  dry: ["dry_multiplier", 0],
-  top_n_sigma: ["top_n_sigma", 0],
-  typical_p: ["typical_p", 1],
-  eta: ["eta", 0],
-  xtc: ["xtc_probability", 0],
-  dynamic_temperature: ["dynatemp_range", 0],
-  mirostat: ["mirostat_tau", 0],
-};
-// These change or forbid single tokens, and stand before all others.
-const EDITING = new Set([
-  "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry", "logit_bias",
-  "grammar", "forbidden",
-]);
-
-/** The reports of the stages that change single tokens. */
-export const editsOf = (step) => step.stages.filter(({ name }) => EDITING.has(name));
-
-/** The stages that these settings turn on, besides top-k, top-p, min-p and temperature. */
-export function besides(settings) {
-  const names = Object.keys(OFF).filter((name) => (settings[OFF[name][0]] ?? OFF[name][1]) !== OFF[name][1]);
-  return Object.keys(settings.logit_bias ?? {}).length ? [...names, "logit_bias"] : names;
-}
-
 /** With which settings this step was written; what a run left open is the usual value. */
 export function settingsOf(branch, step) {
   const settings = { ...branch.settings };

@@ -1,161 +1,109 @@
-// What the sampling chain would have made of a step with other settings. Numbers only, no page.
-//
-//   const found = whatIf(start, {temperature: 0.5, top_k: 40, top_p: 0.9, min_p: 0}, u);
-//   found.stages, found.candidates, found.pick
-//
-// `start` holds the likeliest few hundred tokens with their log-probabilities, and of all others
-// their number and, for several temperatures, the logarithm of their summed weight. Everything is
-// exact as long as no filter cuts among those others; where one does, a power law stands in for them.
-// None of the four stages changes the order of the candidates: each keeps the first so many.
+// What if: other settings on the same step. The server answers while the sliders move.
 
-import { Tail } from "./tail.js";
+import { count, html, percent, Piece, spelled, useMemo, useState } from "../lib.js";
+import { choose, useSettings } from "../actions.js";
+import { Fault } from "../asking.js";
+import { FIELDS } from "../settings.js";
+import { laid } from "./draw.js";
+import { Line } from "./line.js";
+import { finalists, huesOf, settingsOf } from "./stages.js";
+import { useTried } from "./tried.js";
 
-const SLACK = 1e-6; // so close to its limit counts as reaching it, as on the server
-const COLDEST = 1e-6;
-const SHOWN = 8; // candidates that a stage tells
-export const SIMULATED = ["top_k", "top_p", "min_p", "temperature"];
-const NEUTRAL = { top_k: 0, top_p: 1, min_p: 0, temperature: 1 };
+const SHOWN = 8; // compared in numbers
+const SLIDERS = FIELDS.filter((field) => field.kind === "number");
+const FIRST = 4; // sliders that are always shown: temperature, top-k, top-p, min-p
+const OFF = { temperature: null, top_p: 1, typical_p: 1, repetition_penalty: 1 }; // of all others: 0
 
-/** Candidates likeliest first from the server's `alternatives`. */
-export function startOf({ candidates, rest }) {
-  return {
-    candidates: candidates
-      .filter(({ logprob }) => logprob !== null)
-      .map(({ token, text, logprob }) => ({ token, text, level: logprob })),
-    rest,
+export function WhatIf({ branch, step }) {
+  const [moved, move] = useState({}); // stays as the person goes from token to token
+  const [isNear, comeNear] = useState(false);
+  const real = useMemo(() => settingsOf(branch, step), [branch, step]);
+  const changes = Object.fromEntries(Object.entries(moved).filter(([name, value]) => value !== real[name]));
+  const isMoved = Object.keys(changes).length > 0;
+  // Asked for as soon as a hand comes near, so that the first move has something beside it.
+  const was = useTried(branch, step, {}, isNear || isMoved);
+  const would = useTried(branch, step, changes, isMoved);
+  if (branch.recorded) return null;
+  const { made, fault, again } = isMoved ? would : was;
+  const write = () => {
+    useSettings(Object.fromEntries(SLIDERS.map(({ name, usual }) => [name, changes[name] ?? real[name] ?? usual])));
+    choose(step.position, { token: made.token });
   };
+  const come = () => comeNear(true);
+  const slider = (field) => html`<${Slider} key=${field.name} field=${field} was=${real[field.name] ?? field.usual}
+    value=${changes[field.name] ?? real[field.name] ?? field.usual}
+    set=${(value) => move({ ...moved, [field.name]: value })} />`;
+  const isOn = ({ name, usual }) => name in changes || (real[name] ?? usual) !== usual;
+  return html`<section class="step-part" aria-labelledby="step-whatif" onPointerEnter=${come}
+    onPointerDown=${come} onFocusIn=${come} onPointerLeave=${() => comeNear(false)}>
+    <h3 id="step-whatif"><i aria-hidden="true">?</i> What if</h3>
+    <p class="quiet small">Other settings, on this very token. The text stays as it is while you move.</p>
+    <div class="step-sliders">${SLIDERS.slice(0, FIRST).map(slider)}
+      <details open=${SLIDERS.slice(FIRST).some(isOn)}><summary class="small">More filters</summary>
+        ${SLIDERS.slice(FIRST).map(slider)}</details>
+    </div>
+    <${Fault} fault=${fault} again=${again} />
+    ${made && !fault && html`<${Outcome} step=${step} made=${made} was=${was.made ?? step} />`}
+    ${isMoved && html`<div class="row">
+      <button class="button main" disabled=${!made || !would.fresh} onClick=${write}>Write on like this</button>
+      <button class="button" onClick=${() => move({})}>Reset</button>
+    </div>`}
+  </section>`;
 }
 
-/**
- * The same after a stage that changed single tokens, such as a penalty: the few that its report names
- * are taken from there, all others move together as the unchanged ones among those few did.
- */
-export function startAfter(start, { kept, top }) {
-  const told = new Map(top.map(([token, chance]) => [token, Math.log(chance)]));
-  if (kept <= top.length) {
-    const candidates = top.map(([token, , text]) => ({ token, text, level: told.get(token) }));
-    return { candidates, rest: { tokens: 0, mass: 0, log_sums: [] } };
-  }
-  const moved = start.candidates
-    .filter(({ token }) => told.has(token))
-    .map(({ token, level }) => told.get(token) - level);
-  if (!moved.length) return start;
-  const shift = Math.max(...moved);
-  const least = Math.min(...told.values());
-  const candidates = start.candidates.map((one) => ({
-    ...one,
-    level: told.get(one.token) ?? Math.min(one.level + shift, least),
-  }));
-  candidates.sort((a, b) => b.level - a.level || a.token - b.token);
-  const log_sums = start.rest.log_sums.map(([t, sum]) => [t, sum === null ? null : sum + shift / t]);
-  return { candidates, rest: { ...start.rest, log_sums } };
+function Slider({ field: { name, title, least, most, step }, value, was, set }) {
+  const id = `whatif-${name}`;
+  const told = (x) => (name === "temperature" && x === 0 ? "0, greedy" : x === (OFF[name] ?? 0) ? "off"
+    : x.toFixed(step < 1 ? 2 : 0));
+  return html`<div class="step-slider">
+    <label for=${id}>${title}</label>
+    <input id=${id} type="range" min=${least} max=${most} step=${step} value=${value} aria-valuetext=${told(value)}
+      onInput=${(event) => set(event.target.valueAsNumber)} />
+    <output for=${id}>${told(value)}${value !== was && html`<small class="quiet"> was ${told(was)}</small>`}</output>
+  </div>`;
 }
 
-/** The chain with these settings: its stages, the candidates after them, and what `u` falls on. */
-export function whatIf(start, settings, u = null) {
-  const few = start.candidates;
-  const all = few.length + start.rest.tokens;
-  if (settings.temperature === 0) return greedy(few, all);
-  let row = new Row(few, new Tail(few, start.rest));
-  const stages = [];
-  for (const name of settings.stages ?? SIMULATED) {
-    if (!SIMULATED.includes(name) || settings[name] === NEUTRAL[name]) continue;
-    const before = row;
-    row = APPLY[name](row, settings[name]);
-    stages.push(report(name, before, row));
-  }
-  return { stages, ...drawn(row, u), exact: row.exact };
+function Outcome({ step, made, was }) {
+  const hues = huesOf(step, made.candidates);
+  const label = `With these settings ${spelled(made.piece)} is picked.`;
+  return html`<div class="step-outcome" data-token=${made.token}>
+    <p class="small">
+      <b>${count(made.stages.at(-1)?.kept)} left.</b>${" "}<${Verdict} step=${step} made=${made} />
+    </p>
+    <${Line} parts=${laid(made, hues)} u=${made.draw?.u ?? null} hit=${made.token} label=${label} id="still" />
+    <${Compared} made=${made} was=${was} hues=${hues} />
+  </div>`;
 }
 
-function greedy([best], all) {
-  const one = { ...best, probability: 1, low: 0, high: 1 };
-  const top = [[best.token, 1, best.text]];
-  const stage = { name: "greedy", kept: 1, removed: all - 1, top, kept_mass: Math.exp(best.level) };
-  return { stages: [stage], candidates: [one], rest: { tokens: 0, probability: 0 }, pick: one, exact: true };
+function Verdict({ step, made }) {
+  const isSame = made.token === step.token;
+  const piece = html`<${Piece} text=${made.piece} />`;
+  if (made.draw === null) return html`The likeliest is taken: ${piece}${isSame ? ", as it was." : "."}`;
+  const number = html`<span class="mono">u = ${made.draw.u.toFixed(4)}</span>`;
+  // A step that drew nothing still has a number, by its seed and position.
+  const which = step.draw ? html`The same ${number}` : html`The number of this place, ${number},`;
+  return html`${which} ${isSame ? "falls on" : "would have picked"} ${piece}${isSame ? " again." : " instead."}`;
 }
 
-const APPLY = {
-  top_k: (row, k) => row.first(k),
-  top_p: (row, p) => row.reaching(p * (1 - SLACK)),
-  min_p: (row, share) => row.above(Math.log(share) - SLACK),
-  temperature: (row, t) => row.scaled(Math.max(t, COLDEST)),
-};
-
-/** What remains: the first `kept` of the known ones, and the first `others` of those behind. */
-class Row {
-  constructor(few, tail, kept = few.length, others = tail.tokens, sharpness = 1, exact = true) {
-    Object.assign(this, { few, tail, kept, others, sharpness, exact });
-    const peak = few[0].level * sharpness;
-    this.weights = few.slice(0, kept).map(({ level }) => Math.exp(level * sharpness - peak));
-    this.othersWeight = others > 0 ? Math.exp(tail.logSum(sharpness, others) - peak) : 0;
-    this.fewWeight = this.weights.reduce((sum, weight) => sum + weight, 0);
-    this.total = this.fewWeight + this.othersWeight;
-  }
-
-  get size() {
-    return this.kept + this.others;
-  }
-
-  first(number) {
-    if (number >= this.size) return this;
-    if (number <= this.kept) {
-      return new Row(this.few, this.tail, Math.max(1, number), 0, this.sharpness, this.exact);
-    }
-    const others = number - this.kept;
-    return new Row(this.few, this.tail, this.kept, others, this.sharpness, false);
-  }
-
-  reaching(share) {
-    const goal = share * this.total;
-    let sum = 0;
-    for (let place = 0; place < this.kept; place += 1) {
-      sum += this.weights[place];
-      if (sum >= goal) return this.first(place + 1);
-    }
-    if (!this.others) return this;
-    const part = Math.min(1, (goal - sum) / this.othersWeight);
-    return this.first(this.kept + this.tail.ranksOfShare(part, this.sharpness, this.others));
-  }
-
-  above(distance) {
-    const bound = Math.min(0, distance);
-    const peak = this.few[0].level * this.sharpness;
-    const inside = this.few.slice(0, this.kept).findIndex(({ level }) => level * this.sharpness - peak < bound);
-    if (inside >= 0) return this.first(inside);
-    return this.others ? this.first(this.kept + this.tail.ranksAbove((bound + peak) / this.sharpness)) : this;
-  }
-
-  scaled(temperature) {
-    const sharpness = this.sharpness / temperature;
-    return new Row(this.few, this.tail, this.kept, this.others, sharpness, this.exact);
-  }
-}
-
-function report(name, before, after) {
-  const mass = after.sharpness === before.sharpness ? Math.min(1, after.total / before.total) : 1;
-  const top = after.weights
-    .slice(0, SHOWN)
-    .map((weight, place) => [after.few[place].token, weight / after.total, after.few[place].text])
-    .filter(([, chance]) => chance > 0);
-  return { name, kept: after.size, removed: before.size - after.size, kept_mass: mass, top };
-}
-
-/** Candidates end to end, likeliest first; `pick` is null if u falls among those without a name. */
-function drawn(row, u) {
-  let high = 0;
-  let pick = null;
-  const target = u === null ? null : u * row.total;
-  const candidates = row.weights.map((weight, place) => {
-    const low = high;
-    high += weight;
-    const one = {
-      ...row.few[place], probability: weight / row.total, low: low / row.total, high: high / row.total,
-    };
-    if (pick === null && target !== null && high > target) pick = one;
-    return one;
-  });
-  // u times the total may round up to the total itself: then the last of any weight is hit.
-  if (pick === null && target !== null && !row.others) pick = candidates.findLast((one) => one.probability > 0);
-  const rest = { tokens: row.others, probability: row.othersWeight / row.total };
-  return { candidates, rest, pick };
+/** The chances that were, beside those that would be. */
+function Compared({ made, was, hues }) {
+  const [before, now] = [was, made].map((one) => new Map(finalists(one).map((each) => [each.token, each])));
+  const rows = [...new Map([...before, ...now]).values()]
+    .map(({ token, text }) => ({
+      token, text, old: before.get(token)?.probability ?? 0, now: now.get(token)?.probability ?? 0,
+    }))
+    .sort((a, b) => Math.max(b.old, b.now) - Math.max(a.old, a.now))
+    .slice(0, SHOWN);
+  const most = Math.max(...rows.map((row) => Math.max(row.old, row.now)));
+  const width = (share) => ({ width: `${(100 * share) / most}%` });
+  return html`<table class="step-compared">
+    <thead><tr><th scope="col">token</th><td></td><th scope="col">was</th><th scope="col">would be</th></tr></thead>
+    <tbody>${rows.map((row) => html`<tr key=${row.token} data-token=${row.token}
+      class="${hues.get(row.token) ?? "hue-0"} ${row.token === made.token ? "picked" : ""} ${row.now ? "" : "removed"}">
+      <th scope="row"><${Piece} text=${row.text} /></th>
+      <td><div class="track"><span class="own" style=${width(row.old)}></span><span class="after"
+        style=${width(row.now)}></span></div></td>
+      <td class="number">${percent(row.old)}</td><td class="number strong">${percent(row.now)}</td>
+    </tr>`)}</tbody>
+  </table>`;
 }

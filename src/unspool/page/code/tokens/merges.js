@@ -2,7 +2,7 @@
 
 import { api } from "../api.js";
 import { count, html, plural, reducedMotion, useEffect, useMemo, useRef, useState } from "../lib.js";
-import { useAnswer, Fault } from "./asking.js";
+import { useAnswer, Fault } from "../asking.js";
 import { readable, visible } from "./characters.js";
 import { mergeTree, wordAt, wordOf } from "./words.js";
 

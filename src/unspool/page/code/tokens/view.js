@@ -3,7 +3,7 @@
 import { api } from "../api.js";
 import { count, html, useChanges, useLayoutEffect, useMemo, useRef, useState } from "../lib.js";
 import { branchNow, changed, modelNow, state, textOf } from "../state.js";
-import { Fault, useAnswer } from "./asking.js";
+import { Fault, useAnswer } from "../asking.js";
 import { bytesOf } from "./characters.js";
 import { ContextBar } from "./contextbar.js";
 import { Merges } from "./merges.js";

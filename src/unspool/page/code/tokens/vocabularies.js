@@ -3,7 +3,7 @@
 import { api } from "../api.js";
 import { count, html, useEffect, useState } from "../lib.js";
 import { state } from "../state.js";
-import { Fault, useAnswer } from "./asking.js";
+import { Fault, useAnswer } from "../asking.js";
 import { PlainSplit } from "./split.js";
 
 const DRAWN = 600; // characters whose split is drawn

@@ -3,8 +3,8 @@
 import { html, kept, reducedMotion, useChanges, useEffect, useLayoutEffect, useRef, useState } from "../lib.js";
 import { changed, on, state } from "../state.js";
 import { clearFault, connect, setSpeed } from "../actions.js";
-import { STEPS, TOUR_SETTINGS, TOUR_SPEED } from "./steps.js";
 import { NARROW, placed } from "./place.js";
+import { STEPS, TOUR_SETTINGS, TOUR_SPEED } from "./steps.js";
 
 let tour = null; // what goes on now
 let seen = false; // where the browser keeps nothing, once for each time the page is opened

@@ -217,7 +217,7 @@ function neighbour(position, above) {
   return best;
 }
 
-export function reveal(position) {
+function reveal(position) {
   drawn.spans[position]?.scrollIntoView({ block: "nearest" });
 }
 

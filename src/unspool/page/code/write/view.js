@@ -1,6 +1,6 @@
 // The view in which a text is written: prompt and text on the left, what is behind it on the right.
 
-import { html, useCalmChanges, useChanges, useEffect, useRef, useState } from "../lib.js";
+import { html, Tabs, useCalmChanges, useChanges, useEffect, useRef, useState } from "../lib.js";
 import { branchNow, modelNow, promptLength, state } from "../state.js";
 import { clearFault, connect, goOn, say, show } from "../actions.js";
 import { Lazy } from "../lazy.js";
@@ -16,6 +16,7 @@ const PANELS = {
   costs: ["Costs", "./costs/panel.js", "CostsPanel"],
   settings: ["Settings"],
 };
+const TITLES = Object.fromEntries(Object.entries(PANELS).map(([panel, [title]]) => [panel, title]));
 
 export function WriteView() {
   return html`<div class="write">
@@ -116,19 +117,8 @@ function Foot() {
 function Side() {
   useChanges("panel");
   const [, file, name] = PANELS[state.panel];
-  const onKey = (event) => {
-    const names = Object.keys(PANELS);
-    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!move) return;
-    const next = names[(names.indexOf(state.panel) + move + names.length) % names.length];
-    show(next);
-    document.getElementById(`tab-${next}`).focus();
-  };
   return html`<aside class="side" aria-label="Behind the text">
-    <div class="segments tabs" role="tablist" aria-label="Panels" onKeyDown=${onKey}>
-      ${Object.entries(PANELS).map(([panel, [title]]) => html`<button role="tab" id=${`tab-${panel}`} aria-controls="side-panel"
-        aria-selected=${state.panel === panel} tabindex=${state.panel === panel ? 0 : -1} onClick=${() => show(panel)}>${title}</button>`)}
-    </div>
+    <${Tabs} class="tabs" label="Panels" prefix="tab" controls="side-panel" tabs=${TITLES} now=${state.panel} pick=${show} />
     <div class="panel side-panel" id="side-panel" role="tabpanel" aria-labelledby=${`tab-${state.panel}`} tabindex="-1">
       ${file ? html`<${Lazy} key=${file} file=${file} name=${name} />` : html`<${SettingsPanel} />`}
     </div>

@@ -1,9 +1,9 @@
 // Questions to the server that follow what a person types: late enough not to ask at every key, and
 // an answer that was overtaken by a newer question is never shown.
 
-import { connect } from "../actions.js";
-import { ApiFault } from "../api.js";
-import { html, useEffect, useState } from "../lib.js";
+import { connect } from "./actions.js";
+import { ApiFault } from "./api.js";
+import { html, useEffect, useState } from "./lib.js";
 
 /**
  * Ask `wait` milliseconds after `keys` last changed. Gives `{answer, fault, fresh, again}`: the last
@@ -43,6 +43,6 @@ export function useAnswer(ask, wait, keys) {
 
 /** What went wrong, where it went wrong. */
 export const Fault = ({ fault, again }) => fault && html`
-  <p class="tokens-fault" role="alert">
+  <p class="fault" role="alert">
     ${fault.message} <button type="button" class="button tiny" onClick=${again}>Try again</button>
   </p>`;
