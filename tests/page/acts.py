@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from time import monotonic
 from typing import Any
 
@@ -95,3 +96,28 @@ def branch(page: Page) -> dict[str, Any]:
     assert answer.ok, answer.text()
     found: dict[str, Any] = answer.json()
     return found
+
+
+def post(page: Page, path: str, **body: Any) -> dict[str, Any]:
+    """What the server answers to a request under `/v1/tree`."""
+    headers = {"content-type": "application/json"}
+    address = f"{page.url.rstrip('/')}/v1/tree{path}"
+    answer = page.request.post(address, data=json.dumps(body), headers=headers)
+    assert answer.ok, answer.text()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def adopt(page: Page, ids: list[str], current: str) -> None:
+    """Show branches that were made elsewhere as this page's own."""
+    page.evaluate(
+        """async ([ids, current]) => {
+            const { adopt } = await import("/page/code/state.js");
+            const { api } = await import("/page/code/api.js");
+            const { jump } = await import("/page/code/actions.js");
+            const { data } = await api.get("/v1/tree");
+            data.filter((told) => ids.includes(told.id)).reverse().forEach(adopt);
+            await jump(current);
+        }""",
+        [ids, current],
+    )

@@ -224,3 +224,32 @@ def test_a_server_that_says_no_is_said_in_place(
     way = inside.locator("[data-part=way]")
     way.get_by_role("button", name="Try again").click()
     expect(way.get_by_role("list", name="What the model expects next")).to_be_visible()
+
+
+CONTRASTS = """async () => {
+    const { numbersOf } = await import("/page/code/colors.js");
+    const over = ([r, g, b, a], back) =>
+        [r, g, b].map((one, at) => back[at] + (one - back[at]) * a / 255);
+    const bright = (color) => color.map((one) => one / 255)
+        .map((one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+        .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+    const pane = getComputedStyle(document.querySelector("#text"));
+    const paper = [...numbersOf(pane.backgroundColor)].slice(0, 3);
+    return [...document.querySelectorAll("#text .t")].map((token) => {
+        const { color, backgroundColor, opacity } = getComputedStyle(token);
+        const back = over(numbersOf(backgroundColor), paper);
+        const [r, g, b] = numbersOf(color);
+        const [low, high] = [bright(over([r, g, b, 255 * opacity], back)), bright(back)]
+            .sort((a, b) => a - b);
+        return [token.className, (high + 0.05) / (low + 0.05)];
+    });
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_masked_and_lit_tokens_can_be_read(page: Page, inside: Locator, theme: Any) -> None:
+    page.emulate_media(color_scheme=theme)
+    expect(page.locator("#text .t.masked").first).to_be_visible()
+    expect(page.locator("#text .t.lit").first).to_be_visible()
+    faint = [(name, ratio) for name, ratio in page.evaluate(CONTRASTS) if ratio < 4.5]
+    assert not faint

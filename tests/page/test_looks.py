@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from acts import open_panel, tokens, write
+from acts import adopt, open_panel, post, tokens, write
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
@@ -75,6 +75,68 @@ LOOKS = {
     "dark-narrow": ("dark", 360, 740),
 }
 READ_BY_AXE = ("light-wide", "dark-narrow")
+
+
+STRANGE = "\n\n   \t\t\u200b\u00a0 \ufeff 你好 👩‍👩‍👧 " + "Donaudampfschifffahrt" * 9 + "\n \n"
+
+
+def strange_branches(page: Page) -> list[str]:
+    """A prompt and texts of blanks, invisible and wide characters, and a word that never ends."""
+    first = post(page, "", prompt=" \n\u200b", seed=1)["id"]
+    post(page, f"/{first}/append", text=STRANGE)
+    made = [first]
+    for at, words in ((3, "  "), (0, "\n"), (0, "\u200b")):
+        made.append(post(page, f"/{first}/choose", at=at, text=words)["id"])
+    adopt(page, made, first)
+    return made
+
+
+def strange_panel(name: str, token: int) -> Callable[[Page], None]:
+    def act(page: Page) -> None:
+        strange_branches(page)
+        page.locator("#text .t").nth(token).click(force=True)
+        open_panel(page, name)
+
+    return act
+
+
+def strange_beside(page: Page) -> None:
+    made = strange_branches(page)
+    open_panel(page, "Map")
+    page.get_by_label("Compare with").select_option(made[1])
+    expect(page.get_by_role("region", name="Two branches side by side")).to_be_visible()
+
+
+def strange_comparison(picture: str) -> Callable[[Page], None]:
+    def act(page: Page) -> None:
+        made = strange_branches(page)
+        page.get_by_role("button", name="Compare", exact=True).click()
+        expect(page.get_by_role("region", name="Compare")).to_be_visible()
+        page.evaluate(
+            """async ([ids, picture]) => {
+                const { change, compare } = await import("/page/code/compare/runs.js");
+                const { ensureSteps } = await import("/page/code/actions.js");
+                for (const id of ids) await ensureSteps(id);
+                compare.columns.forEach((column, at) => Object.assign(column, { id: ids[at] }));
+                Object.assign(compare.samples, { root: ids[0], ids });
+                change({ picture });
+            }""",
+            [made, picture],
+        )
+        expect(page.locator(".cmp-text .t").first).to_be_attached()
+
+    return act
+
+
+VIEWS |= {
+    "strange-step": strange_panel("Step", 5),
+    "strange-inside": strange_panel("Inside", 5),
+    "strange-map": strange_panel("Map", 5),
+    "strange-costs": strange_panel("Costs", 5),
+    "strange-beside": strange_beside,
+    "strange-columns": strange_comparison("settings"),
+    "strange-samples": strange_comparison("samples"),
+}
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 
 from unspool import __version__
 from unspool.errors import UnspoolError
-from unspool.serve import page_files, tokens
+from unspool.page import files as page_files
+from unspool.serve import tokens
 from unspool.serve.anthropic import messages
 from unspool.serve.core.registry import ModelRegistry
 from unspool.serve.core.state import ServerState

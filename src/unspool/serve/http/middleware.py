@@ -16,11 +16,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from unspool.page.files import PREFIX
 from unspool.serve.core.state import ServerState
 from unspool.serve.http.errors import ApiError, to_api_error
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.routes import error_reply
-from unspool.serve.page_files import PREFIX
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
 OPEN_PATHS = ("/health", "/ready", "/docs", "/", "/favicon.ico")

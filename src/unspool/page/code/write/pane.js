@@ -1,0 +1,249 @@
+// The text, token by token. Written by hand, not by components: thousands of tokens stay in place while
+// new ones come, and a frame touches only what is new.
+
+import { spelled } from "../lib.js";
+import { branchNow, changed, on, promptLength, state, stepAt, textLength } from "../state.js";
+import { select } from "../actions.js";
+import { said, tintOf } from "./tint.js";
+
+const NEAR_END = 80; // px: who is as close as this to the end follows the text
+const SPECIAL = /^<\|.*\|>$|^<\/?s>$|^<[a-z_]+>$/;
+
+let box = null; // what scrolls
+let body = null; // holds the lines
+let layer = null; // the picture over the text
+let spoken = null; // says the selected token to those who hear the page
+let drawn = { id: null, tokens: [], spans: [], line: null };
+let lit = null;
+let follows = true; // the end of the text stays in sight while it grows
+
+/** Make the pane inside an element; gives the function that takes it away. */
+export function mountPane(element) {
+  box = element;
+  body = document.createElement("div");
+  body.className = "tokens";
+  layer = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  layer.id = "text-overlay";
+  layer.setAttribute("aria-hidden", "true");
+  spoken = document.createElement("p");
+  spoken.className = "visually-hidden";
+  spoken.setAttribute("role", "status");
+  box.append(body, layer, spoken);
+  drawn = { id: null, tokens: [], spans: [], line: null };
+  body.addEventListener("pointerover", hover);
+  body.addEventListener("pointerleave", () => setHovered(null));
+  body.addEventListener("click", (event) => select(positionOf(event.target)));
+  box.addEventListener("keydown", onKey);
+  follows = true;
+  let isOurs = false;
+  box.addEventListener("scroll", () => {
+    if (!isOurs) follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+    isOurs = false;
+  }, { passive: true });
+  // After layout, where sizes can be read without another one.
+  const resized = new ResizeObserver(() => {
+    if (follows && state.writing) {
+      isOurs = true;
+      box.scrollTop = box.scrollHeight;
+    }
+    changed("layout");
+  });
+  resized.observe(body);
+  const leave = [
+    on("steps", draw), on("current", draw), on("tint", retint), on("selection", mark), on("writing", mark),
+    () => resized.disconnect(),
+  ];
+  draw();
+  return () => {
+    leave.forEach((stop) => stop());
+    box = body = layer = null;
+  };
+}
+
+// -- drawing ----------------------------------------------------------------------------------
+
+function draw() {
+  if (!body) return;
+  const branch = branchNow();
+  if (drawn.id !== (branch?.id ?? null)) turnTo(branch);
+  if (branch?.prompt) {
+    const own = promptLength(branch);
+    const tokenOf = (at) => (at < own ? branch.prompt.tokens[at] : branch.steps[at - own]);
+    const length = textLength(branch);
+    let same = 0;
+    while (same < drawn.tokens.length && same < length && drawn.tokens[same] === tokenOf(same)) same += 1;
+    if (same < drawn.tokens.length) cut(same);
+    for (let at = same; at < length; at += 1) append(branch, at, tokenOf(at), at < own);
+  }
+  mark();
+}
+
+/** Another branch: what it has in common with the one before stays where it is. */
+function turnTo(branch) {
+  drawn.id = branch?.id ?? null;
+  if (drawn.tokens[0] !== branch?.prompt?.tokens[0]) {
+    cut(0);
+    box.scrollTop = 0;
+  }
+  follows = true;
+  light(null);
+}
+
+function cut(length) {
+  for (const span of drawn.spans.splice(length)) span.remove();
+  drawn.tokens.length = length;
+  while (body.lastChild && !body.lastChild.hasChildNodes()) body.lastChild.remove();
+  const last = drawn.spans[length - 1];
+  drawn.line = last && !last.textContent.endsWith("\n") ? last.parentNode : null;
+}
+
+function append(branch, at, token, isPrompt) {
+  if (!drawn.line) {
+    drawn.line = document.createElement("div");
+    drawn.line.className = "line";
+    body.append(drawn.line);
+  }
+  const span = document.createElement("span");
+  span.dataset.at = at;
+  dress(span, branch, at, token, isPrompt);
+  drawn.line.append(span);
+  drawn.tokens.push(token);
+  drawn.spans.push(span);
+  // A line of its own for each paragraph: the browser lays out only the last one again.
+  if (span.textContent.endsWith("\n")) drawn.line = null;
+}
+
+function dress(span, branch, at, token, isPrompt) {
+  const names = ["t"];
+  const piece = isPrompt ? token.text : token.piece;
+  let text = isPrompt ? piece : token.text;
+  if (SPECIAL.test(piece)) {
+    names.push("special");
+    text = piece;
+  } else if (text === "") {
+    names.push("part"); // a part of a character, or held back: it still is a token to point at
+    text = "·";
+  }
+  if (/^[\r\n]+$/.test(text)) names.push("break"); // drawn with a mark, else nobody could point at it
+  const index = at - promptLength(branch);
+  if (isPrompt) names.push("prompt");
+  if (isPrompt ? token.added : branch.added?.has(index)) names.push("added");
+  if (!isPrompt) {
+    names.push(tintOf(token, state.tint));
+    if (token.chosen) names.push("chosen");
+    if (token.draft) names.push(token.draft);
+    if (branch.retracted.some((cutOut) => cutOut.at === index && cutOut.verb === "retract")) {
+      names.push("repaired");
+      span.title = "A guard took words back here";
+    }
+  }
+  span.className = names.filter(Boolean).join(" ");
+  span.textContent = text;
+}
+
+function retint() {
+  const branch = branchNow();
+  if (!branch) return;
+  const own = promptLength(branch);
+  drawn.spans.forEach((span, at) => dress(span, branch, at, drawn.tokens[at], at < own));
+  mark();
+  if (lit) light(lit.weights, lit.upTo);
+}
+
+let marked = null;
+
+function mark() {
+  if (!body) return;
+  marked?.classList.remove("selected");
+  marked = drawn.spans[state.selected] ?? null;
+  marked?.classList.add("selected");
+  body.classList.toggle("writing", state.writing?.branch === drawn.id && drawn.id !== null);
+}
+
+// -- pointing ---------------------------------------------------------------------------------
+
+function positionOf(target) {
+  const at = target.closest?.(".t")?.dataset.at;
+  return at === undefined ? null : Number(at);
+}
+
+function hover(event) {
+  setHovered(positionOf(event.target));
+}
+
+function setHovered(position) {
+  if (state.hovered === position) return;
+  state.hovered = position;
+  changed("hover");
+}
+
+const MOVES = { ArrowLeft: -1, ArrowRight: 1 };
+
+function onKey(event) {
+  const branch = branchNow();
+  if (!branch || event.target !== box || event.ctrlKey || event.metaKey || event.altKey) return;
+  const last = textLength(branch) - 1;
+  const now = state.selected ?? (event.key === "ArrowLeft" ? last + 1 : promptLength(branch) - 1);
+  let next = null;
+  if (event.key in MOVES) next = now + MOVES[event.key];
+  else if (event.key === "ArrowUp" || event.key === "ArrowDown") next = neighbour(now, event.key === "ArrowUp");
+  else if (event.key === "Home") next = 0;
+  else if (event.key === "End") next = last;
+  if (next === null || next < 0 || next > last) return;
+  event.preventDefault();
+  select(next);
+  reveal(next);
+  const step = stepAt(branch, next);
+  const text = spelled(step ? step.piece : branch.prompt.tokens[next].text);
+  spoken.textContent = step ? `${text}, ${said(step)}` : `${text}, of the prompt`;
+}
+
+/** The token in the next line above or below. */
+function neighbour(position, above) {
+  const from = placeOf(position);
+  if (!from) return null;
+  const middle = from.x + from.width / 2;
+  let best = null;
+  let nearest = Infinity;
+  for (let at = position; at >= 0 && at < drawn.spans.length; at += above ? -1 : 1) {
+    const place = placeOf(at);
+    const down = above ? from.y - place.y : place.y - from.y;
+    if (down < from.height / 2) continue;
+    if (down > from.height * 3 && best !== null) break;
+    const away = Math.abs(place.x + place.width / 2 - middle) + down * 4;
+    if (away < nearest) [best, nearest] = [at, away];
+    else if (best !== null && down > from.height * 2) break;
+  }
+  return best;
+}
+
+function reveal(position) {
+  drawn.spans[position]?.scrollIntoView({ block: "nearest" });
+}
+
+// -- for those who draw over the text ---------------------------------------------------------
+
+/** Where a token stands, in the overlay's coordinates: its first line, if it spans two. */
+export function placeOf(position) {
+  const span = drawn.spans[position];
+  if (!span || !layer) return null;
+  const [first] = span.getClientRects();
+  const outer = layer.getBoundingClientRect();
+  if (!first) return null;
+  return { x: first.x - outer.x, y: first.y - outer.y, width: first.width, height: first.height };
+}
+
+export const overlay = () => layer;
+
+/** Light tokens by their weights (0 to 1); those behind `upTo` are masked. Null: as usual. */
+export function light(weights, upTo = Infinity) {
+  lit = weights ? { weights, upTo } : null;
+  body?.classList.toggle("lighted", weights !== null);
+  drawn.spans.forEach((span, at) => {
+    const weight = weights?.[at] ?? 0;
+    span.classList.toggle("masked", weights !== null && at > upTo);
+    span.classList.toggle("lit", weight > 0 && at <= upTo);
+    if (weight > 0 && at <= upTo) span.style.setProperty("--lit", Math.min(1, weight).toFixed(3));
+    else span.style.removeProperty("--lit");
+  });
+}

@@ -1,0 +1,126 @@
+// The view in which a text is written: prompt and text on the left, what is behind it on the right.
+
+import { html, Tabs, useCalmChanges, useChanges, useEffect, useRef, useState } from "../lib.js";
+import { branchNow, modelNow, promptLength, state } from "../state.js";
+import { clearFault, connect, goOn, say, show } from "../actions.js";
+import { Lazy } from "../lazy.js";
+import { Composer, ModeChoice } from "./composer.js";
+import { Controls, TintChoice } from "./controls.js";
+import { mountPane } from "./pane.js";
+import { SettingsPanel } from "./settings_panel.js";
+
+const PANELS = {
+  step: ["Step", "./step/panel.js", "StepPanel"],
+  inside: ["Inside", "./inside/panel.js", "InsidePanel"],
+  map: ["Map", "./map/panel.js", "MapPanel"],
+  costs: ["Costs", "./costs/panel.js", "CostsPanel"],
+  settings: ["Settings"],
+};
+const TITLES = Object.fromEntries(Object.entries(PANELS).map(([panel, [title]]) => [panel, title]));
+
+export function WriteView() {
+  return html`<div class="write">
+    <section class="paper" aria-label="The text">
+      <${Composer} />
+      <div class="row"><${ModeChoice} /><${Controls} /></div>
+      <${TintChoice} />
+      <${Text} />
+      <${Fault} />
+      <${Reply} />
+      <${Foot} />
+    </section>
+    <${Side} />
+  </div>`;
+}
+
+function Text() {
+  useChanges("comparing");
+  if (state.comparing) return html`<${Lazy} file="./map/sidebyside.js" name="SideBySide" />`;
+  return html`<${Pane} />`;
+}
+
+function Pane() {
+  useChanges("current", "writing");
+  const box = useRef();
+  useEffect(() => mountPane(box.current), []);
+  return html`<div class="text-box" id="text" ref=${box} tabindex="0" role="group" data-branch=${state.current ?? ""}
+      aria-label="The text, token by token; arrow keys move from token to token" aria-busy=${state.writing !== null}></div>
+    ${state.current === null && html`<${Welcome} />`}`;
+}
+
+function Welcome() {
+  return html`<div class="welcome quiet">
+    <p>A language model writes one token at a time. It weighs every token it knows, one is picked, and round again.</p>
+    <p>Ask something above and watch. Then point at any word: what else was weighed, why this one came, and what
+      would have come after another.</p>
+  </div>`;
+}
+
+/** What went wrong, where the person looks, and what to do about it. */
+function Fault() {
+  useChanges("fault", "server");
+  const fault = state.fault;
+  if (!fault || fault.status === 401) return null;
+  const isGone = fault.status === 0;
+  return html`<div class="notice bad row" role="alert" id="fault"><span class="grow">${fault.message}</span>
+    ${isGone && html`<button class="button tiny" onClick=${connect}>Ask again</button>`}
+    ${fault.param && html`<button class="button tiny" onClick=${() => show("settings")}>Settings</button>`}
+    <button class="button tiny" onClick=${clearFault}>Close</button></div>`;
+}
+
+const ENDS = {
+  stop: "The model ended its text here.",
+  length: "As many tokens as were asked for.",
+  context: "The context window is full: the model cannot see more than this. Take words back, or begin anew.",
+  interrupted: "Paused.",
+};
+
+/** The end of the text: why it ended, and the person's own words. */
+function Reply() {
+  useChanges("current", "writing", "steps", "server");
+  const [words, setWords] = useState("");
+  const branch = branchNow();
+  if (!branch || state.writing || branch.recorded) return null;
+  const isChat = Boolean(branch.prompt?.messages);
+  const submit = async (event) => {
+    event.preventDefault();
+    if (words && (await say(words))) setWords("");
+    else if (!words) goOn();
+  };
+  const name = isChat ? "Reply" : "Your own words";
+  return html`<form class="reply" onSubmit=${submit}>
+    <span class="quiet small" id="ending">${ENDS[branch.finish_reason] ?? ""}</span>
+    <div class="composer-row"><input class="field" id="reply" dir="auto" value=${words} aria-label=${name}
+      placeholder=${isChat ? "Reply …" : "Go on in your own words …"} onInput=${(event) => setWords(event.target.value)} />
+    <button class="button" disabled=${!words || !state.server.ready}>${isChat ? "Reply" : "Add"}</button></div>
+  </form>`;
+}
+
+function Foot() {
+  useCalmChanges("current", "models", "steps");
+  const branch = branchNow();
+  const total = modelNow()?.unspool?.context;
+  if (!branch?.prompt || !total) return null;
+  const own = promptLength(branch);
+  const added = branch.prompt.tokens.filter((token) => token.added).length;
+  const parts = [
+    { name: "template", tokens: added, color: "var(--edge)" },
+    { name: "prompt", tokens: own - added, color: "var(--d1)" },
+    { name: "written", tokens: branch.steps.length, color: "var(--accent)" },
+  ];
+  return html`<footer class="foot">
+    <${Lazy} file="./costs/live.js" name="LiveFigures" quiet />
+    <${Lazy} file="./tokens/contextbar.js" name="ContextBar" quiet used=${own + branch.steps.length} total=${total} parts=${parts} />
+  </footer>`;
+}
+
+function Side() {
+  useChanges("panel");
+  const [, file, name] = PANELS[state.panel];
+  return html`<aside class="side" aria-label="Behind the text">
+    <${Tabs} class="tabs" label="Panels" prefix="tab" controls="side-panel" tabs=${TITLES} now=${state.panel} pick=${show} />
+    <div class="panel side-panel" id="side-panel" role="tabpanel" aria-labelledby=${`tab-${state.panel}`} tabindex="-1">
+      ${file ? html`<${Lazy} key=${file} file=${file} name=${name} />` : html`<${SettingsPanel} />`}
+    </div>
+  </aside>`;
+}
