@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -305,8 +306,12 @@ def test_who_begins_another_request_and_stops_is_hung_up_on(default_model: Path)
                 found += more
             return found.startswith(b"HTTP/1.1 200")
 
-        with connected(server) as idle, connected(server) as half:
-            assert answered(idle) and answered(half)
+        # One after the other: who connects and does not ask in time is hung up on too.
+        with contextlib.ExitStack() as held:
+            idle = held.enter_context(connected(server))
+            assert answered(idle)
+            half = held.enter_context(connected(server))
+            assert answered(half)
             half.sendall(whole[:20])
             assert half.recv(4096) == b""
             assert answered(idle)  # one that is only kept open is still served

@@ -130,7 +130,7 @@ def test_a_client_that_leaves_stops_the_writing(tree: Tree, server: Any):
             if name == "step" and data["index"] == 3:
                 break
     deadline = time.monotonic() + 60
-    engine = server.state.shelf.loaded[server.model].lm.engine
+    engine = server.state.registry.loaded[server.model].lm.engine
     while tree.get(branch, steps=False)["writing"] or len(engine.scheduler):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -14,6 +14,9 @@ from unspool.serve.tree.schema import DEFAULT_TOKENS, GRAMMARS, CreateRequest, W
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
+# Every step of a branch is told in full, unless somebody says otherwise.
+TOLD = {"explain": True, "top": WriteOptions.model_fields["top"].default}
+
 _EXTRA_SETTINGS = ("guard", *GRAMMARS, "speculate", "end", "cache")
 
 
@@ -30,7 +33,7 @@ def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
     return TreeBranch(
         call.served.name,
         prompt,
-        replace(lm.draft(prompt.ids, **options), source=None),
+        replace(lm.draft(prompt.ids, **{**TOLD, **options}), source=None),
         merged_settings(body, {}),
         body.max_tokens,
         name=body.name,
