@@ -36,7 +36,7 @@ class Running:
         return self.state.registry.loaded[self.model].lm.engine.tree.pool
 
 
-def settled(server: Running, seconds: float = 10.0) -> None:
+def settled(server: Running, seconds: float = 60.0) -> None:
     """Wait until nothing runs and nothing is held; every page is free then, but for what is cached
     to be reused."""
     registry = server.state.registry

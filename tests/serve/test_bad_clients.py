@@ -168,12 +168,12 @@ def test_deadlines_slow_readers_and_half_requests(default_model):
         until = time.monotonic() + 60
         while not server.state.admission.running and time.monotonic() < until:
             time.sleep(0.01)
-        server.state.settings = replace(server.state.settings, deadline=60.0)  # from now on
+        server.state.settings = replace(server.state.settings, deadline=20.0)  # from now on
         answer = httpx.post(f"{server.url}/v1/completions", json=body_of(), timeout=30)
         assert answer.status_code == 200
         assert half_body.recv(1000).startswith(b"HTTP/1.1 408")
         assert half_head.recv(1000) == b""  # hung up on
-        settled(server)
+        settled(server, 60)
         for each in (deaf, half_head, half_body):
             each.close()
 

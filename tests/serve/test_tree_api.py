@@ -25,7 +25,7 @@ def tree(server: Any) -> Iterator[Tree]:
 
 
 def test_the_tree_writes_what_the_library_writes(tree: Tree, lm: Any):
-    alone = lm.generate(PROMPT, max_tokens=24, **SAMPLING)
+    alone = lm.generate(PROMPT, max_tokens=24, explain=True, top=5, **SAMPLING)
     branch = tree.new(max_tokens=10, name="storm")
     assert branch["steps"] == [] and branch["finish_reason"] is None and branch["name"] == "storm"
     assert [t["id"] for t in branch["prompt"]["tokens"]] == list(alone.prompt)
@@ -110,7 +110,7 @@ def test_several_at_once_share_a_seed(tree: Tree, lm: Any):
 
 def test_rewind_choose_and_append_reuse_what_stays(tree: Tree, lm: Any):
     branch = tree.do("resume", tree.new(max_tokens=12))
-    alone = lm.generate(PROMPT, max_tokens=12, **SAMPLING)
+    alone = lm.generate(PROMPT, max_tokens=12, top=5, **SAMPLING)
     other = tree.do("choose", branch, at=5, text=" Bonn 🙂", name="detour")
     assert (
         other["parent"] == branch["id"] and other["forked_at"] == 5 and other["id"] != branch["id"]
