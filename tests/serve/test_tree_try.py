@@ -18,7 +18,7 @@ WAYS: list[dict[str, Any]] = [
     {**OFF, "xtc_probability": 1, "eta": 0.001},
     {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "no_repeat_ngram": 2},
     {"regex": "(.|\\n)+"},
-    {"mirostat_tau": 3},
+    {"mirostat_tau": 3, "top_p": None},
     {"stop": ["a", "e"], "guard": "loop", "speculate": "lookup", "max_tokens": 9},
 ]
 
