@@ -220,13 +220,13 @@ def test_figures_follow_a_text_that_is_cut_and_grows_again(page: Page) -> None:
 def test_lines_ticks_and_rates(page: Page) -> None:
     found = in_page(
         page,
-        """const { line, common, ceiling } = await part("costs/fit");
+        """const { line, ceiling, readWithout } = await part("costs/time");
         const { ticks } = await part("costs/paint");
-        const { rate } = await part("costs/pace"), { readWithout } = await part("costs/time");
+        const { rate } = await part("costs/live"), { sharedSteps } = await part("state");
         const { power } = await part("costs/parts");
         const texts = (...ids) => ids.map((token) => ({ token }));
         return { line: line([1, 3, NaN, 7]), none: line([]),
-          common: common(texts(1, 2, 3), texts(1, 2, 4)),
+          common: sharedSteps(texts(1, 2, 3), texts(1, 2, 4)),
           ceiling: ceiling([...Array(99).fill(1), 50]), ticks: ticks(-31, 0), flat: ticks(2, 2),
           rate: [rate(11, 1, 2), rate(1, 1, 2), rate(5, null, 2)],
           read: readWithout(8, 3), power: power(-31) };""",

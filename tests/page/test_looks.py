@@ -46,8 +46,9 @@ def compare_view(page: Page) -> None:
     page.locator("#prompt").fill(QUESTION)
     page.get_by_role("button", name="Compare", exact=True).click()
     view = page.get_by_role("region", name="Compare")
+    view.get_by_label("Tokens", exact=True).fill("30")
     view.get_by_role("button", name="Write all").click()
-    expect(view.get_by_role("button", name="Stop")).to_have_count(0)
+    expect(view.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
 
 
 def shared(page: Page) -> None:

@@ -286,9 +286,9 @@ def test_fifty_branches_without_overlaps(page: Page) -> None:
     adopt(page, made, made[20])
     for width, height in ((1280, 800), (360, 740)):
         page.set_viewport_size({"width": width, "height": height})
-        page.wait_for_function(
-            "width => document.querySelector('.map-view').clientWidth < width", arg=width
-        )
+        drawn_anew = "[...document.querySelectorAll('.map-item')].every((item) => "
+        drawn_anew += "item.getBoundingClientRect().right <= innerWidth)"
+        acts.until(page, drawn_anew)
         assert_apart(page, width)
     page.set_viewport_size({"width": 1280, "height": 800})
     page.get_by_role("button", name="Enlarge").click()

@@ -3,9 +3,9 @@
 // Every box becomes a <rect>, every line of every text a <text> at the place the browser gave it, and
 // pictures of the page are taken over with their colors. So words stay words, and it can be enlarged.
 
-import { drawBoxes, drawPseudo, touches } from "./picture_boxes.js";
+import { corners, drawBoxes, drawPseudo, touches } from "./picture_boxes.js";
 import { controlMarks, isDrawnByBrowser } from "./picture_controls.js";
-import { fontOf, linesOf, mark, placed, plainColor, round } from "./picture_text.js";
+import { fontOf, lineMarks, linesOf, mark, placed, plainColor, round } from "./picture_text.js";
 
 /** The whole view as an <svg> of the size it has on the screen. */
 export function pictureOf(root) {
