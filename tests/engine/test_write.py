@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import threading
 import time
@@ -97,18 +98,20 @@ def test_a_predicate_that_raises_fails_its_text_alone():
 
 
 @pytest.mark.real
-def test_the_guard_repairs_a_loop_of_the_default_model(lm: Any):
-    from unspool.sampling.guards import repetition_rate
-
-    options = {"temperature": 0, "max_tokens": 110, "end": False, "top": 0, "explain": False}
+def test_the_guard_takes_back_a_loop_of_the_default_model(lm: Any):
+    """Of three tokens alone any model makes a loop; with guards the text is another one."""
+    only = dict.fromkeys(lm.tokenizer.encode(" cat dog sat"), math.inf)
+    options = {"temperature": 0, "max_tokens": 110, "end": False, "logit_bias": only}
     prompt = "The cat sat on the mat. The cat"
     looping = lm.generate(prompt, **options)
-    repaired = lm.generate(prompt, guard="loop", **options)
-    assert repetition_rate(looping.tokens) > 0.4
-    assert repetition_rate(repaired.tokens) < 0.3
-    assert repaired.notes and len(repaired.tokens) == 110
-    assert repaired.tokens[:5] == looping.tokens[:5], "the beginning is untouched"
-    assert lm.tokenizer.decode(repaired.tokens, specials=False) == repaired.text
+    guarded = lm.generate(prompt, guard="loop", **options)
+    first = next(n for n, (a, b) in enumerate(zip(looping.tokens, guarded.tokens, strict=False))
+                 if a != b)  # fmt: skip
+    assert any(note.startswith("took") for note in guarded.notes)
+    assert first >= 1, "the beginning is untouched"
+    assert set(guarded.tokens) <= set(only) and guarded.text.split() == [
+        lm.readable(token).strip() for token in guarded.tokens
+    ]
 
 
 PERSON = {
