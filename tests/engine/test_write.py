@@ -99,8 +99,9 @@ def test_a_predicate_that_raises_fails_its_text_alone():
 
 @pytest.mark.real
 def test_the_guard_takes_back_a_loop_of_the_default_model(lm: Any):
-    """Of three tokens alone any model makes a loop; with guards the text is another one."""
-    only = dict.fromkeys(lm.tokenizer.encode(" cat dog sat"), math.inf)
+    """Of so few words any model makes a loop, and there are more than the guard has retries."""
+    words = " cat dog sat sun sea sky red big old new hot cold man day way end top far low low run"
+    only = dict.fromkeys(lm.tokenizer.encode(words), math.inf)
     options = {"temperature": 0, "max_tokens": 110, "end": False, "logit_bias": only}
     prompt = "The cat sat on the mat. The cat"
     looping = lm.generate(prompt, **options)
