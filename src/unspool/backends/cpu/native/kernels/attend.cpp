@@ -198,6 +198,9 @@ Tile open_tile(const Run& run, const Op& op, int64_t token, int64_t tokens, int6
     tile.filled = filled_width(run.kv);
     tile.rows = tokens * tile.group;
     tile.first_position = run.batch.positions[token];
+    tile.last = 0;
+    for (int64_t i = 0; i < tokens; ++i)
+        tile.last = std::max(tile.last, run.batch.visible_end[token + i] - 1);
     tile.pages = run.batch.pages(run.row_of[token]);
     tile.queries = reinterpret_cast<float*>(scratch);
     tile.scores = tile.queries + tile.rows * tile.filled;

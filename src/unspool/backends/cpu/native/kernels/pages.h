@@ -3,7 +3,6 @@
 // Keys lie in a page as [head_width][16 tokens], so that sixteen scores grow side by side in the
 // lanes of a register and never have to be added up across it; values as [16 tokens][head_width].
 #pragma once
-#include <algorithm>
 #include <type_traits>
 
 #include "../plan.h"
@@ -53,6 +52,7 @@ struct Tile {
     int64_t first_token, tokens, kv_head, group, rows;
     int64_t width, filled;  // of a head, and filled up to whole registers
     int64_t first_position;
+    int64_t last;    // the newest position that any row sees
     float* queries;  // [rows][filled], scaled
     float* scores;   // [rows][kSegment]
     float* page;     // room for pages as floats
@@ -67,11 +67,7 @@ struct Tile {
     int64_t newest(int64_t row) const {
         return run->batch.visible_end[first_token + row / group] - 1;
     }
-    int64_t newest() const {
-        int64_t last = 0;
-        for (int64_t row = 0; row < rows; row += group) last = std::max(last, newest(row));
-        return last;
-    }
+    int64_t newest() const { return last; }
 };
 
 // Scores of R queries against the keys of P pages.
