@@ -70,6 +70,32 @@ def test_nothing_imports_upward(file: Path):
     assert imported_parts(file) - {part} <= MAY_IMPORT[part]
 
 
+def test_no_import_circles():
+    """Not between parts and not between files, imports inside functions included."""
+    files = {
+        ".".join(("unspool", *file.relative_to(SOURCE).with_suffix("").parts)): file
+        for file in SOURCE.rglob("*.py")
+        if file.name != "__init__.py"
+    }
+    below = {name: imported_files(file, files) - {name} for name, file in files.items()}
+    while leaves := [name for name, found in below.items() if not found]:
+        for name in leaves:
+            del below[name]
+        for found in below.values():
+            found.difference_update(leaves)
+    assert not below, "these import each other, or what does"
+
+
+def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & files.keys()
+
+
 def test_importing_unspool_is_light():
     code = (
         "import unspool, sys; print(*[m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"

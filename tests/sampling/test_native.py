@@ -22,7 +22,7 @@ from unspool.sampling import (
     Pick,
     RowInput,
     SamplingSettings,
-    arrays,
+    operations,
     score,
 )
 from unspool.sampling.arrays import NumpyOperations
@@ -42,11 +42,11 @@ def ops() -> NativeOperations:
 
 @contextmanager
 def numpy_alone() -> Iterator[None]:
-    before, arrays._numpy = arrays._numpy, PLAIN
+    before, operations._numpy = operations._numpy, PLAIN
     try:
         yield
     finally:
-        arrays._numpy = before
+        operations._numpy = before
 
 
 # -- rows of every kind ------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from unspool.backends.base import Loaded
-from unspool.backends.step import StepBatch, TableUpdates
-from unspool.sampling.arrays import Array
+from unspool.backends.step import Logits, StepBatch, TableUpdates
 
 _LARGEST_PAGE = 256  # tokens: room for one that is not filled
 
@@ -33,7 +32,7 @@ class OneText:
     def __len__(self) -> int:
         return self._length
 
-    def append(self, tokens: Sequence[int]) -> Array:
+    def append(self, tokens: Sequence[int]) -> Logits:
         """What the model says comes after these tokens: one logit for each of its vocabulary."""
         count = len(tokens)
         positions = np.arange(self._length, self._length + count)

@@ -12,17 +12,20 @@ Everything in it is a flat array. A step can be sent to another process, written
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import UnspoolError
-from unspool.sampling.arrays import Array
 from unspool.sampling.picker import PickRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Logits: TypeAlias = "Floats | Tensor"  # rows of a vocabulary each, where the backend has them
 
 
 _LARGEST_TABLE = 1 << 28  # entries
@@ -97,7 +100,7 @@ class StepResult:
 
     tokens: Ints  # [sampled]: the picked ones; -1 where that failed
     logprobs: npt.NDArray[np.float64]  # [sampled]: by the model itself, before any sampling stage
-    logits: Array  # [logits asked for, vocabulary], numpy or a device's tensor
+    logits: Logits  # [logits asked for, vocabulary]
     inside: Inside | None = None
     failures: dict[int, Exception] = field(default_factory=dict)  # by number in `sampled`
 

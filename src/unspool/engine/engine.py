@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from unspool.backends.base import Backend
-from unspool.backends.step import Inside
+from unspool.backends.step import Inside, Logits
 from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
 from unspool.engine.request import Request
@@ -28,7 +28,6 @@ from unspool.engine.sequence import Sequence as WrittenText
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.engine.tree import Branch, Tree
 from unspool.errors import BusyError, ContextError, UnspoolError
-from unspool.sampling.arrays import Array
 
 Result = TypeVar("Result")
 
@@ -37,7 +36,7 @@ Result = TypeVar("Result")
 class Computed:
     """Logits of a branch's last tokens, and what was looked at inside."""
 
-    logits: Array  # [wanted, vocabulary]
+    logits: Logits  # [wanted, vocabulary]
     inside: list[Inside] = field(default_factory=list)  # of each chunk that was looked at
 
 
@@ -95,13 +94,13 @@ class Engine:
         branch.owner = self
         return branch
 
-    def extend(self, branch: Branch, tokens: Sequence[int] = (), *, wanted: int = 1) -> Array:
+    def extend(self, branch: Branch, tokens: Sequence[int] = (), *, wanted: int = 1) -> Logits:
         """Append tokens, compute all that is not computed yet, and give the last logits."""
         return self.extend_all([(branch, tokens)], wanted=wanted)[0]
 
     def extend_all(
         self, additions: Sequence[tuple[Branch, Sequence[int]]], *, wanted: int = 1
-    ) -> list[Array]:
+    ) -> list[Logits]:
         """`extend` for several branches, computed in the same steps."""
         return [seen.logits for seen in self._compute(additions, wanted, frozenset(), False)]
 

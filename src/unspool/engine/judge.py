@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from unspool.backends.step import Logits
 from unspool.engine.engine import Engine
 from unspool.engine.request import Request
 from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step, readable
 from unspool.engine.tree import Branch
 from unspool.sampling import Chain, RowInput
 from unspool.sampling import score as score_logits
-from unspool.sampling.arrays import Array
 
 _AT_ONCE = 256  # rows of logits: bounds the memory that a long text needs
 
@@ -57,7 +57,7 @@ def judge(
 
 
 def chosen_steps(
-    logits: Array, tokens: Sequence[int], position: int, token_bytes: Callable[[int], bytes]
+    logits: Logits, tokens: Sequence[int], position: int, token_bytes: Callable[[int], bytes]
 ) -> list[Step]:
     """Steps for tokens that the model did not pick itself, from this position on, as it judges
     them. Their texts are those of the single tokens."""

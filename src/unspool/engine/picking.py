@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from unspool.backends.step import Logits
 from unspool.engine.sequence import Sequence
 from unspool.sampling import (
     BadLogitsError,
@@ -16,7 +17,6 @@ from unspool.sampling import (
     RowInput,
     SamplingSettings,
 )
-from unspool.sampling.arrays import Array
 
 
 class ChainPicker:
@@ -45,11 +45,11 @@ class ChainPicker:
 
     def _picks(
         self,
-        going: list[tuple[Sequence, Array]],
+        going: list[tuple[Sequence, Logits]],
         failed: list[tuple[Sequence, BaseException]],
-    ) -> list[tuple[Sequence, Array, Pick]]:
+    ) -> list[tuple[Sequence, Logits, Pick]]:
         """A pick for each text; a text that cannot have one fails alone."""
-        groups: dict[tuple[int, bool], list[tuple[Sequence, Array, RowInput]]] = {}
+        groups: dict[tuple[int, bool], list[tuple[Sequence, Logits, RowInput]]] = {}
         for sequence, logits in going:
             limits = sequence.request.limits
             try:
@@ -58,7 +58,7 @@ class ChainPicker:
                 failed.append((sequence, error))
                 continue
             groups.setdefault((limits.top, limits.explain), []).append((sequence, logits, row))
-        found: list[tuple[Sequence, Array, Pick]] = []
+        found: list[tuple[Sequence, Logits, Pick]] = []
         for (top, explain), members in groups.items():
             while members:
                 chain = self._chain([sequence.request.settings for sequence, _, _ in members])
@@ -86,7 +86,7 @@ class ChainPicker:
         return self._chains[key]
 
 
-def joined(parts: list[Array]) -> Array:
+def joined(parts: list[Logits]) -> Logits:
     """Rows of logits in one array, of the kind that they are."""
     if len(parts) == 1:
         return parts[0]
@@ -96,4 +96,4 @@ def joined(parts: list[Array]) -> Array:
         return np.concatenate(parts)
     import torch
 
-    return torch.cat(parts)
+    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])

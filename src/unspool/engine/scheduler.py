@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from bisect import insort
 
-from unspool.backends.step import Inside
+from unspool.backends.step import Inside, Logits
 from unspool.engine.pages import OutOfPagesError
 from unspool.engine.tree import Branch, Tree
 from unspool.errors import UnspoolError
-from unspool.sampling.arrays import Array
 from unspool.sampling.picker import Ints
 
 PREFILL_TOKENS = 256  # of prompts in one step
@@ -41,7 +40,7 @@ class Task:
         self.pick_floats: list[float] | None = None  # a pick, if there are these numbers for it,
         self.pick_ints: list[int] = []
         self.picked: list[tuple[int, float]] = []  # so far, with log-probabilities,
-        self.logits: list[Array] = []  # or the logits
+        self.logits: list[Logits] = []  # or the logits
         self.inside: list[Inside] = []
         self.look: frozenset[int] = frozenset()  # positions to look inside at
         self.deep = True  # at attention and the layers' parts too, not only at the vectors

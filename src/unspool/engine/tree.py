@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from unspool.backends.step import Logits
 from unspool.engine.pages import OutOfPagesError, PagePool
 from unspool.engine.prefixes import Node, PrefixIndex
-from unspool.sampling.arrays import Array
 
 
 class Owner(Protocol):
     """Who computes branches: the engine."""
 
-    def extend(self, branch: Branch, tokens: Sequence[int] = ()) -> Array: ...
+    def extend(self, branch: Branch, tokens: Sequence[int] = ()) -> Logits: ...
 
     def fork(self, branch: Branch) -> Branch: ...
 
@@ -77,7 +77,7 @@ class Branch:
 
     # -- the verbs, for whoever holds a branch ------------------------------------------------
 
-    def append(self, tokens: Sequence[int] = ()) -> Array:
+    def append(self, tokens: Sequence[int] = ()) -> Logits:
         """Put tokens at the end and compute them: the logits of what comes next, [1, V]."""
         return self._owner().extend(self, tokens)
 

@@ -1,9 +1,9 @@
 """The few operations that numpy and torch spell differently, or do best in different ways.
 
 Stages are written once, with what both kinds of array share (operators, slices, `cumsum(-1)`), and
-ask `operations(array)` for the rest. Torch is never imported here: when a tensor arrives, someone
-already has. For numpy the compiled kernels do the work over whole vocabularies where they are
-(`native_arrays.py`); what follows for numpy here does without.
+ask `operations(array)` (`operations.py`) for the rest. For numpy the compiled kernels do the work
+over whole vocabularies where they are (`native_arrays.py`); what follows for numpy here does
+without.
 
 Every result for a row must be bit-identical whatever other rows are in the batch. Sums are where
 this goes wrong, so there are two kinds: over a whole vocabulary (all rows equally wide: summed row
@@ -14,12 +14,9 @@ from left to right, so that zeros at the end change nothing).
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import numpy as np
-
-from unspool import native
 
 Array = Any
 """A numpy array or a torch tensor: what the two share cannot be written as a type."""
@@ -315,32 +312,3 @@ class TorchOperations:
         values[row, place[row, column]] = x[row, column]
         columns[row, place[row, column]] = column
         return values, columns
-
-
-Operations = NumpyOperations | TorchOperations
-
-_numpy: NumpyOperations | None = None
-_torch: TorchOperations | None = None
-
-
-def operations(array: Array) -> Operations:
-    """The operations for this kind of array."""
-    global _torch
-    if isinstance(array, np.ndarray):
-        return on_host()
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        if _torch is None:
-            _torch = TorchOperations(torch)
-        return _torch
-    raise TypeError(f"logits must be a numpy array or a torch tensor, not {type(array).__name__}")
-
-
-def on_host() -> NumpyOperations:
-    """Those for numpy: with the compiled kernels where they are."""
-    global _numpy
-    if _numpy is None:
-        from unspool.sampling.native_arrays import NativeOperations  # it builds on this file
-
-        _numpy = NativeOperations() if native.missing() is None else NumpyOperations()
-    return _numpy

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unspool.sampling.arrays import LOWEST, Array, Operations, operations
+from unspool.sampling.arrays import LOWEST, Array
 from unspool.sampling.faults import BadLogitsError, NoCandidateError
+from unspool.sampling.operations import Operations, operations
 
 SLACK = 1e-6
 """A mass or probability this close (relatively) to its limit counts as reaching it: logits in

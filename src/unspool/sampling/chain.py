@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from unspool.errors import SettingsError
-from unspool.sampling.arrays import Array, operations
+from unspool.sampling.arrays import Array
 from unspool.sampling.candidates import Candidates
 from unspool.sampling.draw import TOKEN_STREAM, landing
 from unspool.sampling.faults import BadLogitsError, NoCandidateError
+from unspool.sampling.operations import operations
 from unspool.sampling.penalties import Allowed, Forbidden
 from unspool.sampling.records import (
     Candidate,

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool import native
-from unspool.sampling.arrays import Array, operations
+from unspool.sampling.arrays import Array
 from unspool.sampling.chain import Chain, active_stages
 from unspool.sampling.draw import seed_bits
 from unspool.sampling.faults import BadLogitsError, NoCandidateError
+from unspool.sampling.operations import operations
 from unspool.sampling.rows import RowInput
 from unspool.sampling.settings import SamplingSettings
 

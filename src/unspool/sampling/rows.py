@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from unspool.sampling.arrays import Array, on_host, operations
+from unspool.sampling.arrays import Array
 from unspool.sampling.draw import uniforms
+from unspool.sampling.operations import on_host, operations
 from unspool.sampling.settings import SamplingSettings
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]

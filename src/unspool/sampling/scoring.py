@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import SettingsError
-from unspool.sampling.arrays import Array, operations
+from unspool.sampling.arrays import Array
 from unspool.sampling.candidates import Candidates
+from unspool.sampling.operations import operations
 from unspool.sampling.rows import Tokens
 
 _AT_ONCE = 64  # rows: the arrays in between stay small, however long the text

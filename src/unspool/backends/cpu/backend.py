@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ from unspool.errors import UnspoolError
 from unspool.sampling.picker import pick
 
 if TYPE_CHECKING:
-    from unspool.backends.cpu.loaded import CpuModel
+    from unspool.backends.cpu.plan import Plan
     from unspool.model.config import ModelConfig
 
 PAGE_SIZE = 16
@@ -63,12 +63,34 @@ def page_bytes(config: ModelConfig, kv_bits: int) -> int:
     return 2 * config.layers * config.kv_heads * head
 
 
+class Runner(Protocol):
+    """A model as the library holds it, with room for the runs of one backend."""
+
+    @property
+    def handle(self) -> int: ...
+
+
+class PlannedModel(Protocol):
+    """What a backend needs of a model whose weights are in memory."""
+
+    kv_bits: int
+    threads: int
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def new_runner(self) -> Runner: ...
+
+
 class CpuBackend:
-    """A `CpuModel` behind the engine's contract."""
+    """A native model behind the engine's contract."""
 
     overlaps = False
 
-    def __init__(self, model: CpuModel, *, memory: int | None, context: int) -> None:
+    def __init__(self, model: PlannedModel, *, memory: int | None, context: int) -> None:
         config = model.config
         self.model = model
         self.page_size = PAGE_SIZE
@@ -178,7 +200,7 @@ def _untouched(size: int) -> npt.NDArray[np.uint8]:
 class _Angles:
     """Cosines and sines of every position so far, one table for each way that layers turn."""
 
-    def __init__(self, model: CpuModel, context: int) -> None:
+    def __init__(self, model: PlannedModel, context: int) -> None:
         self._ways = model.plan.rotary
         self._context = context
         self._known = 0
@@ -207,7 +229,7 @@ class _Angles:
 class _Watch:
     """Room for what the taps ask for, and what was seen made into arrays."""
 
-    def __init__(self, model: CpuModel, batch: StepBatch, taps: Look) -> None:
+    def __init__(self, model: PlannedModel, batch: StepBatch, taps: Look) -> None:
         config = model.config
         self._taps = taps
         self._rows = np.union1d(taps.residuals, taps.parts).astype(np.int64)

@@ -1,0 +1,40 @@
+"""Which operations a kind of array has.
+
+Torch is never imported here: when a tensor arrives, someone already has.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from unspool import native
+from unspool.sampling.arrays import Array, NumpyOperations, TorchOperations
+from unspool.sampling.native_arrays import NativeOperations
+
+Operations = NumpyOperations | TorchOperations
+
+_numpy: NumpyOperations | None = None
+_torch: TorchOperations | None = None
+
+
+def operations(array: Array) -> Operations:
+    """The operations for this kind of array."""
+    global _torch
+    if isinstance(array, np.ndarray):
+        return on_host()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        if _torch is None:
+            _torch = TorchOperations(torch)
+        return _torch
+    raise TypeError(f"logits must be a numpy array or a torch tensor, not {type(array).__name__}")
+
+
+def on_host() -> NumpyOperations:
+    """Those for numpy: with the compiled kernels where they are."""
+    global _numpy
+    if _numpy is None:
+        _numpy = NativeOperations() if native.missing() is None else NumpyOperations()
+    return _numpy
