@@ -29,9 +29,9 @@ class Task:
     """A branch to be computed, and what is wanted of it. Subclasses say what becomes of it."""
 
     __slots__ = (
-        "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside", "logits",
-        "look", "number", "pick_floats", "pick_ints", "picked", "priority", "queued", "row",
-        "until", "wanted",
+        "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
+        "logits", "look", "number", "pick_floats", "pick_ints", "picked", "priority", "queued",
+        "row", "until", "wanted",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
@@ -53,7 +53,8 @@ class Task:
         self.flights = 0  # steps with it that are launched and not settled yet
         self.row = 0  # its row in the last of them
         self.ahead = False  # whether its last token is not known yet
-        self.queued = False
+        self.queued = False  # whether the scheduler has it
+        self.admitted = False  # whether it is among the running ones
 
     # -- what a subclass does -----------------------------------------------------------------
 
@@ -160,7 +161,8 @@ class Scheduler:
         if task.queued:
             task.queued = False
             del self._of[task.branch]
-            (self.running if task in self.running else self.waiting).remove(task)
+            (self.running if task.admitted else self.waiting).remove(task)
+            task.admitted = False
 
     def check_fits(self, length: int) -> None:
         """A text that could not even run alone is refused at once."""
@@ -179,8 +181,8 @@ class Scheduler:
         prompts: list[Task] = []
         for task in self.running.copy():
             branch = task.branch
-            if not task.queued or len(rows) == MAX_ROWS:
-                continue
+            if not task.admitted or len(rows) == MAX_ROWS:
+                continue  # preempted for somebody before it
             if task.flights:
                 if not self._runs_ahead(task):
                     continue
@@ -197,7 +199,7 @@ class Scheduler:
         if prompts:
             budget = PREFILL_BESIDE_DECODE if rows else PREFILL_TOKENS
             for task, count in _shares(prompts, budget)[: MAX_ROWS - len(rows)]:
-                if task in self.running and self._reserve(task, task.branch.computed + count, rows):
+                if task.admitted and self._reserve(task, task.branch.computed + count, rows):
                     rows.append(task)
         return rows or self._last_resort()
 
@@ -226,6 +228,7 @@ class Scheduler:
     def _enter(self, task: Task) -> None:
         self.waiting.remove(task)
         insort(self.running, task, key=_order)
+        task.admitted = True
 
     def _pages(self, task: Task) -> int:
         branch, size = task.branch, self.tree.page_size
@@ -258,9 +261,10 @@ class Scheduler:
         return task.branch.computed > 0 or bool(task.branch.pages)
 
     def preempt(self, task: Task) -> None:
-        if task in self.running:
+        if task.admitted:
             self.running.remove(task)
             insort(self.waiting, task, key=_order)
+            task.admitted = False
             self.preemptions += 1
         self.tree.preempt(task.branch)
         task.picked.clear()
@@ -275,7 +279,7 @@ class Scheduler:
         for task in self.tasks():
             if task is not first and self._holds_pages(task):
                 self.preempt(task)
-        if first in self.waiting:
+        if not first.admitted:
             self._enter(first)
         count = min(first.left, max(SMALLEST_CHUNK, first.wanted))
         return [first] if self._reserve(first, first.branch.computed + count, []) else []
