@@ -14,7 +14,7 @@ import numpy as np
 from unspool import native
 from unspool.sampling.arrays import Array, NumpyOperations
 
-_WIDE = 256  # below this, a call costs more than it spares
+WIDE = 256  # below this, a call costs more than it spares
 _FLOAT32 = np.dtype(np.float32)
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -94,7 +94,7 @@ def _function(function: Any, *arguments: Any) -> Any:
 
 
 def _suits(x: Array) -> bool:
-    return bool(x.dtype == _FLOAT32 and x.shape[-1] >= _WIDE and x.flags.c_contiguous)
+    return bool(x.dtype == _FLOAT32 and x.shape[-1] >= WIDE and x.flags.c_contiguous)
 
 
 def _address(x: Array) -> int:
