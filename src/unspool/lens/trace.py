@@ -18,7 +18,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling import GrammarSpec, SamplingSettings
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 FORMAT = "unspool-trace"
 VERSION = 1
@@ -79,13 +79,13 @@ class Trace:
         return found
 
 
-def fingerprint(lm: LanguageModel) -> Fingerprint:
+def fingerprint(lm: Session) -> Fingerprint:
     config = json.loads(json.dumps(lm.config.to_dict()))  # as it comes out of a file
     name = lm.path.name if lm.path else lm.config.family
     return Fingerprint(name, config, lm.model.precision, lm.model.fingerprint())
 
 
-def trace_of(lm: LanguageModel, generation: Generation) -> Trace:
+def trace_of(lm: Session, generation: Generation) -> Trace:
     """Everything about a generation; ask for it with `explain` and `top` to have the detail."""
     request, steps = generation.request, generation.steps
     chosen = [number for number, step in enumerate(steps, start=1) if step.chosen]
