@@ -10,7 +10,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unspool.engine.ending import Limits
@@ -52,7 +52,7 @@ class Trace:
     model: Fingerprint
     prompt: tuple[int, ...]
     settings: SamplingSettings
-    limits: Limits | None  # None: it was not written token by token (a beam, for example)
+    limits: Limits | None  # None: nobody can write it again (a caller's own stage picked it)
     steps: tuple[Step, ...]
     given: int = 0  # steps that stood there when writing went on, or that a person chose
     empty_reason: str | None = None  # why there is not a single step
@@ -91,11 +91,13 @@ def trace_of(lm: Session, generation: Generation) -> Trace:
     chosen = [number for number, step in enumerate(steps, start=1) if step.chosen]
     guards = request.guards
     savable = guards is not None and all(type(guard) in GUARD_NAMES for guard in guards.guards)
+    stages = tuple(stage for stage in request.settings.stages if isinstance(stage, str))
+    own_stage = len(stages) < len(request.settings.stages)
     return Trace(
         model=fingerprint(lm),
         prompt=tuple(generation.prompt),
-        settings=generation.settings,
-        limits=request.limits,
+        settings=replace(generation.settings, stages=stages) if own_stage else generation.settings,
+        limits=None if own_stage else request.limits,
         steps=tuple(steps),
         given=min(len(steps), max([len(request.written), *chosen])),
         empty_reason=generation.empty_reason,
