@@ -7,6 +7,7 @@ from pathlib import Path
 ROWS = [
     [("cli", "every command"), ("serve", "HTTP: OpenAI, Anthropic, tree"), ("page", "the browser")],
     [("loading", "a model from a name"), ("conversation", "a chat that stays ids")],
+    [("language_model", "the face: every question to a model is a method")],
     [("decoding", "strategies on the verbs"), ("lens", "looking inside")],
     [("session", "a model with its engine"), ("request_options", "checked at the door")],
     [("engine", "tree, scheduler, loop: plan, launch, settle")],

@@ -16,8 +16,8 @@ from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolE
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Score, Step
+    from unspool.language_model import LanguageModel
     from unspool.loading import load
-    from unspool.session import LanguageModel
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ __all__ = [
 
 _HOME_OF = {
     "load": "unspool.loading",
-    "LanguageModel": "unspool.session",
+    "LanguageModel": "unspool.language_model",
     "Generation": "unspool.engine.generation",
     "Score": "unspool.engine.steps",
     "Step": "unspool.engine.steps",

@@ -16,7 +16,7 @@ from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
 from unspool.request_options import strings
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Exchange:
 class Conversation:
     """Questions and answers with one model; exchanges can be taken back."""
 
-    lm: LanguageModel
+    lm: Session
     system: str | None = None
     ids: list[int] = field(default_factory=list)
     reused: int = 0  # tokens of the last prompt that were not computed again

@@ -16,6 +16,7 @@ from unspool.backends.base import Loaded
 from unspool.backends.torch.available import INSTALL_TORCH, TorchMissingError, check_torch
 from unspool.engine.request import Drafter, DraftMaker
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
+from unspool.language_model import LanguageModel
 from unspool.model.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -23,7 +24,7 @@ from unspool.model.checkpoint import (
     open_checkpoint,
 )
 from unspool.model.hub import find_model
-from unspool.session import LanguageModel, Speculate
+from unspool.session import Session, Speculate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 BACKENDS = ("auto", "native", "torch")
@@ -90,7 +91,7 @@ def load(
     )
 
 
-def make_drafter_for(lm: LanguageModel, speculate: Speculate) -> Drafter | DraftMaker | None:
+def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker | None:
     """Who guesses ahead for a model; another model that drafts is loaded the same way."""
     from unspool.decoding.speculative import make_drafter
 

@@ -1,11 +1,10 @@
-"""A model with its vocabulary and its engine: what everything else stands on.
+"""A model with its vocabulary and its engine: what decoding, lenses and the server stand on.
 
-lm = unspool.load()                                   # the default model, a path or a repo id
-print(lm.generate("Once upon a time", temperature=0.7, seed=7))
-for step in lm.stream("Once upon a time"):
+People hold a `LanguageModel` (`language_model.py`), which is a session with a face.
+
+generation, steps = session.begin("Once upon a time", temperature=0.7, seed=7)
+for step in generation.extend(steps):
     print(step.text, end="", flush=True)
-print(lm.chat("Why do leaves change color in fall?"))
-print(lm.score("The cat sat on the mat").perplexity)
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from unspool.engine.tree import Branch
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
-from unspool.request_options import ModelFacts, build_request, continued_request, strings
+from unspool.request_options import ModelFacts, build_request, continued_request
 from unspool.sampling import GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
@@ -47,8 +46,8 @@ Drafts = Drafter | DraftMaker | None
 Speculate = Any  # what a caller may give as `speculate`: see `decoding/speculative.py`
 
 
-class LanguageModel:
-    """A model and its vocabulary; made by `load`."""
+class Session:
+    """A model, its vocabulary, and the engine that computes its texts."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class LanguageModel:
         path: Path | None = None,
         context: int | None = None,
         memory: int | None = None,
-        make_drafter: Callable[[LanguageModel, Speculate], Drafts] | None = None,
+        make_drafter: Callable[[Session, Speculate], Drafts] | None = None,
     ) -> None:
         self.model = model
         self.path = path
@@ -75,7 +74,7 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.config.family
-        return f"<LanguageModel {name}, context {self.context}>"
+        return f"<{type(self).__name__} {name}, context {self.context}>"
 
     @property
     def config(self) -> ModelConfig:
@@ -140,50 +139,8 @@ class LanguageModel:
 
     # -- writing ----------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """Continue a prompt; the options are those of `stream`."""
-        generation, steps = self.begin(prompt, **options)
-        for _ in generation.extend(steps):
-            pass
-        return generation
-
-    def stream(self, prompt: Prompt, **options: Any) -> StepStream:
-        """Continue a prompt, step by step.
-
-        prompt       text, or token ids.
-        max_tokens   how many tokens at the most (256).
-        stop         strings that end the text, and are not part of it.
-        seed         same seed, same text; without one it is different each time.
-        sample       the number of the sample, when one seed is to give several texts.
-        top          how many candidates each step tells (0).
-        explain      whether each step tells how it was picked: rank, entropy, the draw, and what
-                     each sampling stage did (False).
-        end          False: go on when the model writes an end token.
-        priority     higher goes first when many wait.
-        cache        False: read the whole text again for every token, to see what the cache saves.
-        json, json_schema, regex, choice, grammar
-                     what the text must be: any JSON object, JSON of a schema, a match of a
-                     regular expression, one of several texts, a Lark or GBNF grammar.
-        guard        what to watch for, such as "loop" or "ban=word|another": words, or a
-                     GuardPolicy; by default the text is rewound and written differently.
-        speculate    "lookup", or another drafter: guess ahead, and check many tokens at once.
-        ...          temperature, top_k, top_p and the rest of `SamplingSettings`.
-        """
-        _, steps = self.begin(prompt, **options)
-        return steps
-
-    def chat(self, messages: Messages, **options: Any) -> Generation:
-        """Answer a conversation (or a single message) by the model's chat template.
-
-        A conversation whose last message is the assistant's is continued where it stops.
-        Options are those of `stream`, and `tools`.
-        """
-        prompt = self.chat_prompt(messages, tools=options.pop("tools", None))
-        stops = strings(options.pop("stop", None)) + self.chat_template.stops
-        return self.generate(prompt.ids, stop=stops, **options)
-
     def chat_prompt(self, messages: Messages, **options: Any) -> ChatPrompt:
-        """A conversation as token ids, ready for `generate` and `stream`."""
+        """A conversation as token ids, ready for `begin`."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         unfinished = bool(messages) and messages[-1].get("role") == "assistant"

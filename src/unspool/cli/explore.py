@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Candidate
-    from unspool.session import LanguageModel
+    from unspool.language_model import LanguageModel
 
 SHOWN = 10
 HELP = (

@@ -18,7 +18,7 @@ import typer
 from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
-    from unspool.session import LanguageModel
+    from unspool.language_model import LanguageModel
 
 Model = Annotated[
     str | None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Step
     from unspool.engine.stream import StepStream
-    from unspool.session import LanguageModel
+    from unspool.language_model import LanguageModel
 
 
 _MANY, _FORM = "Several texts", "What the text must be"

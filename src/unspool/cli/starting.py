@@ -13,8 +13,8 @@ from unspool.cli import options as o
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from unspool.language_model import LanguageModel
     from unspool.serve.http.settings import ServeSettings
-    from unspool.session import LanguageModel
 
 
 @contextmanager

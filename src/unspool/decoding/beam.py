@@ -30,7 +30,7 @@ from unspool.decoding.written import (
 )
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class _Group:
 
 
 def beam_search(
-    lm: LanguageModel,
+    lm: Session,
     prompt: Prompt,
     *,
     beams: int = 4,
@@ -161,7 +161,7 @@ def beam_search(
     return Ranking(tuple(line.generation() for _, line in best), tuple(score for score, _ in best))
 
 
-def _read(lm: LanguageModel, held: Branches, parts: Sequence[_Group]) -> list[Any]:
+def _read(lm: Session, held: Branches, parts: Sequence[_Group]) -> list[Any]:
     """Fork and prune as the groups decided, and have all new tokens computed in one batch."""
     running = [beam for part in parts for beam in part.running]
     branches = held.move([beam.branch for beam in running])

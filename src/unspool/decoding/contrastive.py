@@ -22,7 +22,7 @@ from unspool.decoding.written import Branches, Line, Prompt, blank, weigh, whole
 from unspool.engine.generation import Generation
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 Vectors = npt.NDArray[np.float32]  # [tokens, width], each of length one
 
@@ -31,7 +31,7 @@ _LOOK_AT_ONCE = 64
 
 
 def contrastive_search(
-    lm: LanguageModel,
+    lm: Session,
     prompt: Prompt,
     *,
     k: int = 4,
@@ -74,9 +74,7 @@ def contrastive_search(
     return line.generation()
 
 
-def _read_prompt(
-    lm: LanguageModel, held: Branches, prompt: Sequence[int]
-) -> tuple[Branch, Any, Vectors]:
+def _read_prompt(lm: Session, held: Branches, prompt: Sequence[int]) -> tuple[Branch, Any, Vectors]:
     """The prompt's branch, the logits behind it, and the vectors of its tokens."""
     branch = held.open(prompt[:_LOOK_AT_ONCE])
     vectors: list[Vectors] = []
@@ -91,7 +89,7 @@ def _read_prompt(
     return branch, logits, np.concatenate(vectors)
 
 
-def _vectors(lm: LanguageModel, seen: Sequence[Any]) -> Vectors:
+def _vectors(lm: Session, seen: Sequence[Any]) -> Vectors:
     """The last hidden vectors of tokens, as the head sees them, brought to length one."""
     hidden = lm.model.normed(np.concatenate([inside.residuals[-1] for inside in seen]))
     lengths = np.linalg.norm(hidden, axis=-1, keepdims=True)

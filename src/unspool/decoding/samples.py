@@ -29,14 +29,14 @@ from unspool.decoding.written import (
 from unspool.engine.generation import Generation
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError, UnspoolError
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 Extract = str | re.Pattern[str] | Callable[[Generation], Hashable | None]
 
 _AT_ONCE = 256  # samples handed in together: more than fit a batch, fewer than may wait
 
 
-def samples(lm: LanguageModel, prompt: Prompt, n: int, **options: Any) -> list[Generation]:
+def samples(lm: Session, prompt: Prompt, n: int, **options: Any) -> list[Generation]:
     """`n` texts that share the prompt and run in one batch; options as in `lm.stream`."""
     whole("n", n)
     if options.get("seed") is None:
@@ -58,7 +58,7 @@ def samples(lm: LanguageModel, prompt: Prompt, n: int, **options: Any) -> list[G
 
 
 def _together(
-    lm: LanguageModel, ids: Sequence[int], numbers: Sequence[int], options: dict[str, Any]
+    lm: Session, ids: Sequence[int], numbers: Sequence[int], options: dict[str, Any]
 ) -> list[Generation]:
     started: list[tuple[Generation, StepStream]] = []
     try:
@@ -74,7 +74,7 @@ def _together(
 
 
 def best_of(
-    lm: LanguageModel, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Any
+    lm: Session, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Any
 ) -> Ranking:
     """`n` samples, the best first: by mean log-probability, or by a scorer (higher is better)."""
     texts = samples(lm, prompt, n, **options)
@@ -94,7 +94,7 @@ class Vote:
     generations: tuple[Generation, ...]
 
 
-def vote(lm: LanguageModel, prompt: Prompt, n: int, *, extract: Extract, **options: Any) -> Vote:
+def vote(lm: Session, prompt: Prompt, n: int, *, extract: Extract, **options: Any) -> Vote:
     """Majority vote over the answers of `n` samples (self-consistency; Wang et al. 2022).
 
     `extract` finds a text's answer: a function of the `Generation` (None: it has none), or a

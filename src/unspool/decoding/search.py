@@ -21,7 +21,7 @@ from unspool.engine.judge import chosen_steps
 from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 if TYPE_CHECKING:
     from rich.tree import Tree as RichTree
@@ -118,7 +118,7 @@ class SearchTree:
 
 
 def tree_search(
-    lm: LanguageModel,
+    lm: Session,
     prompt: Prompt,
     *,
     width: int = 4,
@@ -205,7 +205,7 @@ def _told(generation: Generation) -> list[Step]:
 # -- ways to go on -----------------------------------------------------------------------------
 
 
-def _sample(lm: LanguageModel, level: Sequence[Node], width: int, tokens: int) -> list[Node]:
+def _sample(lm: Session, level: Sequence[Node], width: int, tokens: int) -> list[Node]:
     """`width` samples behind each text, all in one batch; the engine finds what they share."""
     started: list[tuple[Node, Generation, StepStream]] = []
     try:
@@ -226,7 +226,7 @@ def _sample(lm: LanguageModel, level: Sequence[Node], width: int, tokens: int) -
     return [child for child in grown if child is not None]
 
 
-def _propose(lm: LanguageModel, level: Sequence[Node], expand: Expander) -> list[Node]:
+def _propose(lm: Session, level: Sequence[Node], expand: Expander) -> list[Node]:
     """What the caller's expander proposes, as the model judges it; one batch for all."""
     proposed: list[tuple[Node, list[int], list[int]]] = []  # the text so far, and what is added
     for parent in level:

@@ -26,7 +26,7 @@ from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.scheduler import PREFILL_TOKENS
 from unspool.errors import ModelFileError, SettingsError
 from unspool.sampling import Chain, RowInput, StageState
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 __all__ = [
     "Adaptive",
@@ -123,7 +123,7 @@ class ModelDrafter:
     which it runs on. A long prompt is read in pieces, one a round, so that nobody is held up.
     """
 
-    def __init__(self, model: LanguageModel, request: Request, *, most: int = LONGEST) -> None:
+    def __init__(self, model: Session, request: Request, *, most: int = LONGEST) -> None:
         self.most = most
         self._request = request
         self._chain = Chain([request.settings])
@@ -191,7 +191,7 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return low
 
 
-def check_same_vocabulary(draft: LanguageModel, target: LanguageModel) -> None:
+def check_same_vocabulary(draft: Session, target: Session) -> None:
     """A model can draft for another only if their token ids mean the same."""
     theirs, ours = _vocabulary(draft), _vocabulary(target)
     if (theirs is None) != (ours is None):
@@ -219,7 +219,7 @@ def check_same_vocabulary(draft: LanguageModel, target: LanguageModel) -> None:
             )
 
 
-def _vocabulary(model: LanguageModel) -> Any:
+def _vocabulary(model: Session) -> Any:
     try:
         return model.tokenizer
     except ModelFileError:
@@ -234,8 +234,8 @@ _making = threading.Lock()
 
 def make_drafter(
     speculate: str | DraftMaker | Drafter | None,
-    lm: LanguageModel,
-    load: Callable[[str], LanguageModel] | None = None,
+    lm: Session,
+    load: Callable[[str], Session] | None = None,
 ) -> Drafter | DraftMaker | None:
     """What `Request.drafter` takes, from what a caller gave as `speculate`.
 
@@ -256,7 +256,7 @@ def make_drafter(
 
 
 def drafter_from(
-    spec: str, lm: LanguageModel, load: Callable[[str], LanguageModel] | None = None
+    spec: str, lm: Session, load: Callable[[str], Session] | None = None
 ) -> DraftMaker:
     """`lookup`, `corpus:FILE` or `model:PATH`, each also with `:COUNT` for the longest draft.
 

@@ -23,7 +23,7 @@ from unspool.engine.steps import Step, explained_step
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import Candidate, Pick, Scores, score
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 Prompt = str | Sequence[int]
 Scorer = Callable[[Generation], float]
@@ -68,7 +68,7 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
     return int(value)
 
 
-def blank(lm: LanguageModel, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
+def blank(lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
     """A generation without steps that the engine does not write: a strategy will."""
     whole("max_tokens", max_tokens, least=0)
     # Asked for no token, the engine only checks prompt and options, and ends the text at once.
@@ -93,7 +93,7 @@ class Line:
     since: float = field(default_factory=perf_counter)
 
     @classmethod
-    def of(cls, lm: LanguageModel, start: Generation) -> Line:
+    def of(cls, lm: Session, start: Generation) -> Line:
         return cls(start, lm.engine.token_bytes)
 
     @property

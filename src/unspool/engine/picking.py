@@ -9,14 +9,8 @@ import numpy as np
 
 from unspool.backends.step import Logits
 from unspool.engine.sequence import Sequence
-from unspool.sampling import (
-    BadLogitsError,
-    Chain,
-    NoCandidateError,
-    Pick,
-    RowInput,
-    SamplingSettings,
-)
+from unspool.sampling import Chain, Pick, RowInput, SamplingSettings
+from unspool.sampling.faults import ROW_FAULTS
 
 
 class ChainPicker:
@@ -66,7 +60,7 @@ class ChainPicker:
                 rows = [row for _, _, row in members]
                 try:
                     picks = chain.pick(stacked, rows, top=top, explain=explain)
-                except (BadLogitsError, NoCandidateError) as error:
+                except ROW_FAULTS as error:
                     failed += [(members[number][0], error) for number in error.rows]
                     members = [m for n, m in enumerate(members) if n not in error.rows]
                     continue

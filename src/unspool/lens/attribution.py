@@ -24,7 +24,7 @@ from unspool.lens.logit_lens import followed
 from unspool.lens.look import Look
 from unspool.lens.subject import checked_token
 from unspool.lens.weights import Doubles, final_norm, head_row
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 PartName = Literal["embedding", "attention", "feed_forward", "norm_bias", "head_bias"]
 
@@ -71,7 +71,7 @@ class Attribution:
 
 
 def attribution(
-    lm: LanguageModel,
+    lm: Session,
     seen: Look,
     *,
     token: int | None = None,
@@ -109,7 +109,7 @@ def attribution(
 
 
 def _parts(
-    lm: LanguageModel, seen: Look, direction: Doubles, head_bias: float | None
+    lm: Session, seen: Look, direction: Doubles, head_bias: float | None
 ) -> tuple[list[Part], float]:
     """The parts, and the logit (before any cap) that the whole vector has by the same rule."""
     norm = final_norm(lm)

@@ -13,12 +13,12 @@ import numpy as np
 
 from unspool.backends.step import Floats
 from unspool.lens.subject import Text, tokens_of
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 _AT_ONCE = 128  # tokens whose vectors after every layer are in memory together
 
 
-def embedding(lm: LanguageModel, text: Text) -> Floats:
+def embedding(lm: Session, text: Text) -> Floats:
     """The mean of the text's final vectors, scaled to length one."""
     tokens = tokens_of(lm, text)
     total = np.zeros(lm.config.width, np.float64)

@@ -23,7 +23,7 @@ from unspool.errors import SettingsError
 from unspool.lens.look import Look
 from unspool.lens.subject import checked_token
 from unspool.sampling import log_softmax, score
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 _LAYERS_AT_ONCE = 8  # whose logits over the whole vocabulary are in memory together
 
@@ -61,7 +61,7 @@ class LogitLens:
 
 
 def logit_lens(
-    lm: LanguageModel, seen: Look, *, top: int = 5, token: int | None = None, whole: bool = False
+    lm: Session, seen: Look, *, top: int = 5, token: int | None = None, whole: bool = False
 ) -> LogitLens:
     """What each layer would have said at the position looked at.
 
@@ -100,12 +100,12 @@ def logit_lens(
     )
 
 
-def followed(lm: LanguageModel, seen: Look, token: int | None) -> int:
+def followed(lm: Session, seen: Look, token: int | None) -> int:
     """The token that a lens is about: the one asked for, the one picked, or the likeliest."""
     if token is not None:
         return checked_token(lm, token)
     return seen.likeliest if seen.picked is None else seen.picked
 
 
-def _candidate(lm: LanguageModel, token: int, logprob: float) -> Candidate:
+def _candidate(lm: Session, token: int, logprob: float) -> Candidate:
     return Candidate(token, lm.readable(token), logprob, math.exp(logprob))

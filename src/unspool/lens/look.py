@@ -20,7 +20,7 @@ from unspool.backends.step import Floats
 from unspool.errors import SettingsError
 from unspool.lens.subject import Text, tokens_of
 from unspool.lens.weights import host
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 _DIGITS = 6  # of an attention weight in JSON
 
@@ -87,7 +87,7 @@ class Look:
         return found
 
 
-def look(lm: LanguageModel, text: Text, position: int = -1) -> Look:
+def look(lm: Session, text: Text, position: int = -1) -> Look:
     """Look inside at one position of a text; a negative one counts from the end."""
     tokens = tokens_of(lm, text)
     if isinstance(position, bool) or not isinstance(position, int):

@@ -14,7 +14,7 @@ import numpy as np
 from unspool.errors import SettingsError
 from unspool.lens.subject import checked_token
 from unspool.lens.weights import Doubles, embedding, embeddings
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Neighbour:
         return asdict(self)
 
 
-def neighbours(lm: LanguageModel, token: int | str, count: int = 10) -> tuple[Neighbour, ...]:
+def neighbours(lm: Session, token: int | str, count: int = 10) -> tuple[Neighbour, ...]:
     """The tokens whose embeddings point most nearly the same way, nearest first.
 
     A text must be a single token (most words are one with a space before them).
@@ -51,7 +51,7 @@ def _cosines(rows: np.ndarray[Any, np.dtype[np.float32]], own: Doubles) -> Doubl
     return np.asarray((rows @ own) / np.where(lengths > 0, lengths, 1.0))
 
 
-def _single(lm: LanguageModel, text: str) -> int:
+def _single(lm: Session, text: str) -> int:
     ids = lm.tokenizer.encode(text)
     if len(ids) != 1:
         pieces = ", ".join(f"{lm.readable(i)!r} ({i})" for i in ids[:8]) or "none"

@@ -27,7 +27,7 @@ from unspool.lens.trace import Trace, fingerprint
 from unspool.lens.weights import host
 from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 # A token's log-probability depends in its last bits on what else is in the batch.
 _TOLERANCE = {"float32": 1e-3}
@@ -105,7 +105,7 @@ class Replay:
 
 
 def replay(
-    lm: LanguageModel,
+    lm: Session,
     trace: Trace,
     *,
     tolerance: float | None = None,
@@ -152,7 +152,7 @@ def _ended(trace: Trace) -> bool:
     return bool(trace.steps) and trace.steps[-1].finish_reason is not None
 
 
-def _check_fits(lm: LanguageModel, trace: Trace) -> None:
+def _check_fits(lm: Session, trace: Trace) -> None:
     """A trace may come from a larger model, or from nowhere: refuse what cannot be run."""
     if len(trace.prompt) + len(trace.steps) > lm.context:
         raise ContextError(
@@ -168,7 +168,7 @@ def _check_fits(lm: LanguageModel, trace: Trace) -> None:
             )
 
 
-def _write(lm: LanguageModel, generation: Generation, most: int | None) -> None:
+def _write(lm: Session, generation: Generation, most: int | None) -> None:
     """Let the generation be written; an interrupted one only as far as it came."""
     with lm.engine.submit(generation.request) as steps:
         for _ in generation.extend(steps):
@@ -176,7 +176,7 @@ def _write(lm: LanguageModel, generation: Generation, most: int | None) -> None:
                 break
 
 
-def _judged(lm: LanguageModel, trace: Trace, count: int) -> list[Step]:
+def _judged(lm: Session, trace: Trace, count: int) -> list[Step]:
     """The first steps as they stand, with what the model thinks of them now."""
     if not count:
         return []

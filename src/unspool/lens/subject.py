@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 Text = str | Sequence[int] | Generation
 """A text, its token ids, or a generation: prompt and new tokens together."""
 
 
-def tokens_of(lm: LanguageModel, text: Text) -> list[int]:
+def tokens_of(lm: Session, text: Text) -> list[int]:
     if isinstance(text, Generation):
         return lm.prompt_ids([*text.prompt, *text.tokens])
     return lm.prompt_ids(text)
 
 
-def checked_token(lm: LanguageModel, token: int) -> int:
+def checked_token(lm: Session, token: int) -> int:
     """The token, if the vocabulary has it."""
     size = lm.config.vocab_size
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:

@@ -10,7 +10,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unspool.engine.ending import Limits
@@ -18,7 +18,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling import GrammarSpec, SamplingSettings
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 FORMAT = "unspool-trace"
 VERSION = 1
@@ -52,7 +52,7 @@ class Trace:
     model: Fingerprint
     prompt: tuple[int, ...]
     settings: SamplingSettings
-    limits: Limits | None  # None: it was not written token by token (a beam, for example)
+    limits: Limits | None  # None: nobody can write it again (a caller's own stage picked it)
     steps: tuple[Step, ...]
     given: int = 0  # steps that stood there when writing went on, or that a person chose
     empty_reason: str | None = None  # why there is not a single step
@@ -79,23 +79,25 @@ class Trace:
         return found
 
 
-def fingerprint(lm: LanguageModel) -> Fingerprint:
+def fingerprint(lm: Session) -> Fingerprint:
     config = json.loads(json.dumps(lm.config.to_dict()))  # as it comes out of a file
     name = lm.path.name if lm.path else lm.config.family
     return Fingerprint(name, config, lm.model.precision, lm.model.fingerprint())
 
 
-def trace_of(lm: LanguageModel, generation: Generation) -> Trace:
+def trace_of(lm: Session, generation: Generation) -> Trace:
     """Everything about a generation; ask for it with `explain` and `top` to have the detail."""
     request, steps = generation.request, generation.steps
     chosen = [number for number, step in enumerate(steps, start=1) if step.chosen]
     guards = request.guards
     savable = guards is not None and all(type(guard) in GUARD_NAMES for guard in guards.guards)
+    stages = tuple(stage for stage in request.settings.stages if isinstance(stage, str))
+    own_stage = len(stages) < len(request.settings.stages)
     return Trace(
         model=fingerprint(lm),
         prompt=tuple(generation.prompt),
-        settings=generation.settings,
-        limits=request.limits,
+        settings=replace(generation.settings, stages=stages) if own_stage else generation.settings,
+        limits=None if own_stage else request.limits,
         steps=tuple(steps),
         given=min(len(steps), max([len(request.written), *chosen])),
         empty_reason=generation.empty_reason,

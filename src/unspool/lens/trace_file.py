@@ -74,6 +74,7 @@ _FIELDS: dict[Any, dict[str, Any]] = {
     Limits: {"context": Annotated[_Count, Field(ge=1)], "end_ids": frozenset[_Token]},
     SamplingSettings: {
         "seed": _Whole,
+        "stages": tuple[Annotated[str, Strict()], ...],  # a caller's own is in no trace
         "dry_breakers": tuple[tuple[_Token, ...], ...],
         "logit_bias": Annotated[list[tuple[_Token, _Real]], AfterValidator(dict)],
     },

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.backends.step import Floats
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 Doubles = npt.NDArray[np.float64]
 
@@ -34,7 +34,7 @@ class FinalNorm:
     centred: bool  # LayerNorm takes the mean away first, RMSNorm does not
 
 
-def final_norm(lm: LanguageModel) -> FinalNorm:
+def final_norm(lm: Session) -> FinalNorm:
     weight, bias = lm.model.vector("norm.weight"), lm.model.vector("norm.bias")
     assert weight is not None, "every norm has a weight"
     return FinalNorm(
@@ -45,7 +45,7 @@ def final_norm(lm: LanguageModel) -> FinalNorm:
     )
 
 
-def head_row(lm: LanguageModel, token: int | Literal["mean"]) -> tuple[Doubles, float | None]:
+def head_row(lm: Session, token: int | Literal["mean"]) -> tuple[Doubles, float | None]:
     """What a normalized vector is multiplied with for this token's logit, and the bias added."""
     bias = lm.model.vector("head.bias")
     if token == "mean":
@@ -58,16 +58,16 @@ def head_row(lm: LanguageModel, token: int | Literal["mean"]) -> tuple[Doubles, 
     return row.astype(np.float64), None if bias is None else float(bias[token])
 
 
-def embeddings(lm: LanguageModel) -> Iterator[Floats]:
+def embeddings(lm: Session) -> Iterator[Floats]:
     """The embedding table in pieces [rows, width], first tokens first."""
     return _pieces(lm, "embed.weight")
 
 
-def embedding(lm: LanguageModel, token: int) -> Floats:
+def embedding(lm: Session, token: int) -> Floats:
     return np.asarray(lm.model.rows("embed.weight", token, token + 1)[0])
 
 
-def _pieces(lm: LanguageModel, table: str) -> Iterator[Floats]:
+def _pieces(lm: Session, table: str) -> Iterator[Floats]:
     size = lm.config.vocab_size
     for start in range(0, size, _ROWS_AT_ONCE):
         yield lm.model.rows(table, start, min(start + _ROWS_AT_ONCE, size))

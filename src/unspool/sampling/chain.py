@@ -19,8 +19,9 @@ from unspool.errors import SettingsError
 from unspool.sampling.arrays import Array
 from unspool.sampling.candidates import Candidates
 from unspool.sampling.draw import TOKEN_STREAM, landing
-from unspool.sampling.faults import BadLogitsError, NoCandidateError
+from unspool.sampling.faults import ROW_FAULTS, BadLogitsError, NoCandidateError
 from unspool.sampling.operations import operations
+from unspool.sampling.own_stage import OwnStage
 from unspool.sampling.penalties import Allowed, Forbidden
 from unspool.sampling.records import (
     Candidate,
@@ -67,17 +68,17 @@ class Chain:
     def __init__(self, settings: SamplingSettings | Sequence[SamplingSettings]) -> None:
         rows = (settings,) if isinstance(settings, SamplingSettings) else tuple(settings)
         self.settings = rows
-        members: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+        members: dict[tuple[bool, tuple[str | OwnStage, ...]], list[int]] = {}
         for number, row in enumerate(rows):
             members.setdefault((row.greedy, active_stages(row)), []).append(number)
         self._groups = [
             _Group(
                 tuple(numbers),
-                tuple(STAGES[name] for name in names),
+                tuple(STAGES[one] if isinstance(one, str) else one for one in used),
                 greedy,
                 RowSettings([rows[n] for n in numbers]),
             )
-            for (greedy, names), numbers in members.items()
+            for (greedy, used), numbers in members.items()
         ]
 
     def pick(
@@ -108,7 +109,7 @@ class Chain:
                     found = self._pick_group(
                         group, part, [inputs[n] for n in group.rows], top, explain
                     )
-                except (BadLogitsError, NoCandidateError) as error:
+                except ROW_FAULTS as error:
                     error.rows = tuple(group.rows[n] for n in error.rows)
                     raise
                 for number, pick in zip(group.rows, found, strict=True):
@@ -162,10 +163,14 @@ class Chain:
         ]
 
 
-def active_stages(settings: SamplingSettings) -> tuple[str, ...]:
+def active_stages(settings: SamplingSettings) -> tuple[str | OwnStage, ...]:
     """The stages that have something to do, in the user's order; greedy, only those that edit."""
-    listed = (name for name in settings.stages if not settings.is_neutral(name))
-    return tuple(name for name in listed if not settings.greedy or name in EDITING_STAGES)
+    listed = (stage for stage in settings.stages if not settings.is_neutral(stage))
+    if not settings.greedy:
+        return tuple(listed)
+    return tuple(
+        stage for stage in listed if isinstance(stage, OwnStage) or stage in EDITING_STAGES
+    )
 
 
 def _concerns(stage: StageReport, row: RowInput) -> bool:

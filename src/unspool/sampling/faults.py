@@ -1,6 +1,6 @@
 """What can go wrong while a token is picked, and for which rows of the batch.
 
-Both errors carry `rows`, the numbers of the rows at fault, so that an engine can fail those
+All errors carry `rows`, the numbers of the rows at fault, so that an engine can fail those
 requests alone and pick again for the others.
 """
 
@@ -19,9 +19,21 @@ class BadLogitsError(UnspoolError):
         self.rows = tuple(rows)
 
 
+class StageError(SettingsError):
+    """A stage that a caller wrote went wrong."""
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+
+
 class NoCandidateError(SettingsError):
     """The settings forbid every token of the vocabulary."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rows = tuple(rows)
+
+
+ROW_FAULTS = (BadLogitsError, StageError, NoCandidateError)
+"""What concerns some rows alone."""

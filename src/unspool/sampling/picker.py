@@ -23,7 +23,7 @@ from unspool import native
 from unspool.sampling.arrays import Array
 from unspool.sampling.chain import Chain, active_stages
 from unspool.sampling.draw import seed_bits
-from unspool.sampling.faults import BadLogitsError, NoCandidateError
+from unspool.sampling.faults import ROW_FAULTS
 from unspool.sampling.native_arrays import WIDE
 from unspool.sampling.operations import operations
 from unspool.sampling.rows import RowInput
@@ -134,7 +134,7 @@ def _by_chain(logits: Array, rows: PickRows, numbers: Sequence[int]) -> Picked:
         part = logits if len(left) == len(numbers) else logits[left]
         try:
             picks = chain.pick(part, [rows.row_input(numbers[n]) for n in left])
-        except (BadLogitsError, NoCandidateError) as error:
+        except ROW_FAULTS as error:
             for row in error.rows:
                 failures[left[row]] = error
             left = [n for n in left if n not in failures]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unspool.errors import SettingsError
+from unspool.sampling.own_stage import OwnStage
 
 EDITING_STAGES = (
     "repetition_penalty",
@@ -137,7 +138,7 @@ class SamplingSettings:
     mirostat_tau: float = 0.0  # the surprise aimed at, in bits (mirostat v2); 0: off
     mirostat_eta: float = 0.1  # how fast it is corrected
     seed: int = 0  # any int; sets every draw together with sample number and position
-    stages: tuple[str, ...] = DEFAULT_STAGES
+    stages: tuple[str | OwnStage, ...] = DEFAULT_STAGES  # given as names, functions, and `...`
 
     def __post_init__(self) -> None:
         for name, (least, most, included) in _NUMBERS.items():
@@ -150,10 +151,9 @@ class SamplingSettings:
             )
         self._set("dry_breakers", _breakers(self.dry_breakers))
         self._set("logit_bias", _bias(self.logit_bias))
-        stages = _stages(self.stages)
-        if self.mirostat_tau > 0 and stages == DEFAULT_STAGES:
-            stages = MIROSTAT_STAGES
-        self._set("stages", stages)
+        usual = MIROSTAT_STAGES if self.mirostat_tau > 0 else DEFAULT_STAGES
+        stages = _stages(self.stages, usual)
+        self._set("stages", usual if stages == DEFAULT_STAGES else stages)
         changed = [name for name in _DEFAULTS if getattr(self, name) != _DEFAULTS[name]]
         self._require_stages(changed)
 
@@ -186,8 +186,10 @@ class SamplingSettings:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
-    def is_neutral(self, stage: str) -> bool:
+    def is_neutral(self, stage: str | OwnStage) -> bool:
         """Whether the stage has nothing to do at these settings."""
+        if isinstance(stage, OwnStage):
+            return False
         switch = STAGE_SETTINGS[stage][0]
         if stage == "temperature" and self.dynatemp_range > 0 and not self.greedy:
             return "dynamic_temperature" in self.stages  # which then scales in its place
@@ -273,17 +275,28 @@ def _bias(value: Any) -> dict[int, float]:
     return {token: float(amount) for token, amount in value.items()}
 
 
-def _stages(value: Any) -> tuple[str, ...]:
+def _stages(value: Any, usual: tuple[str, ...]) -> tuple[str | OwnStage, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise SettingsError(
-            f"stages was {value!r}; it may be a list of {', '.join(STAGE_SETTINGS)}"
+            f"stages was {value!r}; it may be a list of functions, `...` for the usual stages, and "
+            + ", ".join(STAGE_SETTINGS)
         )
-    names: list[str] = []
+    stages: list[str | OwnStage] = []
     for item in value:
-        name = item.replace("-", "_") if isinstance(item, str) else item
-        if name not in STAGE_SETTINGS:
-            raise SettingsError(f"unknown stage {item!r}{_nearest(str(item), STAGE_SETTINGS)}")
-        if name in names:
-            raise SettingsError(f"stages names {name!r} twice; each may stand once")
-        names.append(name)
-    return tuple(names)
+        found = usual if item is ... else (_stage(item),)
+        for stage in found:
+            if stage in stages:
+                raise SettingsError(f"stages names {stage!r} twice; each may stand once")
+            stages.append(stage)
+    return tuple(stages)
+
+
+def _stage(item: Any) -> str | OwnStage:
+    if isinstance(item, OwnStage):
+        return item
+    if callable(item):
+        return OwnStage(item)
+    name = item.replace("-", "_") if isinstance(item, str) else item
+    if name not in STAGE_SETTINGS:
+        raise SettingsError(f"unknown stage {item!r}{_nearest(str(item), STAGE_SETTINGS)}")
+    return str(name)

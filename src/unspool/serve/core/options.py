@@ -10,7 +10,7 @@ from unspool.decoding.draft_corpus import Corpus, PredictedText
 from unspool.engine.request import Drafter, Request
 from unspool.serve.core.schema import SamplingRequest, biases, stops
 from unspool.serve.http.errors import bad_request
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 _GRAMMARS = ("json", "json_schema", "regex", "grammar", "choice")
 
@@ -76,7 +76,7 @@ def check_choices(n: int, limit: int, name: str = "n") -> None:
         raise bad_request(f"{name} is {n}; this server allows at most {limit}", name)
 
 
-def predicted(lm: LanguageModel, text: str) -> Any:
+def predicted(lm: Session, text: str) -> Any:
     """A drafter for each text that takes its guesses from what the caller expects."""
     ids = lm.tokenizer.encode(text)
     corpus = Corpus([ids])

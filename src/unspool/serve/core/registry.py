@@ -22,7 +22,7 @@ from unspool import __version__
 from unspool.errors import UnspoolError
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.threads import in_thread
-from unspool.session import LanguageModel
+from unspool.session import Session
 from unspool.text.tools.formats import ToolFormat, tool_format
 
 
@@ -31,7 +31,7 @@ class ModelEntry:
     """A model that can be served."""
 
     name: str
-    load: Callable[[], LanguageModel]
+    load: Callable[[], Session]
     size: int  # bytes it is expected to take, keys and values not counted
 
 
@@ -40,7 +40,7 @@ class ServedModel:
     """A model in memory."""
 
     name: str
-    lm: LanguageModel
+    lm: Session
     fingerprint: str  # `system_fingerprint`: the same one, the same seed, the same text
     tools: ToolFormat
     users: int = 0

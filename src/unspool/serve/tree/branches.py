@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.http.errors import ApiError, bad_request
-from unspool.session import LanguageModel
+from unspool.session import Session
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 STALE_SECONDS = 6 * 3600.0  # untouched for so long, a branch makes room for others
@@ -130,7 +130,7 @@ class TreeBranch:
             raise bad_request(f"{name} is {at}, and the branch has {length} steps", name)
         return at if at >= 0 else length + at
 
-    def to_generation(self, lm: LanguageModel, length: int | None = None) -> Generation:
+    def to_generation(self, lm: Session, length: int | None = None) -> Generation:
         """What stands here now, as a generation that the model can go on with."""
         common = self.generation.rewind(len(self.steps) if length is None else length)
         return replace(common, source=lm)

@@ -34,7 +34,7 @@ from unspool.serve.tree.schema import (
     ForkRequest,
     RewindRequest,
 )
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 __all__ = ["router"]
 _JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabulary
@@ -160,7 +160,7 @@ def _chosen(
     """The draft with these words at its end, as the model judges them."""
     if (text is None) == (tokens is None):
         raise bad_request("give either text or the ids of tokens", "text")
-    lm: LanguageModel = call.served.lm
+    lm: Session = call.served.lm
     if text is not None:
         call.check_text(text)
         tokens = lm.tokenizer.encode(text)

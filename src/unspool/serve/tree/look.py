@@ -26,7 +26,7 @@ from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.tree.branch_json import branches_of, router, sampling
 from unspool.serve.tree.schema import Place
-from unspool.session import LanguageModel
+from unspool.session import Session
 
 MAX_ALTERNATIVES = 500
 MAX_NUMBERS = 2_000_000  # of attention in one answer
@@ -114,7 +114,7 @@ async def look_at(
 
 
 def alternatives(
-    lm: LanguageModel, tokens: Sequence[int], picked: int | None, top: int
+    lm: Session, tokens: Sequence[int], picked: int | None, top: int
 ) -> dict[str, Any]:
     """The likeliest tokens behind these, by the model alone, and the sum of all others."""
     lm.prompt_ids(tokens)
@@ -160,7 +160,7 @@ def _log_sum(levels: Any) -> float | None:
 
 
 def look_json(
-    lm: LanguageModel, tokens: Sequence[int], position: int, options: LookOptions
+    lm: Session, tokens: Sequence[int], position: int, options: LookOptions
 ) -> dict[str, Any]:
     """Inside the model as it read the token at this position."""
     seen, parts = look(lm, tokens, position), options.included()
@@ -217,7 +217,7 @@ def _vectors(seen: Look) -> dict[str, Any]:
     }
 
 
-def _position_json(lm: LanguageModel, position: int) -> dict[str, Any]:
+def _position_json(lm: Session, position: int) -> dict[str, Any]:
     """How the model is told where the token stands; `dials` are angles, fast pairs first."""
     rotary = lm.config.rotary
     if lm.config.positions != "rotary" or rotary is None:
@@ -231,7 +231,7 @@ def _position_json(lm: LanguageModel, position: int) -> dict[str, Any]:
     return {"way": "rotary", "pairs": len(turns), "dials": dials}
 
 
-def _head(lm: LanguageModel, seen: Look, top: int) -> dict[str, Any]:
+def _head(lm: Session, seen: Look, top: int) -> dict[str, Any]:
     """The end of the way: the length behind the final norm, and what the head makes of it."""
     followed = seen.likeliest if seen.picked is None else seen.picked
     found = score(seen.logits[None], [followed], top)
@@ -306,7 +306,7 @@ def _picked(number: int | None, count: int, name: str) -> list[int]:
     return [number - 1]
 
 
-def _token(lm: LanguageModel, token: int) -> dict[str, Any]:
+def _token(lm: Session, token: int) -> dict[str, Any]:
     return {"id": token, "text": lm.readable(token)}
 
 
