@@ -117,7 +117,8 @@ class Hub(BaseHTTPRequestHandler):
                      "size": each.stat().st_size, "oid": etag(each)} for each in files]  # fmt: skip
             return self.say(200, tree)
         if api:
-            names = [{"rfilename": each.relative_to(folder).as_posix()} for each in files]
+            names = [{"rfilename": each.relative_to(folder).as_posix(), "size": each.stat().st_size}
+                     for each in files]  # fmt: skip
             return self.say(200, {"id": repo, "sha": commit, "siblings": names, "private": False})
         wanted = folder / found[3]
         if not wanted.is_file():
