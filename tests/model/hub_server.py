@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -145,6 +146,20 @@ class Hub(BaseHTTPRequestHandler):
 
 def etag(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def hub_process(root: Path) -> Iterator[str]:
+    """A hub over a folder, in a process of its own; gives its address."""
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(root)], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout
+    try:
+        yield f"http://127.0.0.1:{server.stdout.readline().strip()}"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 if __name__ == "__main__":

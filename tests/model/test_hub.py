@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import serving
+from hub_server import hub_process, serving
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model import default_model as module
@@ -401,15 +401,8 @@ def fake_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "hub_server.py"), str(root)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout
-    yield f"http://127.0.0.1:{server.stdout.readline().strip()}", root
-    server.terminate()
-    server.wait()
+    with hub_process(root) as address:
+        yield address, root
 
 
 ASK = """

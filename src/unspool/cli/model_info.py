@@ -8,6 +8,7 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli.completing import model_names
+from unspool.cli.table import print_columns
 
 if TYPE_CHECKING:
     from unspool.model.checkpoint import Checkpoint
@@ -27,10 +28,9 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
       unspool models show
       unspool models show ./model.gguf
     """
-    from rich.table import Table
-
-    from unspool.cli.show import out
     from unspool.loading import open_tokenizer
+    from unspool.model.glance import glance
+    from unspool.model.memory import free_memory, in_words
     from unspool.model.weights import parameter_count
 
     checkpoint = find_checkpoint(model, offline)
@@ -39,10 +39,13 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
     if config.kv_heads != config.heads:
         heads += f", {config.kv_heads} for keys and values"
     cache = 2 * config.layers * config.kv_width * 2
+    seen = glance(checkpoint.path)
     rows = {
         "path": str(checkpoint.path),
         "family": config.family,
         "parameters": f"{parameter_count(config):,}",
+        "size": in_words(seen.bytes) + (f", {seen.kind}" if seen.kind else ""),
+        "memory": f"about {in_words(seen.needs)} to run; {in_words(free_memory())} are free",
         "bits per weight": f"{checkpoint.bits_per_weight():.2f}",
         "context": f"{config.context:,} tokens",
         "layers": f"{config.layers} of width {config.width}, {heads}",
@@ -59,10 +62,7 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
         rows["vocabulary"] = f"{len(tokenizer):,} ({tokenizer.kind}); ends with {ends or 'none'}"
         if tokenizer.chat_template:
             rows["chat template"] = f"yes, {len(tokenizer.chat_template):,} characters"
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(f"[dim]{name}[/dim]", value)
-    out().print(table)
+    print_columns([[name, value] for name, value in rows.items()])
 
 
 def plan(model: Model = None, offline: o.Offline = False) -> None:

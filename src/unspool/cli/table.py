@@ -12,9 +12,13 @@ def print_json(content: Any) -> None:
 
 
 def print_table(titles: str, rows: list[list[str]]) -> None:
-    """Columns as wide as what is in them, below their titles."""
-    table = [titles.split(), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
+    """Columns below their titles."""
+    print_columns([titles.split(), *rows])
+
+
+def print_columns(rows: list[list[str]]) -> None:
+    """Columns as wide as what is in them; nothing is cut off."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from unspool.model.kinds import in_memory
 
 PLANNED_CONTEXT = 4096  # tokens of text that a model should have room for
-_PROGRAM = 150_000_000  # bytes that the program and its buffers take beside the model
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_PROGRAM = 100_000_000  # bytes that the program and its buffers take beside the model
 
 
 def free_memory() -> int:
-    """What the system says is available, in bytes."""
+    """What the system says is available, in bytes; within a container's limit, if it has one."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30  # not told: a modest guess
+        told = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
+        free = int(told["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return _modest_guess()
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        stat = (_CGROUP / "memory.stat").read_text().split()
+        kept = int(stat[stat.index("inactive_file") + 1])  # files that can be read again
+        used = int((_CGROUP / "memory.current").read_text()) - kept
+        return max(0, min(free, limit - used))
+    except (OSError, ValueError, LookupError):  # no limit, or "max"
+        return free
+
+
+def _modest_guess() -> int:
+    """Half of what is built in, where that is all that is told."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
 
 
 def memory_needed(size: int, kind: str | None, text: int | None = None) -> int:

@@ -23,6 +23,7 @@ from unspool.model.kinds import kind_in_name
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
+_SHARED_OLLAMA = Path("/usr/share/ollama/.ollama/models")  # where its service on Linux has them
 _LARGEST_MANIFEST = 1 << 20
 _MOST_ENTRIES = 20_000  # files and folders looked at in one store: a start must not wait for it
 
@@ -70,7 +71,7 @@ def _ollama() -> Iterator[StoredModel]:
 def _ollama_folders() -> list[Path]:
     if chosen := os.environ.get("OLLAMA_MODELS"):
         return [Path(chosen).expanduser()]
-    return [_home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+    return [_home() / ".ollama" / "models", _SHARED_OLLAMA]
 
 
 def _ollama_name(host: str, space: str, name: str, tag: str) -> str:
