@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -135,18 +136,32 @@ def test_what_is_wrong_in_ollamas_store_is_told(
         hub.find_model("ollama/tuned:1b")
 
 
-@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may read anything")
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions")
 def test_folders_that_may_not_be_read(machine: Path) -> None:
     store = machine / ".ollama" / "models"
     add_ollama(store, f"{LIBRARY}/tiny/1b", write_tiny(machine / "t.gguf"))
-    (store / "blobs").chmod(0)
+    write_tiny(machine / ".cache" / "llama.cpp" / "t.gguf")
+    write_tiny(machine / ".lmstudio" / "models" / "o" / "r" / "t.gguf")
+    write_tiny(
+        machine / ".cache" / "huggingface" / "hub" / "models--o--r" / "snapshots" / "a" / "t"
+    )
+    assert len(names()) == 3
+    machine.chmod(0)
+    root = os.geteuid() == 0  # who may read anything, so be nobody
     try:
-        assert names() == {}
-        (store / "manifests").chmod(0)
+        if root:
+            os.seteuid(65534)
         assert names(everything=True) == {}
     finally:
+        if root:
+            os.seteuid(0)
+        machine.chmod(0o755)
+    (store / "blobs").chmod(0)
+    try:
+        if not root:
+            assert len(names()) == 2
+    finally:
         (store / "blobs").chmod(0o755)
-        (store / "manifests").chmod(0o755)
 
 
 def test_llama_cpp(machine: Path) -> None:

@@ -39,13 +39,14 @@ def glance(path: Path, kind: str | None = None) -> Glance:
     """Look at a GGUF file or a folder of safetensors; `kind` is what others say it is."""
     from unspool.model.gguf import part_paths
 
-    files = part_paths(path) if path.is_file() else sorted(path.glob("*.safetensors"))
     try:
+        is_file = path.is_file()
+        files = part_paths(path) if is_file else sorted(path.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
     except OSError as error:
         return Glance(0, kind, problem=f"{Path(error.filename).name} is missing or cannot be read")
     try:
-        if path.is_file():
+        if is_file:
             return _gguf(path, size, kind)
         if not files:
             return Glance(0, problem="there are no safetensors in it")

@@ -171,7 +171,7 @@ def cached_models(*, everything: bool = False) -> list[CachedModel]:
     """
     from unspool.model.glance import glance
     from unspool.model.hub_cache import cached_repos
-    from unspool.model.stores import stored_models
+    from unspool.model.stores import is_file, stored_models
 
     found = []
 
@@ -184,7 +184,7 @@ def cached_models(*, everything: bool = False) -> list[CachedModel]:
             )
 
     own = cache_folder() / "models" / DEFAULT.file_name
-    if own.exists():
+    if is_file(own):
         add(DEFAULT.name, own, "unspool")
     for repo in cached_repos():
         for name, path in repo.models():
