@@ -16,7 +16,7 @@ import typer
 from unspool import __version__
 from unspool.cli.chat import chat
 from unspool.cli.explore import explore
-from unspool.cli.models import models
+from unspool.cli.models import SHORTCUTS, models
 from unspool.cli.page import page
 from unspool.cli.replay import replay
 from unspool.cli.run import run
@@ -46,8 +46,12 @@ app.command(rich_help_panel="Look")(score)
 app.command(rich_help_panel="Serve")(page)
 app.command(rich_help_panel="Serve")(serve)
 app.add_typer(models, name="models", rich_help_panel="Models")
+for shortcut, command in SHORTCUTS.items():
+    app.command(shortcut, rich_help_panel="Models", hidden=shortcut == "ls")(command)
 
-_COMMANDS = ("run", "chat", "replay", "explore", "tokenize", "score", "page", "serve", "models")
+_COMMANDS = (
+    "run", "chat", "replay", "explore", "tokenize", "score", "page", "serve", "models", *SHORTCUTS,
+)  # fmt: skip
 _OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unspool.cli.completing import model_names
 from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", metavar="PATH|REPO", help="A folder, a GGUF file or a repo id (org/name)."
+        "--model",
+        "-m",
+        metavar="NAME|PATH|REPO",
+        help="A short name (qwen3-0.6b), a folder, a GGUF file or a repo id (org/name).",
+        autocompletion=model_names,
     ),
 ]
 Models = Annotated[
@@ -31,9 +36,10 @@ Models = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="[NAME=]PATH|REPO",
-        help="A folder, a GGUF file or a repo id. Several times: the first is loaded at once, the "
-        "others when first asked for.",
+        metavar="[NAME=]MODEL",
+        help="A short name, a folder, a GGUF file or a repo id. Several times: the first is loaded "
+        "at once, the others when first asked for.",
+        autocompletion=model_names,
     ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use only what is on this machine.")]

@@ -102,15 +102,18 @@ class _Preload:
 
 def _located(chosen: o.ModelChoice, memory: int | None) -> _LocatedModel:
     """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded."""
+    from unspool.model.gguf import part_paths
     from unspool.model.hub import find_model
+    from unspool.model.names import display_name
 
     given = chosen.model or ""
     name, _, where = given.rpartition("=")
     offline = bool(chosen.options.get("offline"))
     path = find_model(where or None, offline=offline)
     chosen = replace(chosen, model=str(path), options={**chosen.options, "memory": memory})
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return _LocatedModel(name or path.stem, chosen, sum(file.stat().st_size for file in files))
+    folder = [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    size = sum(file.stat().st_size for file in (part_paths(path) if path.is_file() else folder))
+    return _LocatedModel(name or display_name(where, path), chosen, size)
 
 
 def _model_memory() -> int:

@@ -67,7 +67,7 @@ def _open(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer
         if vocabulary.endswith(".json"):
             return Tokenizer.from_file(vocabulary)
         return Tokenizer.from_tiktoken(vocabulary)
-    from unspool.cli.models import find_checkpoint
+    from unspool.cli.model_info import find_checkpoint
     from unspool.loading import open_tokenizer
 
     checkpoint = find_checkpoint(model, offline)
