@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unspool.cli import interrupt
 from unspool.cli import options as o
 from unspool.errors import UnspoolError
 
@@ -211,7 +212,7 @@ def explore(
 
     console = Console(highlight=False)
     shown = lm.tokenizer.decode(start.prompt)
-    with console.screen() as screen:
+    with interrupt.raised(), console.screen() as screen:
         while True:
             screen.update(view(explorer, shown))
             explorer.message = ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unspool.cli import interrupt
 from unspool.cli import options as o
 from unspool.errors import SettingsError, UnspoolError
 
@@ -122,7 +123,8 @@ def run(
     generation, steps = lm.begin(ids, **options)
     show = _json_lines if as_json else _bars if top else show_colours if probs else show_plain
     try:
-        show(_until_interrupted(generation, steps), generation)
+        with interrupt.raised():
+            show(_until_interrupted(generation, steps), generation)
     finally:
         if trace is not None:
             from unspool.lens.trace import trace_of
