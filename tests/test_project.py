@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "serve": {"errors", "text", "sampling", "engine", "request_options", "session", "decoding",
               "lens", "page", "__init__"},
     "cli": {"errors", "text", "model", "backends", "sampling", "engine", "session", "decoding",
-            "lens", "loading", "conversation", "serve", "__init__"},
+            "lens", "loading", "conversation", "request_options", "serve", "__init__"},
     "__init__": {"errors", "text", "engine", "session", "loading"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -45,8 +45,9 @@ def chat(
     """
     from unspool.conversation import Conversation
 
-    talk = Conversation(chosen.load(), system)
     options = {"max_tokens": max_tokens, "top": 0, "explain": False, **sampling}
+    o.check(options)
+    talk = Conversation(chosen.load(), system)
     seed = options.pop("seed", None)
     interactive = sys.stdin.isatty()
     if interactive:

@@ -201,6 +201,7 @@ def explore(
     """
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise UnspoolError("explore needs a terminal; for files and pipes there is --json")
+    o.check(sampling)
     lm = chosen.load()
     ids: Any = prompt
     if chat or (chat is None and lm.is_instruct):

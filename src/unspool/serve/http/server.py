@@ -22,14 +22,12 @@ from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from unspool.errors import UnspoolError
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.settings import ServeSettings
 
 # A thread that computes gives Python up to others at least this often: at the usual 5 ms an
 # answer that is ready would wait for the next one to be picked.
 _SWITCH_SECONDS = 0.0005
-
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -146,24 +144,6 @@ class Server(uvicorn.Server):
                 await self._hurry.wait()
         for task in list(self.server_state.tasks):
             task.cancel()
-
-
-def bound_socket(settings: ServeSettings) -> socket.socket:
-    """The socket, bound before anything is loaded: a taken port is told at once."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Named as TCP: else asyncio does not know that it is, and leaves small answers waiting 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((settings.host, settings.port))
-    except OSError as error:
-        found.close()
-        raise UnspoolError(
-            f"cannot listen on {settings.host} port {settings.port}: "
-            f"{error.strerror or error}; choose another with --port (0: any free one)"
-        ) from None
-    found.set_inheritable(True)
-    return found
 
 
 def run(
