@@ -61,7 +61,9 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback(
     epilog='Examples:  unspool "Why do leaves change color in fall?"   ·   '
-    'unspool "Once upon a time" --raw --probs   ·   cat notes.txt | unspool "Summarize:"'
+    'unspool "Once upon a time" --raw --probs   ·   cat notes.txt | unspool "Summarize:"\n\n'
+    "Environment:  UNSPOOL_CACHE, UNSPOOL_DEFAULT_MODEL, UNSPOOL_API_KEY, UNSPOOL_ISA, HF_HOME, "
+    "HF_TOKEN, NO_COLOR and others: see docs/command-line.md"
 )
 def top(
     version: Annotated[
