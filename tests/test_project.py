@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "serve": {"errors", "text", "sampling", "engine", "request_options", "session", "decoding",
               "lens", "page", "__init__"},
     "cli": {"errors", "text", "model", "backends", "sampling", "engine", "session", "decoding",
-            "lens", "language_model", "loading", "conversation", "serve", "__init__"},
+            "lens", "language_model", "loading", "conversation", "request_options", "serve",
+            "__init__"},
     "__init__": {"errors", "text", "engine", "language_model", "loading"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -9,11 +9,12 @@ Importing this package is quick: nothing heavy is loaded before a model is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
 
+TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes longer than all the rest
 if TYPE_CHECKING:
+    from typing import Any
+
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Score, Step
     from unspool.language_model import LanguageModel

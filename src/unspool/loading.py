@@ -68,7 +68,8 @@ def load(
     kv_bits    16, or 8: of a number in keys and values (native backend).
     threads    how many work; by default one for each core (native backend).
     """
-    wanted = Placement(
+    wanted = check_load_options(
+        context,
         backend=backend,
         device=device,
         dtype=dtype,
@@ -77,8 +78,6 @@ def load(
         threads=threads,
     )
     choice = wanted.chosen()
-    if context is not None and (type(context) is not int or context < 1):
-        raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
     path = find_model(model, offline=offline, progress=progress)
     if choice.remark:
         warnings.warn(choice.remark, UnspoolWarning, stacklevel=2)
@@ -119,6 +118,13 @@ def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker 
     return make_drafter(
         speculate, lm, lambda name: load(name, backend=backend, device=lm.model.device)
     )
+
+
+def check_load_options(context: int | None = None, **placement: Any) -> Placement:
+    """The options of `load` that can be wrong before there is a model."""
+    if context is not None and (type(context) is not int or context < 1):
+        raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
+    return Placement(**placement)
 
 
 class Choice(NamedTuple):

@@ -84,6 +84,28 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
     return replace(request, drafter=model.drafter(speculate)) if speculate else request
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse what no model could do, before one is loaded; what depends on the model comes later.
+
+    Options are those of `LanguageModel.stream`.
+    """
+    given = dict(options)
+    if _names_tokens(given.get("grammar")):
+        del given["grammar"]
+    many = 1 << 62
+    build_request(ModelFacts(many, frozenset(), many, _bytes_alone, lambda _: None), (0,), given)
+
+
+def _names_tokens(grammar: Any) -> bool:
+    """Whether a grammar names control tokens (`<|tool|>`), which only a model can have."""
+    return isinstance(grammar, str) and "<|" in grammar
+
+
+def _bytes_alone() -> GrammarVocabulary:
+    """A vocabulary in which any text can be written."""
+    return GrammarVocabulary([bytes([value]) for value in range(256)], ())
+
+
 def continued_request(
     model: ModelFacts, generation: Generation, options: dict[str, Any]
 ) -> Request:

@@ -62,6 +62,12 @@ class ModelChoice:
     model: str | None
     options: dict[str, Any]
 
+    def check(self) -> None:
+        """Refuse what cannot be, before anything is fetched."""
+        from unspool.loading import check_load_options
+
+        check_load_options(**{n: v for n, v in self.options.items() if n != "offline"})
+
     def load(self, **instead: Any) -> LanguageModel:
         """The model; `instead` says what to take where the person left the choice to us."""
         import warnings
@@ -88,6 +94,18 @@ class ModelChoice:
         if packed:
             say(packed)
         return lm
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuse what no model could do, before one is loaded or even fetched."""
+    from unspool.request_options import check_options
+
+    given = dict(options)
+    if speculate := given.pop("speculate", None):
+        from unspool.decoding.speculative import check_drafter
+
+        check_drafter(speculate)
+    check_options(given)
 
 
 def say(message: str) -> None:

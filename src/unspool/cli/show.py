@@ -56,7 +56,8 @@ def quoted(text: str) -> str:
 
 
 def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
-    """One step: the picked token, and what else the model weighed."""
+    """One step: the picked token, and what else the model weighed. The picked one is always there,
+    with its rank where that is beyond the candidates asked for."""
     picked = step.bytes.decode("utf-8", "replace")
     lines = Text()
     chance = math.exp(step.logprob)
@@ -68,19 +69,31 @@ def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
     if step.draw is not None:
         lines.append(f", drew {step.draw.u:.3f}", "dim")
     for candidate in candidates:
-        probability = math.exp(candidate.logprob)
-        width = round(probability * _BAR)
-        mark = "▸" if candidate.token == step.token else " "
-        lines.append(f"\n      {mark} {quoted(candidate.text):<16.16} ")
-        lines.append("█" * width or "▏", "green" if candidate.token == step.token else "blue")
-        lines.append(f" {probability:.1%}")
-        if step.draw is None:  # greedy: nothing was drawn, the likeliest was taken
-            continue
-        if candidate.probability == 0:
-            lines.append("  removed", "dim")
-        elif abs(candidate.probability - probability) > 0.0005:
-            lines.append(f"  → {candidate.probability:.1%}", "dim")
+        lines.append_text(_candidate_bar(step, candidate))
+    if all(candidate.token != step.token for candidate in candidates):
+        from unspool.engine.steps import Candidate
+
+        after = step.probability if step.probability is not None else chance
+        lines.append_text(_candidate_bar(step, Candidate(step.token, picked, step.logprob, after)))
+        if step.rank is not None:
+            lines.append(f"  rank {step.rank + 1}", "dim")
     return lines
+
+
+def _candidate_bar(step: Step, candidate: Candidate) -> Text:
+    """A line for one candidate: its chance by the model, and what the sampling made of it."""
+    probability = math.exp(candidate.logprob)
+    chosen = candidate.token == step.token
+    line = Text(f"\n      {'▸' if chosen else ' '} {quoted(candidate.text):<16.16} ")
+    line.append("█" * round(probability * _BAR) or "▏", "green" if chosen else "blue")
+    line.append(f" {probability:.1%}")
+    if step.draw is None:  # greedy: nothing was drawn, the likeliest was taken
+        return line
+    if candidate.probability == 0:
+        line.append("  removed", "dim")
+    elif abs(candidate.probability - probability) > 0.0005:
+        line.append(f"  → {candidate.probability:.1%}", "dim")
+    return line
 
 
 def closing_line(generation: Generation) -> str:

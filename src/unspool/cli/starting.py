@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from unspool.cli import options as o
 
 if TYPE_CHECKING:
+    import socket
     from concurrent.futures import Future
 
     from unspool.language_model import LanguageModel
@@ -31,12 +32,15 @@ class Starting:
     """Models that are here; the first loads already, while the web framework is imported."""
 
     def __init__(self, chosen: list[o.ModelChoice], memory: int | None = None) -> None:
+        for model in chosen:
+            model.check()
         self._located = [_located(model, memory) for model in chosen]
         self._preload = _Preload(self._located[0].choice)
 
     def run(
         self,
         settings: ServeSettings,
+        bound: socket.socket,
         started: Callable[[str, list[str]], None],
         *,
         model_memory: int | None = None,
@@ -48,7 +52,6 @@ class Starting:
         from unspool.serve.http.app import create_app
         from unspool.serve.http.logs import log_event
 
-        bound = server.bound_socket(settings)
         loads = [self._preload.load, *(model.choice.load for model in self._located[1:])]
         entries = [
             ModelEntry(model.name, load, model.size)

@@ -81,6 +81,10 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param} is not supported: {why}", param=param, code="unsupported_value")
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """Any error as an answer. What is not the caller's doing says nothing of the inside."""
     if isinstance(error, ApiError):

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.routes import to_json
 
 _ERROR_SECONDS = 2.0  # seconds to get an error across when the time is up already
@@ -47,7 +47,7 @@ class EventStream(Response):
 
     While nothing comes, a comment is sent every few seconds: proxies and people see that the
     answer is still being worked on. `failed` makes the last event of an error, because the status
-    is sent long before.
+    is sent long before. A server that stops cancels its streams, and says so in that event too.
     """
 
     media_type = "text/event-stream"
@@ -70,6 +70,10 @@ class EventStream(Response):
         heartbeat = asyncio.ensure_future(self._send_heartbeats(send))
         try:
             fault = await self._send_events(send)
+        except asyncio.CancelledError:
+            if not scope["app"].state.server.admission.refusing:  # then the client has gone
+                raise
+            fault = shutting_down()
         finally:
             heartbeat.cancel()
         with suppress(TimeoutError):  # a client that does not read must not hold us for ever

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unspool.page.files import PREFIX
 from unspool.serve.core.state import ServerState
-from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.routes import error_reply
 
@@ -51,6 +51,8 @@ class Middleware:
                 await self.app(scope, self._bounded(scope, receive), answer.send)
         except ConnectionResetError:
             scope["state"]["log"]["gone"] = True
+        except asyncio.CancelledError:  # the server stops, and cannot wait any longer
+            await self._fail(scope, receive, answer, shutting_down())
         except Exception as error:
             await self._fail(scope, receive, answer, error)
         finally:

@@ -74,7 +74,7 @@ function Row({ name, note, size, tokens, letters, most, pieces, more, stale, chi
 /** Why a vocabulary is not here, and what to do about it, in few words. */
 function Missing({ name, why }) {
   const reason = why.includes("TIKTOKEN_CACHE_DIR")
-    ? html`Its ranks are not on this machine. Put <code>${RANKS[name]}.tiktoken</code> into a folder and set
+    ? html`Its ranks are not on this machine. Put <code>${RANKS[name]}.tiktoken</code> into a folder and set${" "}
       <code>TIKTOKEN_CACHE_DIR</code> to it for the server.`
     : why;
   return html`<li data-vocabulary=${name} class="missing">
