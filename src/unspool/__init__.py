@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
+from unspool.errors import BatchError, ContextError, ModelFileError, SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.engine.generation import Generation
+    from unspool.engine.generation import Generation, Generations
+    from unspool.engine.options import Options
     from unspool.engine.steps import Score, Step
     from unspool.language_model import LanguageModel
     from unspool.loading import load
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchError",
     "ContextError",
     "Generation",
+    "Generations",
     "LanguageModel",
     "ModelFileError",
+    "Options",
     "Score",
     "SettingsError",
     "Step",
@@ -40,6 +44,8 @@ _HOME_OF = {
     "load": "unspool.loading",
     "LanguageModel": "unspool.language_model",
     "Generation": "unspool.engine.generation",
+    "Generations": "unspool.engine.generation",
+    "Options": "unspool.engine.options",
     "Score": "unspool.engine.steps",
     "Step": "unspool.engine.steps",
     "Tokenizer": "unspool.text.tokenizer.tokenizer",

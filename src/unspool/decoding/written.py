@@ -36,8 +36,12 @@ class Ranking:
     generations: tuple[Generation, ...]
     scores: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        return f"<Ranking of {len(self.scores)}, best {self.scores[0]:.4g}: {self.best!r}>"
+
     @property
     def best(self) -> Generation:
+        """The first of them."""
         return self.generations[0]
 
 

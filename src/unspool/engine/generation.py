@@ -11,12 +11,14 @@ two versions share is computed once: the engine finds it in its tree of tokens.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
+from unspool.engine.options import Options
 from unspool.engine.request import Request
-from unspool.engine.steps import Candidate, Step, Usage
+from unspool.engine.steps import Candidate, Step, Usage, brief
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.settings import SamplingSettings
@@ -26,7 +28,7 @@ from unspool.text.tokenizer.stream import TextStream
 class Source(Protocol):
     """Who wrote a generation, and can go on with it: a language model."""
 
-    def write_on(self, generation: Generation, **options: Any) -> StepStream:
+    def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
         """The steps that follow what the generation holds."""
 
     def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
@@ -39,7 +41,7 @@ class Source(Protocol):
         """The steps of a generation, told in full."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Generation:
     """A finished (or interrupted) piece of writing."""
 
@@ -87,14 +89,14 @@ class Generation:
         forked.steps = _retold(forked.steps + steps, TextStream(), ended=True)
         return forked
 
-    def resume(self, **options: Any) -> Generation:
+    def resume(self, **options: Unpack[Options]) -> Generation:
         """Go on writing from here, with the same settings or with others."""
         more, steps = self.going_on(**options)
         for _ in more.extend(steps):
             pass
         return more
 
-    def going_on(self, **options: Any) -> tuple[Generation, StepStream]:
+    def going_on(self, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
         """`resume`, with its steps still to come."""
         more = self.fork()
         steps = self._writer().write_on(more, **options)
@@ -110,7 +112,10 @@ class Generation:
 
     def _writer(self) -> Source:
         if self.source is None:
-            raise UnspoolError("this generation has no model to go on with")
+            raise UnspoolError(
+                "this generation has no model at hand, as after a pickle; give it one: "
+                "lm.attach(generation)"
+            )
         return self.source
 
     def explained(self, top: int = 5) -> Generation:
@@ -175,6 +180,30 @@ class Generation:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        said = brief(self.text) if self.text else reprlib.repr(self.tokens)
+        return f"<Generation {said}, {len(self.steps)} tokens, {self.finish_reason}>"
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def __copy__(self) -> Generation:
+        return replace(self, steps=list(self.steps), notes=list(self.notes))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
+        return self.__copy__()  # all else never changes, and the model is no part of the text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle holds the text and how it was asked for; not the model, nor who drafted."""
+        request = replace(self.request, drafter=None)
+        return Generation, (request, self.steps, self.empty_reason, None, self.notes, self.reused)
+
+
+class Generations(list[Generation]):
+    """Several texts; a list that a notebook shows one below the other."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} texts: {', '.join(brief(text.text, 24) for text in self)}>"
 
 
 def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:

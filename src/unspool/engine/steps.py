@@ -49,6 +49,11 @@ class Step:
     retracts: int = 0  # how many steps before this one were taken back by a guard
     chosen: bool = False  # by a person, not by the model
 
+    def __repr__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        chance = math.exp(self.logprob)
+        return f"<Step {readable(self.bytes)!r} ({self.token}), p {chance:.3g}{rank}>"
+
     @property
     def explained(self) -> bool:
         """Whether the step tells more than its token and log-probability."""
@@ -93,7 +98,13 @@ def explained_step(
 
 
 def readable(piece: bytes) -> str:
+    """A token's bytes as text for people."""
     return piece.decode("utf-8", "replace")
+
+
+def brief(text: str, most: int = 48) -> str:
+    """A text in quotes on one line, cut if it is long."""
+    return repr(text if len(text) <= most else text[: most - 1] + "…")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +139,10 @@ class TokenScore:
     entropy: float | None
     candidates: tuple[Candidate, ...] = ()
 
+    def __repr__(self) -> str:
+        told = "" if self.logprob is None else f", p {math.exp(self.logprob):.3g}, rank {self.rank}"
+        return f"<TokenScore {self.text!r} ({self.token}){told}>"
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -148,6 +163,10 @@ class Score:
     def total(self) -> float:
         """Log-probability of the whole text."""
         return math.fsum(self._known)
+
+    def __repr__(self) -> str:
+        text = brief("".join(position.text for position in self.positions))
+        return f"<Score {text}, {len(self.positions)} tokens, perplexity {self.perplexity:.4g}>"
 
     @property
     def perplexity(self) -> float:

@@ -92,6 +92,11 @@ class StepStream(Iterator[Step]):
         """Tokens that were guessed right."""
         return self._queue.accepted
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes than what waits to be read."""
+        return self._queue.ended
+
     # -- reading, one by one -----------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:

@@ -57,6 +57,14 @@ class Attribution:
     softcap: float  # 0: there is none, and `said` is `logit`
     parts: tuple[Part, ...]  # in the order in which they were added
 
+    def __repr__(self) -> str:
+        most = self.strongest(1)[0]
+        layer = "" if most.layer is None else f" of layer {most.layer}"
+        return (
+            f"<Attribution of {self.text!r}: logit {self.logit:.4g} from {len(self.parts)} parts, "
+            f"most from {most.name}{layer} ({most.value:+.3g})>"
+        )
+
     @property
     def rest(self) -> float:
         """What rounding in the run has lost: tiny in 32 bits, more in 16."""
@@ -67,6 +75,7 @@ class Attribution:
         return sorted(self.parts, key=lambda part: -abs(part.value))[:count]
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return {**asdict(self), "rest": self.rest}
 
 

@@ -39,6 +39,10 @@ class LayerSaid:
     entropy: float  # nats: how unsure
     candidates: tuple[Candidate, ...]  # the likeliest here
 
+    def __repr__(self) -> str:
+        said = f", says {self.candidates[0].text!r}" if self.candidates else ""
+        return f"<layer {self.layer}: p {self.probability:.3g}, rank {self.rank}{said}>"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitLens:
@@ -49,6 +53,13 @@ class LogitLens:
     text: str
     layers: tuple[LayerSaid, ...]
     logprobs: Floats | None = None  # [layers + 1, vocabulary], if asked for
+
+    def __repr__(self) -> str:
+        last = self.layers[-1]
+        return (
+            f"<LogitLens on {self.text!r} at {self.position}: {len(self.layers) - 1} layers, in "
+            f"the end p {last.probability:.3g}, rank {last.rank}>"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: without the whole vocabulary."""

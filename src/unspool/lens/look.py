@@ -38,6 +38,11 @@ class Look:
     parts: Floats  # [layers, 2, width]: what attention and feed-forward added
     logits: Floats  # [vocabulary]: what the model said comes next
 
+    def __repr__(self) -> str:
+        layers, heads, past = self.attention.shape
+        here = f"{self.texts[-1]!r} at {self.position}"
+        return f"<Look at {here}: {layers} layers, {heads} heads, {past} tokens attended to>"
+
     @property
     def attention_by_layer(self) -> Floats:
         """The mean over the heads, [layers, past]."""
@@ -65,6 +70,7 @@ class Look:
 
     @property
     def likeliest(self) -> int:
+        """The token with the largest logit."""
         return int(self.logits.argmax())
 
     def to_dict(self, *, heads: bool = False) -> dict[str, Any]:
