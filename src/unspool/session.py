@@ -83,6 +83,7 @@ class Session:
 
     @property
     def config(self) -> ModelConfig:
+        """What the model is: layers, widths, vocabulary."""
         return self.model.config
 
     @property
@@ -103,6 +104,7 @@ class Session:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary: text to token ids, and back."""
         if self._tokenizer is None:
             raise ModelFileError(
                 f"{self.path}: has no vocabulary (tokenizer.json); give prompts as token ids, "
@@ -112,6 +114,7 @@ class Session:
 
     @property
     def chat_template(self) -> ChatTemplate:
+        """How a conversation is written for this model."""
         if self._template is None:
             self._template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
         return self._template

@@ -23,6 +23,7 @@ from unspool.decoding.written import Prompt, Ranking, Scorer, judged, mean_logpr
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options
 from unspool.errors import SettingsError, UnspoolError
+from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
 
 Extract = str | re.Pattern[str] | Callable[[Generation], Hashable | None]
@@ -68,6 +69,14 @@ class Vote:
         votes = self.counts.get(self.answer, 0)
         answer = reprlib.repr(self.answer)
         return f"<Vote {answer}: {votes} of {len(self.answers)}, {len(self.counts)} answers>"
+
+    def _repr_html_(self) -> str:
+        most = max(self.counts.values(), default=0)
+        rows = [
+            (escape(str(answer)), bar(votes, most) + f" {votes}")
+            for answer, votes in self.counts.items()
+        ]
+        return picture(table(("answer", "votes"), rows), note(f"of {len(self.answers)} texts"))
 
 
 def vote(

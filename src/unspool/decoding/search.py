@@ -22,6 +22,7 @@ from unspool.engine.options import Options
 from unspool.engine.steps import Step, brief
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError, UnspoolError
+from unspool.notebook import escape, picture
 from unspool.session import Session
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class SearchTree:
     def __repr__(self) -> str:
         nodes = sum(1 for _ in self.root.walk())
         return f"<SearchTree of {nodes} nodes, best {brief(self.best.text)}>"
+
+    def _repr_html_(self) -> str:
+        lines = "\n".join(self._lines(self.root, "", ""))
+        return picture(f'<pre tabindex="0">{escape(lines)}</pre>')
 
     @property
     def best(self) -> Generation:

@@ -127,14 +127,17 @@ class Generation:
 
     @property
     def prompt(self) -> tuple[int, ...]:
+        """The tokens that were there before."""
         return self.request.prompt
 
     @property
     def settings(self) -> SamplingSettings:
+        """How its tokens were picked."""
         return self.request.settings
 
     @property
     def text(self) -> str:
+        """The new text, without the prompt."""
         return "".join(step.text for step in self.steps)
 
     @property
@@ -155,10 +158,12 @@ class Generation:
 
     @property
     def seed(self) -> int:
+        """What its draws follow from; the same seed writes it again."""
         return self.settings.seed
 
     @property
     def usage(self) -> Usage:
+        """Tokens and time that it took."""
         return Usage(
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.steps),
@@ -185,6 +190,14 @@ class Generation:
         said = brief(self.text) if self.text else reprlib.repr(self.tokens)
         return f"<Generation {said}, {len(self.steps)} tokens, {self.finish_reason}>"
 
+    def _repr_html_(self) -> str:
+        from unspool.notebook import legend, note, picture, steps_table, text_html
+
+        pieces = [step.piece() for step in self.steps]
+        seconds = self.usage.total_seconds
+        told = f"{len(pieces)} tokens, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
+        return picture(text_html(pieces), note(told), legend(), steps_table(pieces))
+
     # -- copies ------------------------------------------------------------------------------
 
     def __copy__(self) -> Generation:
@@ -204,6 +217,19 @@ class Generations(list[Generation]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} texts: {', '.join(brief(text.text, 24) for text in self)}>"
+
+    def _repr_html_(self) -> str:
+        return texts_html(self, [f"number {number}" for number in range(len(self))])
+
+
+def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
+    """Several texts for a notebook, each below its label."""
+    from unspool.notebook import legend, note, picture, text_html
+
+    shown: list[str] = []
+    for text, label in zip(texts, labels, strict=True):
+        shown += [note(label), text_html([step.piece() for step in text.steps])]
+    return picture(*shown, legend())
 
 
 def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:

@@ -165,6 +165,7 @@ class StepStream(Iterator[Step]):
                 listener()
 
     def unlisten(self, listener: Callable[[], object]) -> None:
+        """Call this no more."""
         with self._queue.changed, contextlib.suppress(ValueError):
             self._queue.listeners.remove(listener)
 

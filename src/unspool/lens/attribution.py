@@ -24,7 +24,10 @@ from unspool.lens.logit_lens import followed
 from unspool.lens.look import Look
 from unspool.lens.subject import checked_token
 from unspool.lens.weights import Doubles, final_norm, head_row
+from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
+
+_SHOWN = 16  # parts that a notebook shows
 
 PartName = Literal["embedding", "attention", "feed_forward", "norm_bias", "head_bias"]
 
@@ -64,6 +67,21 @@ class Attribution:
             f"<Attribution of {self.text!r}: logit {self.logit:.4g} from {len(self.parts)} parts, "
             f"most from {most.name}{layer} ({most.value:+.3g})>"
         )
+
+    def _repr_html_(self) -> str:
+        shown = self.strongest(_SHOWN)
+        largest = max((abs(part.value) for part in shown), default=0.0)
+        rows = [
+            (
+                escape(part.name.replace("_", " ")),
+                "" if part.layer is None else str(part.layer),
+                f"{bar(part.value, largest)} {part.value:+.3f}",
+            )
+            for part in shown
+        ]
+        over = f" over {self.against_text or self.against!r}" if self.against is not None else ""
+        words = f"logit of {self.text!r}{over}: {self.logit:.4g}, the strongest of its parts"
+        return picture(note(words), table(("part", "layer", "adds"), rows))
 
     @property
     def rest(self) -> float:
