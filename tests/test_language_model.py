@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import os
+import pickle
+import pydoc
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from unspool import BatchError, ContextError, SettingsError, UnspoolError
 
 PROMPT = [5, 6, 7, 8]
 
@@ -39,3 +49,297 @@ def test_a_text_is_saved_and_written_again(tiny_lm: Any, tmp_path: Path):
         result = tiny_lm.replay(trace)
         assert result.exact
         assert result.generation.tokens == text.tokens
+
+
+# -- what is asked for ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_new_tokens", 40, "write max_tokens=40"),
+        ("num_predict", 40, "write max_tokens=40"),
+        ("n_predict", 40, "write max_tokens=40"),
+        ("max_length", 40, "write max_tokens=40"),
+        ("do_sample", False, "temperature=0"),
+        ("num_return_sequences", 3, r"lm\.samples\(prompt, 3\)"),
+        ("n", 3, r"lm\.samples\(prompt, 3\)"),
+        ("num_beams", 4, r"lm\.beam\(prompt, beams=4\)"),
+        ("repeat_penalty", 1.1, r"write repetition_penalty=1\.1"),
+        ("return_full_text", True, "the new text alone"),
+        ("eos_token_id", 2, "end=False"),
+        ("pad_token_id", 0, "leave it out"),
+        ("stop_sequences", ["x"], r"write stop=\['x'\]"),
+        ("top_logprobs", 5, "top=5"),
+        ("logits_processor", [], r"stages=\[your_function, \.\.\.\]"),
+        ("bad_words_ids", [], r"logit_bias=\{' word'"),
+        ("stream", True, r"lm\.stream"),
+        ("messages", [], r"lm\.chat\(\[\{'role'"),
+        ("temprature", 1, "did you mean 'temperature'"),
+        ("max_token", 1, "did you mean 'max_tokens'"),
+        ("top-p", 1, "did you mean 'top_p'"),
+        ("zzzz", 1, r"help\(lm\.generate\)"),
+    ],
+)
+def test_names_from_elsewhere_are_answered_with_ours(
+    tiny_lm: Any, name: str, value: Any, words: str
+):
+    text = tiny_lm.generate(PROMPT, max_tokens=2, seed=1)
+    for ask in (tiny_lm.generate, tiny_lm.stream, tiny_lm.search):
+        with pytest.raises(SettingsError, match=f"no option '{name}'.*{words}"):
+            ask(PROMPT, **{name: value})
+    with pytest.raises(SettingsError, match=words):
+        text.resume(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (None, r"the prompt is None; it may be text, token ids"),
+        (123, r"the prompt is 123; it may be text"),
+        (b"Once", r"the prompt is b'Once'; make it text: prompt.decode\(\)"),
+        ([{"role": "user", "content": "Hi"}], r"write lm.chat\(messages\)"),
+        ([1.5, 2.5], "prompt 0: the prompt is 1.5"),
+        ([], "the prompt is empty"),
+    ],
+)
+def test_what_is_no_prompt_is_told_so(tiny_lm: Any, prompt: Any, words: str):
+    with pytest.raises(UnspoolError, match=words):
+        tiny_lm.generate(prompt)
+
+
+@pytest.mark.parametrize("ask", ["stream", "look", "score"])
+def test_only_generate_and_chat_take_lists(tiny_lm: Any, ask: str):
+    with pytest.raises(SettingsError, match="generate and chat also take a list of prompts"):
+        getattr(tiny_lm, ask)([[5, 6], [7, 8]])
+
+
+def test_none_is_the_usual_value(tiny_lm: Any):
+    from unspool.engine.options import NAMES
+
+    usual = tiny_lm.generate(PROMPT, seed=3)
+    text = tiny_lm.generate(PROMPT, **{**dict.fromkeys(NAMES), "seed": 3})
+    assert text.request == usual.request and text.tokens == usual.tokens
+    assert text.rewind(2).resume(**dict.fromkeys(NAMES)).tokens == text.tokens
+
+
+def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
+    """What is typed is what is accepted: every name builds a request, every setting has a name."""
+    from unspool.engine.options import NAMES, Options, SamplingOptions
+    from unspool.sampling import SamplingSettings
+
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
+    assert {*SamplingOptions.__annotations__} == {*fields} - {"seed"}
+    given = {
+        "json": None,
+        "json_schema": None,
+        "regex": None,
+        "choice": None,
+        "grammar": None,
+        "speculate": "lookup",
+        "guard": "loop",
+        "stop": "x",
+        "logit_bias": {3: 1.0},
+        "seed": 1,
+        "mirostat_tau": 0.0,
+        "max_tokens": 3,
+        "sample": 1,
+        "top": 2,
+        "explain": True,
+        "end": False,
+        "priority": 1,
+        "cache": True,
+    }  # fmt: skip (and no grammar: the tiny model has no vocabulary)
+    tiny_lm.draft(PROMPT, **{name: given.get(name, fields.get(name)) for name in NAMES})
+    for name, words in (
+        (n, Options.__annotations__[n].__metadata__[0]) for n in fields if n != "seed"
+    ):
+        told = re.search(r"\(([^()]+)\)$", words)
+        if told:  # the usual value that help tells
+            assert float(told[1].replace("True", "1")) == fields[name], name
+
+
+def test_help_tells_the_options():
+    import unspool
+
+    for method in ("generate", "stream", "chat", "samples", "best_of", "vote", "search"):
+        function = getattr(unspool.LanguageModel, method)
+        told = pydoc.render_doc(function, renderer=pydoc.plaintext)
+        for words in ("temperature=None", "temperature          how freely", "max_tokens     "):
+            assert words in told
+    assert "temperature" in inspect.signature(unspool.LanguageModel.generate).parameters
+
+
+# -- many at once --------------------------------------------------------------------------------
+
+
+def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
+    prompts = [[5, 6, 7, n, n + 1] for n in range(9, 15)]
+    options: dict[str, Any] = {"max_tokens": 12, "seed": 4, "end": False, "temperature": 1.5}
+    alone = [tiny_lm.generate(prompt, **options).tokens for prompt in prompts]
+    tiny_lm.engine.call(tiny_lm.engine.tree.index.clear)
+    before = tiny_lm.engine.steps
+    texts = tiny_lm.generate(prompts, **options)
+    # What all share, their prompts, twelve tokens; a few more where not all were handed in at once.
+    assert tiny_lm.engine.steps - before <= 14 + 6 < 6 * 12
+    assert isinstance(texts, list)
+    assert [text.tokens for text in texts] == alone
+    assert [list(text.prompt) for text in texts] == prompts
+    assert texts[3].rewind(4).resume().tokens == alone[3]
+    arrays = tiny_lm.generate(np.array(prompts), **options)
+    assert [text.tokens for text in arrays] == alone
+    assert [t.tokens for t in tiny_lm.generate(tuple(map(tuple, prompts)), **options)] == alone
+    assert len({text.seed for text in tiny_lm.generate(prompts, max_tokens=1)}) > 1
+
+
+def test_more_prompts_than_may_wait(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("unspool.decoding.together._AT_ONCE", 4)
+    prompts = [[5, n] for n in range(40)]
+    texts = tiny_lm.generate(prompts, max_tokens=3, seed=1)
+    assert [list(text.prompt) for text in texts] == prompts
+
+
+def test_a_prompt_that_cannot_be_is_named_before_anything_runs(tiny_lm: Any):
+    tiny_lm.generate(PROMPT, max_tokens=1)
+    before = tiny_lm.engine.steps
+    for bad, kind in (([], UnspoolError), ([9999], UnspoolError), (list(range(200)), ContextError)):
+        with pytest.raises(kind, match="prompt 1: "):
+            tiny_lm.generate([[5, 6], bad, [7]])
+    assert tiny_lm.engine.steps == before
+
+
+def test_what_goes_wrong_with_one_leaves_the_others(tiny_lm: Any):
+    def picky(tokens: Any, logits: Any) -> Any:
+        if tokens[0] == 6 and len(tokens) == 4:
+            raise RuntimeError("not this one")
+        return logits
+
+    options: dict[str, Any] = {"stages": [picky, ...], "max_tokens": 5, "seed": 2, "end": False}
+    with pytest.raises(BatchError, match=r"1 of 3 .* number 1: .*not this one") as caught:
+        tiny_lm.generate([[5, 1], [6, 1], [7, 1]], **options)
+    texts = caught.value.generations
+    assert [len(text.tokens) for text in texts] == [5, 2, 5]
+    assert list(caught.value.errors) == [1]
+    assert texts[2].tokens == tiny_lm.generate([7, 1], **options).tokens
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.generations[0].tokens == texts[0].tokens
+
+
+@pytest.mark.real
+def test_lists_of_questions_and_of_conversations(lm: Any):
+    questions = ["Name a colour.", "Name an animal."]
+    alone = [lm.chat(question, max_tokens=6, seed=1).text for question in questions]
+    assert [t.text for t in lm.chat(questions, max_tokens=6, seed=1)] == alone
+    talks = [[{"role": "user", "content": question}] for question in questions]
+    assert [t.text for t in lm.chat(talks, max_tokens=6, seed=1)] == alone
+    assert lm.chat(talks[1], max_tokens=6, seed=1).text == alone[1]
+    texts = lm.generate(["Once upon", "The sky"], max_tokens=4, seed=1)
+    assert texts[1].text == lm.generate("The sky", max_tokens=4, seed=1).text
+
+
+_INTERRUPTED = """
+import signal, sys, threading, time
+import unspool
+lm = unspool.load(sys.argv[1], memory=64 << 20)
+threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
+try:
+    lm.generate([[5, n] for n in range(20)], max_tokens=2000, end=False)
+except KeyboardInterrupt:
+    engine = lm.engine
+    deadline = time.monotonic() + 60
+    while engine.loop.has_work() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("running", engine.loop.has_work())
+"""
+
+
+@pytest.mark.real
+def test_an_interrupt_leaves_nothing_running(default_model: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, str(default_model)],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.stdout.split() == ["running", "False"], done.stderr
+
+
+_SLOW_BATCH = """
+import sys, time
+from unspool.decoding.progress import progress_bar
+with progress_bar("writing", 30, show="hide" not in sys.argv) as tell:
+    for done in range(30):
+        tell(done)
+        time.sleep(float(sys.argv[1]))
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("arguments", "shown"), [(["0.06"], True), (["0.06", "hide"], False)])
+def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], shown: bool):
+    import pty
+
+    master, slave = pty.openpty()
+    command = [sys.executable, "-c", _SLOW_BATCH, *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, text=True)
+    os.close(slave)
+    told = b""
+    while True:
+        try:
+            piece = os.read(master, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        told += piece
+    os.close(master)
+    assert child.communicate()[0] == "done\n"
+    assert (b"writing" in told) == shown and (b"/30" in told) == shown
+
+
+def test_no_bar_for_a_moment_nor_in_a_file():
+    for seconds in ("0.0", "0.06"):
+        done = subprocess.run(
+            [sys.executable, "-c", _SLOW_BATCH, seconds], capture_output=True, text=True
+        )
+        assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+# -- closing -------------------------------------------------------------------------------------
+
+
+def test_a_model_closes_with_its_block(tiny_lm: Any):
+    import unspool
+
+    with unspool.LanguageModel(tiny_lm.model, None, memory=1 << 20) as lm:
+        text = lm.generate(PROMPT, max_tokens=2)
+        engine = lm.engine
+    assert not engine.loop.alive
+    lm.close()
+    for use in (lambda: lm.generate(PROMPT), text.resume, lambda: lm.look(PROMPT)):
+        with pytest.raises(UnspoolError, match=r"this model was closed; load it again"):
+            use()
+    with (
+        pytest.raises(UnspoolError, match="closed"),
+        unspool.LanguageModel(tiny_lm.model, None, memory=1 << 20) as never,
+    ):
+        never.close()
+        never.generate(PROMPT)
+
+
+# -- logit_bias by text ----------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_a_bias_names_tokens_by_text(lm: Any):
+    (token,) = lm.tokenizer.encode(" Berlin")
+    options: dict[str, Any] = {"max_tokens": 3, "temperature": 0}
+    by_text = lm.generate("The sky is", logit_bias={" Berlin": 100}, **options)
+    assert by_text.tokens == [token] * 3
+    assert by_text.tokens == lm.generate("The sky is", logit_bias={token: 100}, **options).tokens
+    free = by_text.rewind(0).resume(logit_bias={" Berlin": float("-inf")})
+    assert token not in free.tokens
+    with pytest.raises(SettingsError, match=r"' Berlinish' is \d tokens: ' Berlin' \(\d+\), "):
+        lm.generate("x", logit_bias={" Berlinish": 1})
+    with pytest.raises(SettingsError, match=f"names token {token} twice"):
+        lm.generate("x", logit_bias={" Berlin": 1, token: 2})
+    with pytest.raises(SettingsError, match="is 0 tokens"):
+        lm.generate("x", logit_bias={"": 1})

@@ -9,13 +9,14 @@ Importing this package is quick: nothing heavy is loaded before a model is.
 
 from __future__ import annotations
 
-from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
+from unspool.errors import BatchError, ContextError, ModelFileError, SettingsError, UnspoolError
 
 TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes longer than all the rest
 if TYPE_CHECKING:
     from typing import Any
 
-    from unspool.engine.generation import Generation
+    from unspool.engine.generation import Generation, Generations
+    from unspool.engine.options import Options
     from unspool.engine.steps import Score, Step
     from unspool.language_model import LanguageModel
     from unspool.loading import load
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchError",
     "ContextError",
     "Generation",
+    "Generations",
     "LanguageModel",
     "ModelFileError",
+    "Options",
     "Score",
     "SettingsError",
     "Step",
@@ -41,6 +45,8 @@ _HOME_OF = {
     "load": "unspool.loading",
     "LanguageModel": "unspool.language_model",
     "Generation": "unspool.engine.generation",
+    "Generations": "unspool.engine.generation",
+    "Options": "unspool.engine.options",
     "Score": "unspool.engine.steps",
     "Step": "unspool.engine.steps",
     "Tokenizer": "unspool.text.tokenizer.tokenizer",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Unpack
 
 from unspool.engine.generation import Generation
+from unspool.engine.options import Options
 from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
@@ -47,7 +48,7 @@ class Conversation:
             found.append({"role": "assistant", "content": exchange.answer})
         return found
 
-    def ask(self, question: str, **options: Any) -> tuple[Generation, Iterator[Step]]:
+    def ask(self, question: str, **options: Unpack[Options]) -> tuple[Generation, Iterator[Step]]:
         """Ask, and get the answer's steps as they come; options as in `LanguageModel.stream`."""
         before = len(self.ids)
         prompt = self._prompt(question)

@@ -7,6 +7,9 @@ Python caller can catch it, or `ValueError`, which it also is. Any other excepti
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class UnspoolError(ValueError):
     """Something the caller can put right; the message says what was wrong and what to do."""
@@ -26,6 +29,23 @@ class ContextError(UnspoolError):
 
 class BusyError(UnspoolError):
     """There is no room for this now; the same request may succeed later."""
+
+
+class BatchError(UnspoolError):
+    """Of many texts some went wrong; the others are written, and here.
+
+    `generations` holds every text in its place, those that failed as far as they came; `errors`
+    says by number what happened to these.
+    """
+
+    def __init__(
+        self, message: str, generations: Sequence[Any], errors: Mapping[int, Exception]
+    ) -> None:
+        super().__init__(message, generations, errors)
+        self.generations, self.errors = generations, errors
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UnspoolWarning(UserWarning):

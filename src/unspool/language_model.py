@@ -13,11 +13,13 @@ in `lens/`. Those are imported when they are first used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
-from unspool.engine.generation import Generation
+from unspool.engine.generation import Generation, Generations
+from unspool.engine.options import Options, tells_options
 from unspool.engine.stream import StepStream
 from unspool.request_options import strings
 from unspool.session import Messages, Prompt, Session
@@ -35,75 +37,117 @@ if TYPE_CHECKING:
     from unspool.lens.subject import Text
     from unspool.lens.trace import Trace
 
+Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
+Conversations = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any]]]
+Tools = Sequence[Mapping[str, Any]]
+
 
 class LanguageModel(Session):
     """A model, ready to write; made by `unspool.load`."""
 
     # -- writing ----------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """Continue a prompt; the options are those of `stream`."""
-        generation, steps = self.begin(prompt, **options)
+    @overload
+    def generate(
+        self, prompt: Prompt, *, progress: bool = True, **options: Unpack[Options]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompts, *, progress: bool = True, **options: Unpack[Options]
+    ) -> Generations: ...
+
+    @tells_options
+    def generate(
+        self, prompt: Prompt | Prompts, *, progress: bool = True, **options: Unpack[Options]
+    ) -> Generation | Generations:
+        """Continue a prompt: text or token ids. A list of prompts is written as one batch.
+
+        The answers come in the order of the prompts, each the same text as alone; what takes more
+        than a second shows a bar, unless `progress` is False. If some of many texts go wrong, the
+        others are written all the same, and a `BatchError` holds them.
+        """
+        if several := _several(prompt):
+            from unspool.decoding.together import generate_all
+
+            return generate_all(self, several, dict(options), progress=progress)
+        generation, steps = self.begin(cast(Prompt, prompt), **options)
         for _ in generation.extend(steps):
             pass
         return generation
 
-    def stream(self, prompt: Prompt, **options: Any) -> StepStream:
-        """Continue a prompt, step by step.
+    @tells_options
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> StepStream:
+        """Continue a prompt, step by step: iterate over it, also with `async for`.
 
-        prompt       text, or token ids.
-        max_tokens   how many tokens at the most (256).
-        stop         strings that end the text, and are not part of it.
-        seed         same seed, same text; without one it is different each time.
-        sample       the number of the sample, when one seed is to give several texts.
-        top          how many candidates each step tells (0).
-        explain      whether each step tells how it was picked: rank, entropy, the draw, and what
-                     each sampling stage did (False).
-        end          False: go on when the model writes an end token.
-        priority     higher goes first when many wait.
-        cache        False: read the whole text again for every token, to see what the cache saves.
-        json, json_schema, regex, choice, grammar
-                     what the text must be: any JSON object, JSON of a schema, a match of a
-                     regular expression, one of several texts, a Lark or GBNF grammar.
-        guard        what to watch for, such as "loop" or "ban=word|another": words, or a
-                     GuardPolicy; by default the text is rewound and written differently.
-        speculate    "lookup", or another drafter: guess ahead, and check many tokens at once.
-        ...          temperature, top_k, top_p and the rest of `SamplingSettings`.
+        Leaving the loop in any way ends the text.
         """
         _, steps = self.begin(prompt, **options)
         return steps
 
-    def chat(self, messages: Messages, **options: Any) -> Generation:
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools | None = None,
+        progress: bool = True,
+        **options: Unpack[Options],
+    ) -> Generation: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversations,
+        *,
+        tools: Tools | None = None,
+        progress: bool = True,
+        **options: Unpack[Options],
+    ) -> Generations: ...
+
+    @tells_options
+    def chat(
+        self,
+        messages: Messages | Conversations,
+        *,
+        tools: Tools | None = None,
+        progress: bool = True,
+        **options: Unpack[Options],
+    ) -> Generation | Generations:
         """Answer a conversation (or a single message) by the model's chat template.
 
-        A conversation whose last message is the assistant's is continued where it stops.
-        Options are those of `stream`, and `tools`.
+        A conversation is a list of messages, {"role": ..., "content": ...}; one whose last message
+        is the assistant's is continued where it stops. A list of questions, or of conversations, is
+        answered as one batch, in their order (see `generate`). `tools` are functions that the
+        model may call, as JSON schemas.
         """
-        prompt = self.chat_prompt(messages, tools=options.pop("tools", None))
-        stops = strings(options.pop("stop", None)) + self.chat_template.stops
-        return self.generate(prompt.ids, stop=stops, **options)
+        options["stop"] = strings(options.get("stop")) + self.chat_template.stops
+        if several := _several(messages):
+            prompts = [self.chat_prompt(one, tools=tools).ids for one in several]
+            return self.generate(prompts, progress=progress, **options)
+        return self.generate(self.chat_prompt(cast(Messages, messages), tools=tools).ids, **options)
 
     # -- several texts for one prompt --------------------------------------------------------
 
-    def samples(self, prompt: Prompt, n: int, **options: Any) -> list[Generation]:
-        """`n` texts for one prompt, written in one batch; options as in `stream`."""
+    @tells_options
+    def samples(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> Generations:
+        """`n` texts for one prompt, written in one batch."""
         from unspool.decoding.samples import samples
 
         return samples(self, prompt, n, **options)
 
+    @tells_options
     def best_of(
-        self, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Any
+        self, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Unpack[Options]
     ) -> Ranking:
-        """`n` samples, the best first: by mean log-probability, or by a scorer (higher is better).
-
-        Options as in `stream`.
-        """
+        """`n` samples, the best first: by mean log-probability, or by a scorer's higher number."""
         from unspool.decoding.samples import best_of
 
         return best_of(self, prompt, n, scorer=scorer, **options)
 
-    def vote(self, prompt: Prompt, n: int, *, extract: Extract, **options: Any) -> Vote:
-        """What most of `n` samples answer (self-consistency); options as in `stream`.
+    @tells_options
+    def vote(self, prompt: Prompt, n: int, *, extract: Extract, **options: Unpack[Options]) -> Vote:
+        """What most of `n` samples answer (self-consistency).
 
         `extract` finds a text's answer: a pattern, whose last match counts (its first group, if it
         has groups), or a function of the `Generation` that gives None where there is no answer.
@@ -176,6 +220,7 @@ class LanguageModel(Session):
             self, prompt, k=k, alpha=alpha, max_tokens=max_tokens, stop=stop, end=end, top=top
         )
 
+    @tells_options
     def search(
         self,
         prompt: Prompt,
@@ -186,7 +231,7 @@ class LanguageModel(Session):
         depth: int = 4,
         scorer: Scorer | None = None,
         expand: Expander | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> SearchTree:
         """Tree search: continue in several ways, score, keep the best, and again.
 
@@ -197,8 +242,6 @@ class LanguageModel(Session):
         scorer    judges the text up to a node (a `Generation`), higher is better; without one, the
                   mean log-probability of its tokens does.
         expand    proposes the continuations in place of `width` samples.
-
-        The rest as in `stream`.
         """
         from unspool.decoding.search import tree_search
 
@@ -311,3 +354,23 @@ class LanguageModel(Session):
 
         found = load_trace(trace) if isinstance(trace, str | Path) else trace
         return replay(self, found, tolerance=tolerance)
+
+
+def _several(given: Any) -> list[Any] | None:
+    """The prompts or conversations of a list of them; None for a single one.
+
+    A list of whole numbers is one prompt, and a list of messages one conversation.
+    """
+    if isinstance(given, str | bytes | Mapping):
+        return None
+    try:
+        items = list(given)
+    except TypeError:
+        return None
+    if not items or isinstance(items[0], Mapping):
+        return None
+    try:
+        operator.index(items[0])
+    except TypeError:
+        return items
+    return None

@@ -7,12 +7,13 @@ that is none.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
+from unspool.engine.option_names import check_names
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.errors import SettingsError
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
@@ -20,6 +21,14 @@ from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.settings import MIROSTAT_STAGES
 
 _LIMITS = ("max_tokens", "sample", "top")
+_KEPT = {
+    *_LIMITS,
+    "explain",
+    "end",
+    "priority",
+    "cache",
+    "seed",
+}  # as they were, where None is given
 _GRAMMARS: dict[str, Callable[[Any], GrammarSpec]] = {
     "json": lambda wanted: GrammarSpec.json(),
     "json_schema": GrammarSpec.json_schema,
@@ -38,6 +47,7 @@ class ModelFacts:
     vocab_size: int
     grammar_vocabulary: Callable[[], GrammarVocabulary]  # made when the first grammar is used
     drafter: Callable[[Any], Drafter | DraftMaker | None]  # from what was given as `speculate`
+    single_token: Callable[[str], int]  # the id of a text that is one token
 
 
 def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -52,8 +62,9 @@ def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, Any]) -> Request:
-    """A request from a caller's options, which are those of `LanguageModel.stream`."""
-    given = dict(options)
+    """A request from a caller's options (`Options`); None is as good as not given."""
+    check_names(options)
+    given = {name: value for name, value in options.items() if value is not None}
     seed = given.pop("seed", None)
     end = given.pop("end", True)
     limits = Limits(
@@ -76,10 +87,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         drafter=None,
     )
     speculate = given.pop("speculate", None)
-    settings = SamplingSettings.from_options(
-        seed=secrets.randbits(32) if seed is None else seed, **given
-    )
-    _check_bias(settings, model)
+    settings = _settings(model, seed=secrets.randbits(32) if seed is None else seed, **given)
     request = replace(request, settings=settings)
     return replace(request, drafter=model.drafter(speculate)) if speculate else request
 
@@ -111,10 +119,11 @@ def continued_request(
 ) -> Request:
     """The request that goes on with a generation, as it was asked for but for these options.
 
-    A sampling option that is None has its usual value again.
+    An option of sampling, guards or grammars that is None has its usual value again.
     """
+    check_names(options)
     before = generation.request
-    given = dict(options)
+    given = {n: v for n, v in options.items() if v is not None or n not in _KEPT}
     changed: dict[str, Any] = {n: _whole(n, given.pop(n)) for n in _LIMITS if n in given}
     if "explain" in given:
         changed["explain"] = bool(given.pop("explain"))
@@ -143,8 +152,7 @@ def continued_request(
     if given:
         wanted = {**_set_before(before.settings), **given}
         wanted = {name: value for name, value in wanted.items() if value is not None}
-        request = replace(request, settings=SamplingSettings.from_options(**wanted))
-        _check_bias(request.settings, model)
+        request = replace(request, settings=_settings(model, **wanted))
     return request
 
 
@@ -157,13 +165,27 @@ def _set_before(settings: SamplingSettings) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != getattr(usual, name)}
 
 
-def _check_bias(settings: SamplingSettings, model: ModelFacts) -> None:
-    unknown = [token for token in settings.logit_bias if token >= model.vocab_size]
-    if unknown:
-        raise SettingsError(
-            f"logit_bias names token {unknown[0]}, and the vocabulary goes from 0 to "
-            f"{model.vocab_size - 1}"
-        )
+def _settings(model: ModelFacts, **options: Any) -> SamplingSettings:
+    bias = options.get("logit_bias")
+    if isinstance(bias, Mapping):
+        options["logit_bias"] = _bias_by_id(model, bias)
+    return SamplingSettings.from_options(**options)
+
+
+def _bias_by_id(model: ModelFacts, given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A bias with token ids for those tokens that were given as text."""
+    found: dict[Any, Any] = {}
+    for key, amount in given.items():
+        token = model.single_token(key) if isinstance(key, str) else key
+        if token in found:
+            raise SettingsError(f"logit_bias names token {token} twice, the second time as {key!r}")
+        if isinstance(token, int) and token >= model.vocab_size:
+            raise SettingsError(
+                f"logit_bias names token {token}, and the vocabulary goes from 0 to "
+                f"{model.vocab_size - 1}"
+            )
+        found[token] = amount
+    return found
 
 
 def _whole(name: str, value: Any) -> int:

@@ -10,13 +10,16 @@ for step in generation.extend(steps):
 from __future__ import annotations
 
 import math
+import operator
+import reprlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from unspool.backends.base import Loaded
 from unspool.backends.torch.available import check_torch
@@ -24,6 +27,7 @@ from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.engine.judge import chosen_steps, explain, judge
+from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
@@ -32,7 +36,7 @@ from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.request_options import ModelFacts, build_request, continued_request
-from unspool.sampling import GrammarVocabulary
+from unspool.sampling import Grammar, GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -70,6 +74,7 @@ class Session:
         self._memory = memory
         self._make_drafter = make_drafter
         self._engine: Engine | None = None
+        self._closed = False
         self._starting = threading.Lock()
 
     def __repr__(self) -> str:
@@ -78,6 +83,7 @@ class Session:
 
     @property
     def config(self) -> ModelConfig:
+        """What the model is: layers, widths, vocabulary."""
         return self.model.config
 
     @property
@@ -98,6 +104,7 @@ class Session:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary: text to token ids, and back."""
         if self._tokenizer is None:
             raise ModelFileError(
                 f"{self.path}: has no vocabulary (tokenizer.json); give prompts as token ids, "
@@ -107,6 +114,7 @@ class Session:
 
     @property
     def chat_template(self) -> ChatTemplate:
+        """How a conversation is written for this model."""
         if self._template is None:
             self._template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
         return self._template
@@ -130,6 +138,7 @@ class Session:
             self.vocab_size,
             lambda: self.grammar_vocabulary,
             self.drafter,
+            self.single_token,
         )
 
     @property
@@ -150,23 +159,32 @@ class Session:
             **options,
         )
 
-    def begin(self, prompt: Prompt, **options: Any) -> tuple[Generation, StepStream]:
+    def begin(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
         """A generation without steps yet, and the steps to come; options as in `stream`."""
         generation = self.draft(prompt, **options)
         return generation, self.engine.submit(generation.request)
 
-    def draft(self, prompt: Prompt, **options: Any) -> Generation:
+    def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
-        request = build_request(self._facts, self.prompt_ids(prompt), options)
+        request = build_request(self._facts, self.prompt_ids(prompt), dict(options))
         reason = "length" if request.limits.max_tokens == 0 else "context"
         return Generation(request, empty_reason=reason, source=self)
 
     # -- going on with what was written (see `engine/generation.py`) ---------------------------
 
-    def write_on(self, generation: Generation, **options: Any) -> StepStream:
+    def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
         """The steps that follow what a generation holds; options as in `stream`."""
-        generation.request = continued_request(self._facts, generation, options)
+        generation.request = continued_request(self._facts, generation, dict(options))
         return self.engine.submit(generation.request)
+
+    def attach(self, generation: Generation) -> Generation:
+        """A generation that came from elsewhere (a pickle, another process), to go on with here."""
+        request = generation.request
+        self.prompt_ids([*request.prompt, *generation.tokens])
+        if request.grammar is not None:
+            grammar = Grammar.compile(request.grammar.spec, self.grammar_vocabulary)
+            request = replace(request, grammar=grammar)
+        return replace(generation, request=request, source=self)
 
     def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
         """The likeliest tokens behind these."""
@@ -201,6 +219,8 @@ class Session:
         engine = self._engine
         if engine is None:
             with self._starting:
+                if self._closed:
+                    raise UnspoolError("this model was closed; load it again: unspool.load()")
                 if self._engine is None:
                     backend = self.model.backend(memory=self._memory, context=self.context)
                     self._engine = Engine(backend, self._token_bytes)
@@ -219,18 +239,24 @@ class Session:
             self.engine.release(branch)
 
     def close(self) -> None:
-        """Stop the engine; what is being written ends."""
+        """Stop the engine; what is being written ends, and nothing more can be. Twice is once."""
         with self._starting:
-            engine, self._engine = self._engine, None
+            engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
             engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """A prompt as token ids, checked: not empty, in the vocabulary, within the context."""
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt)
         else:
-            ids = [int(token) for token in prompt]
+            ids = _given_ids(prompt)
             for token in ids:
                 if not 0 <= token < self.config.vocab_size:
                     raise UnspoolError(
@@ -264,6 +290,14 @@ class Session:
             return ""
         return self._tokenizer.token_text(token)
 
+    def single_token(self, text: str) -> int:
+        """The id of a text that is one token; most words are one with a space before them."""
+        ids = self.tokenizer.encode(text)
+        if len(ids) != 1:
+            pieces = ", ".join(f"{self.readable(i)!r} ({i})" for i in ids[:8]) or "none"
+            raise SettingsError(f"{text!r} is {len(ids)} tokens: {pieces}; name one of them")
+        return ids[0]
+
     def save(self, folder: str | Path) -> None:
         """Write a folder that transformers (and `load`) can read; needs torch."""
         save_checkpoint(self._transformer_to_save(), folder)
@@ -278,6 +312,28 @@ class Session:
             raise UnspoolError("this model came from no file, so it cannot be saved")
         check_torch()
         return load_transformer(open_checkpoint(self.path))
+
+
+def _given_ids(prompt: Any) -> list[int]:
+    """Token ids from a caller, who may have given something else."""
+    if isinstance(prompt, bytes | bytearray):
+        raise SettingsError(f"the prompt is {prompt[:40]!r}; make it text: prompt.decode()")
+    try:
+        items = list(prompt)
+    except TypeError:
+        raise SettingsError(
+            f"the prompt is {reprlib.repr(prompt)}; it may be text, token ids, or (for generate "
+            "and chat) a list of prompts"
+        ) from None
+    if any(isinstance(item, Mapping) for item in items):
+        raise SettingsError("the prompt is a list of messages; write lm.chat(messages)")
+    try:
+        return [operator.index(item) for item in items]
+    except TypeError:
+        raise SettingsError(
+            f"the prompt is {reprlib.repr(prompt)}; here it may be one text, or one list of token "
+            "ids (generate and chat also take a list of prompts)"
+        ) from None
 
 
 def _several(tokens: int | Sequence[int]) -> Sequence[int]:

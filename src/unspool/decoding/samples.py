@@ -11,70 +11,42 @@ The prompt is computed once. Sample number i of a seed is the same text however 
 from __future__ import annotations
 
 import re
+import reprlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Unpack
 
-from unspool.decoding.written import (
-    Branches,
-    Prompt,
-    Ranking,
-    Scorer,
-    judged,
-    mean_logprob,
-    whole,
-)
-from unspool.engine.generation import Generation
-from unspool.engine.stream import StepStream
+from unspool.decoding.together import write_all
+from unspool.decoding.written import Prompt, Ranking, Scorer, judged, mean_logprob, whole
+from unspool.engine.generation import Generation, Generations
+from unspool.engine.options import Options
 from unspool.errors import SettingsError, UnspoolError
+from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
 
 Extract = str | re.Pattern[str] | Callable[[Generation], Hashable | None]
 
-_AT_ONCE = 256  # samples handed in together: more than fit a batch, fewer than may wait
 
-
-def samples(lm: Session, prompt: Prompt, n: int, **options: Any) -> list[Generation]:
-    """`n` texts that share the prompt and run in one batch; options as in `lm.stream`."""
+def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> Generations:
+    """`n` texts that share the prompt and run in one batch; options as in `lm.generate`."""
     whole("n", n)
     if options.get("seed") is None:
         options["seed"] = secrets.randbits(32)  # one for all: the sample number tells them apart
-    first = options.pop("sample", 0)
-    # Asked for no token, the engine checks prompt and options, and computes nothing.
-    ids = lm.begin(prompt, sample=first, **{**options, "max_tokens": 0})[0].prompt
-    if len(ids) > 1:
-        # Begun all at once, the samples would each find nothing computed, and each compute the
-        # prompt. The last token they read themselves, for the logits behind it.
-        with Branches(lm.engine) as held:
-            lm.engine.extend(held.open(ids[:-1]))
-    numbers = range(first, first + n)
-    return [
-        text
-        for start in range(0, n, _AT_ONCE)
-        for text in _together(lm, ids, numbers[start : start + _AT_ONCE], options)
-    ]
-
-
-def _together(
-    lm: Session, ids: Sequence[int], numbers: Sequence[int], options: dict[str, Any]
-) -> list[Generation]:
-    started: list[tuple[Generation, StepStream]] = []
-    try:
-        for number in numbers:
-            started.append(lm.begin(ids, sample=number, **options))
-        for generation, steps in started:
-            for _ in generation.extend(steps):
-                pass
-    finally:
-        for _, steps in started:
-            steps.close()
-    return [generation for generation, _ in started]
+    # The first one checks prompt and options, and stands for all: only its number is another.
+    draft = lm.draft(prompt, **options)
+    limits = draft.request.limits
+    each = [replace(limits, sample=number) for number in range(limits.sample, limits.sample + n)]
+    texts = Generations(
+        replace(draft, steps=[], request=replace(draft.request, limits=one)) for one in each
+    )
+    write_all(lm, texts, patient=False)
+    return texts
 
 
 def best_of(
-    lm: Session, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Any
+    lm: Session, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Unpack[Options]
 ) -> Ranking:
     """`n` samples, the best first: by mean log-probability, or by a scorer (higher is better)."""
     texts = samples(lm, prompt, n, **options)
@@ -93,8 +65,23 @@ class Vote:
     answers: tuple[Hashable | None, ...]  # of each text
     generations: tuple[Generation, ...]
 
+    def __repr__(self) -> str:
+        votes = self.counts.get(self.answer, 0)
+        answer = reprlib.repr(self.answer)
+        return f"<Vote {answer}: {votes} of {len(self.answers)}, {len(self.counts)} answers>"
 
-def vote(lm: Session, prompt: Prompt, n: int, *, extract: Extract, **options: Any) -> Vote:
+    def _repr_html_(self) -> str:
+        most = max(self.counts.values(), default=0)
+        rows = [
+            (escape(str(answer)), bar(votes, most) + f" {votes}")
+            for answer, votes in self.counts.items()
+        ]
+        return picture(table(("answer", "votes"), rows), note(f"of {len(self.answers)} texts"))
+
+
+def vote(
+    lm: Session, prompt: Prompt, n: int, *, extract: Extract, **options: Unpack[Options]
+) -> Vote:
     """Majority vote over the answers of `n` samples (self-consistency; Wang et al. 2022).
 
     `extract` finds a text's answer: a function of the `Generation` (None: it has none), or a

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from unspool.decoding.written import Branches, Prompt, Scorer, blank, judged, whole
 from unspool.engine.ending import Ending
 from unspool.engine.generation import Generation
 from unspool.engine.judge import chosen_steps
-from unspool.engine.steps import Step
+from unspool.engine.options import Options
+from unspool.engine.steps import Step, brief
 from unspool.engine.stream import StepStream
-from unspool.errors import UnspoolError
+from unspool.errors import SettingsError, UnspoolError
+from unspool.notebook import escape, picture
 from unspool.session import Session
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ class Node:
     score: float | None = None  # None at the root, which nobody judges
     pruned: bool = False
     children: list[Node] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        score = "" if self.score is None else f"{self.score:.3f} "
+        said = brief("".join(step.text for step in self.steps))
+        return f"<Node {score}{said}, {len(self.children)} children>"
 
     @property
     def steps(self) -> list[Step]:
@@ -65,8 +72,17 @@ class SearchTree:
     root: Node
     leaf: Node  # the best one
 
+    def __repr__(self) -> str:
+        nodes = sum(1 for _ in self.root.walk())
+        return f"<SearchTree of {nodes} nodes, best {brief(self.best.text)}>"
+
+    def _repr_html_(self) -> str:
+        lines = "\n".join(self._lines(self.root, "", ""))
+        return picture(f'<pre tabindex="0">{escape(lines)}</pre>')
+
     @property
     def best(self) -> Generation:
+        """The text of the best leaf."""
         return self.leaf.generation
 
     @property
@@ -127,7 +143,7 @@ def tree_search(
     depth: int = 4,
     scorer: Scorer | None = None,
     expand: Expander | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> SearchTree:
     """Search `depth` levels deep for the continuation with the highest score.
 
@@ -143,7 +159,10 @@ def tree_search(
     """
     for name, value in (("width", width), ("tokens", tokens), ("keep", keep), ("depth", depth)):
         whole(name, value)
-    root = Node(blank(lm, prompt, max_tokens=tokens * depth, **options))
+    if options.get("max_tokens") is not None:
+        raise SettingsError("a search writes tokens * depth tokens; give these, not max_tokens")
+    rest = cast(dict[str, Any], {**options, "max_tokens": tokens * depth})
+    root = Node(blank(lm, prompt, **rest))
     level, leaves = [root], []
     for _ in range(depth):
         if expand is not None:

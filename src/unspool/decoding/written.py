@@ -18,7 +18,7 @@ import numpy as np
 
 from unspool.engine.ending import Ending
 from unspool.engine.engine import Engine
-from unspool.engine.generation import Generation
+from unspool.engine.generation import Generation, texts_html
 from unspool.engine.steps import Step, explained_step
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError, UnspoolError
@@ -36,8 +36,15 @@ class Ranking:
     generations: tuple[Generation, ...]
     scores: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        return f"<Ranking of {len(self.scores)}, best {self.scores[0]:.4g}: {self.best!r}>"
+
+    def _repr_html_(self) -> str:
+        return texts_html(self.generations, [f"score {score:.4g}" for score in self.scores])
+
     @property
     def best(self) -> Generation:
+        """The first of them."""
         return self.generations[0]
 
 

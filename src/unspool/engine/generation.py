@@ -11,12 +11,14 @@ two versions share is computed once: the engine finds it in its tree of tokens.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
+from unspool.engine.options import Options
 from unspool.engine.request import Request
-from unspool.engine.steps import Candidate, Step, Usage
+from unspool.engine.steps import Candidate, Step, Usage, brief
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.settings import SamplingSettings
@@ -26,7 +28,7 @@ from unspool.text.tokenizer.stream import TextStream
 class Source(Protocol):
     """Who wrote a generation, and can go on with it: a language model."""
 
-    def write_on(self, generation: Generation, **options: Any) -> StepStream:
+    def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
         """The steps that follow what the generation holds."""
 
     def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
@@ -39,7 +41,7 @@ class Source(Protocol):
         """The steps of a generation, told in full."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Generation:
     """A finished (or interrupted) piece of writing."""
 
@@ -87,14 +89,14 @@ class Generation:
         forked.steps = _retold(forked.steps + steps, TextStream(), ended=True)
         return forked
 
-    def resume(self, **options: Any) -> Generation:
+    def resume(self, **options: Unpack[Options]) -> Generation:
         """Go on writing from here, with the same settings or with others."""
         more, steps = self.going_on(**options)
         for _ in more.extend(steps):
             pass
         return more
 
-    def going_on(self, **options: Any) -> tuple[Generation, StepStream]:
+    def going_on(self, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
         """`resume`, with its steps still to come."""
         more = self.fork()
         steps = self._writer().write_on(more, **options)
@@ -110,7 +112,10 @@ class Generation:
 
     def _writer(self) -> Source:
         if self.source is None:
-            raise UnspoolError("this generation has no model to go on with")
+            raise UnspoolError(
+                "this generation has no model at hand, as after a pickle; give it one: "
+                "lm.attach(generation)"
+            )
         return self.source
 
     def explained(self, top: int = 5) -> Generation:
@@ -122,14 +127,17 @@ class Generation:
 
     @property
     def prompt(self) -> tuple[int, ...]:
+        """The tokens that were there before."""
         return self.request.prompt
 
     @property
     def settings(self) -> SamplingSettings:
+        """How its tokens were picked."""
         return self.request.settings
 
     @property
     def text(self) -> str:
+        """The new text, without the prompt."""
         return "".join(step.text for step in self.steps)
 
     @property
@@ -150,10 +158,12 @@ class Generation:
 
     @property
     def seed(self) -> int:
+        """What its draws follow from; the same seed writes it again."""
         return self.settings.seed
 
     @property
     def usage(self) -> Usage:
+        """Tokens and time that it took."""
         return Usage(
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.steps),
@@ -175,6 +185,51 @@ class Generation:
 
     def __str__(self) -> str:
         return self.text
+
+    def __repr__(self) -> str:
+        said = brief(self.text) if self.text else reprlib.repr(self.tokens)
+        return f"<Generation {said}, {len(self.steps)} tokens, {self.finish_reason}>"
+
+    def _repr_html_(self) -> str:
+        from unspool.notebook import legend, note, picture, steps_table, text_html
+
+        pieces = [step.piece() for step in self.steps]
+        seconds = self.usage.total_seconds
+        told = f"{len(pieces)} tokens, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
+        return picture(text_html(pieces), note(told), legend(), steps_table(pieces))
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def __copy__(self) -> Generation:
+        return replace(self, steps=list(self.steps), notes=list(self.notes))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
+        return self.__copy__()  # all else never changes, and the model is no part of the text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle holds the text and how it was asked for; not the model, nor who drafted."""
+        request = replace(self.request, drafter=None)
+        return Generation, (request, self.steps, self.empty_reason, None, self.notes, self.reused)
+
+
+class Generations(list[Generation]):
+    """Several texts; a list that a notebook shows one below the other."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} texts: {', '.join(brief(text.text, 24) for text in self)}>"
+
+    def _repr_html_(self) -> str:
+        return texts_html(self, [f"number {number}" for number in range(len(self))])
+
+
+def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
+    """Several texts for a notebook, each below its label."""
+    from unspool.notebook import legend, note, picture, text_html
+
+    shown: list[str] = []
+    for text, label in zip(texts, labels, strict=True):
+        shown += [note(label), text_html([step.piece() for step in text.steps])]
+    return picture(*shown, legend())
 
 
 def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:

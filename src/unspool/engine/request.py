@@ -43,6 +43,9 @@ class Request:
     grammar: Grammar | None = None  # what the text may be
     cached: bool = True  # False: the whole text is read again for every token
 
+    def __repr__(self) -> str:
+        return f"<Request {len(self.prompt)} tokens, {self.settings!r}>"
+
 
 DraftMaker = Callable[[Request], Drafter]
 """Makes the drafter of one request; what it took to get ready is shared by all of them."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from unspool.sampling.records import Draw, Pick, StageReport
+
+if TYPE_CHECKING:  # a notebook alone needs it
+    from unspool.notebook import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,33 @@ class Step:
     draft: str | None = None  # `accepted` or `rejected`, where a draft had guessed this token
     retracts: int = 0  # how many steps before this one were taken back by a guard
     chosen: bool = False  # by a person, not by the model
+
+    def __repr__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        chance = math.exp(self.logprob)
+        return f"<Step {readable(self.bytes)!r} ({self.token}), p {chance:.3g}{rank}>"
+
+    def piece(self) -> Piece:
+        """The step for a notebook."""
+        from unspool.notebook import Piece, percent
+
+        facts = [f"token {self.token}, probability {percent(math.exp(self.logprob))}"]
+        if self.rank is not None and self.entropy is not None:
+            facts.append(f"rank {self.rank + 1}, entropy {self.entropy:.2f} nats")
+        if self.draw is not None:
+            facts.append(f"drew {self.draw.u:.4f} from {self.draw.low:.4f} to {self.draw.high:.4f}")
+        if self.chosen:
+            facts.append("chosen by a person")
+        if self.candidates:
+            facts.append("candidates: " + ", ".join(map(_weighed, self.candidates)))
+        chance = math.exp(self.logprob)
+        return Piece(readable(self.bytes), chance, facts, shown=self.text)
+
+    def _repr_html_(self) -> str:
+        from unspool.notebook import note, picture, text_html
+
+        piece = self.piece()
+        return picture(text_html([replace(piece, shown=None)]), *map(note, piece.facts))
 
     @property
     def explained(self) -> bool:
@@ -92,8 +122,20 @@ def explained_step(
     )
 
 
+def _weighed(candidate: Candidate) -> str:
+    from unspool.notebook import percent
+
+    return f"{candidate.text!r} {percent(math.exp(candidate.logprob))}"
+
+
 def readable(piece: bytes) -> str:
+    """A token's bytes as text for people."""
     return piece.decode("utf-8", "replace")
+
+
+def brief(text: str, most: int = 48) -> str:
+    """A text in quotes on one line, cut if it is long."""
+    return repr(text if len(text) <= most else text[: most - 1] + "…")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +150,7 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
+        """The prompt's and the new ones."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
@@ -128,6 +171,23 @@ class TokenScore:
     entropy: float | None
     candidates: tuple[Candidate, ...] = ()
 
+    def __repr__(self) -> str:
+        told = "" if self.logprob is None else f", p {math.exp(self.logprob):.3g}, rank {self.rank}"
+        return f"<TokenScore {self.text!r} ({self.token}){told}>"
+
+    def piece(self) -> Piece:
+        """The token for a notebook."""
+        from unspool.notebook import Piece, percent
+
+        facts = [f"token {self.token}"]
+        if self.logprob is None or self.rank is None or self.entropy is None:
+            return Piece(self.text, None, [*facts, "nothing before it"])
+        facts.append(f"probability {percent(math.exp(self.logprob))}, rank {self.rank + 1}")
+        facts.append(f"entropy {self.entropy:.2f} nats")
+        if self.candidates:
+            facts.append("candidates: " + ", ".join(map(_weighed, self.candidates)))
+        return Piece(self.text, math.exp(self.logprob), facts)
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -137,6 +197,7 @@ class Score:
 
     @property
     def tokens(self) -> list[int]:
+        """The text's tokens."""
         return [position.token for position in self.positions]
 
     @property
@@ -149,11 +210,22 @@ class Score:
         """Log-probability of the whole text."""
         return math.fsum(self._known)
 
+    def __repr__(self) -> str:
+        text = brief("".join(position.text for position in self.positions))
+        return f"<Score {text}, {len(self.positions)} tokens, perplexity {self.perplexity:.4g}>"
+
     @property
     def perplexity(self) -> float:
         """How many equally likely tokens the model felt it was choosing from, on average."""
         known = self._known
         return math.exp(-math.fsum(known) / len(known)) if known else math.nan
+
+    def _repr_html_(self) -> str:
+        from unspool.notebook import legend, note, picture, steps_table, text_html
+
+        pieces = [position.piece() for position in self.positions]
+        told = note(f"log-probability {self.total:.2f}, perplexity {self.perplexity:.4g}")
+        return picture(text_html(pieces), told, legend(), steps_table(pieces))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

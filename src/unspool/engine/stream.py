@@ -92,6 +92,11 @@ class StepStream(Iterator[Step]):
         """Tokens that were guessed right."""
         return self._queue.accepted
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes than what waits to be read."""
+        return self._queue.ended
+
     # -- reading, one by one -----------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
@@ -160,6 +165,7 @@ class StepStream(Iterator[Step]):
                 listener()
 
     def unlisten(self, listener: Callable[[], object]) -> None:
+        """Call this no more."""
         with self._queue.changed, contextlib.suppress(ValueError):
             self._queue.listeners.remove(listener)
 

@@ -24,7 +24,10 @@ from unspool.lens.logit_lens import followed
 from unspool.lens.look import Look
 from unspool.lens.subject import checked_token
 from unspool.lens.weights import Doubles, final_norm, head_row
+from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
+
+_SHOWN = 16  # parts that a notebook shows
 
 PartName = Literal["embedding", "attention", "feed_forward", "norm_bias", "head_bias"]
 
@@ -57,6 +60,29 @@ class Attribution:
     softcap: float  # 0: there is none, and `said` is `logit`
     parts: tuple[Part, ...]  # in the order in which they were added
 
+    def __repr__(self) -> str:
+        most = self.strongest(1)[0]
+        layer = "" if most.layer is None else f" of layer {most.layer}"
+        return (
+            f"<Attribution of {self.text!r}: logit {self.logit:.4g} from {len(self.parts)} parts, "
+            f"most from {most.name}{layer} ({most.value:+.3g})>"
+        )
+
+    def _repr_html_(self) -> str:
+        shown = self.strongest(_SHOWN)
+        largest = max((abs(part.value) for part in shown), default=0.0)
+        rows = [
+            (
+                escape(part.name.replace("_", " ")),
+                "" if part.layer is None else str(part.layer),
+                f"{bar(part.value, largest)} {part.value:+.3f}",
+            )
+            for part in shown
+        ]
+        over = f" over {self.against_text or self.against!r}" if self.against is not None else ""
+        words = f"logit of {self.text!r}{over}: {self.logit:.4g}, the strongest of its parts"
+        return picture(note(words), table(("part", "layer", "adds"), rows))
+
     @property
     def rest(self) -> float:
         """What rounding in the run has lost: tiny in 32 bits, more in 16."""
@@ -67,6 +93,7 @@ class Attribution:
         return sorted(self.parts, key=lambda part: -abs(part.value))[:count]
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return {**asdict(self), "rest": self.rest}
 
 

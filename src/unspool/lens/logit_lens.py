@@ -22,6 +22,7 @@ from unspool.engine.steps import Candidate
 from unspool.errors import SettingsError
 from unspool.lens.look import Look
 from unspool.lens.subject import checked_token
+from unspool.notebook import bar, percent, picture, table, tinted
 from unspool.sampling import log_softmax, score
 from unspool.session import Session
 
@@ -39,6 +40,10 @@ class LayerSaid:
     entropy: float  # nats: how unsure
     candidates: tuple[Candidate, ...]  # the likeliest here
 
+    def __repr__(self) -> str:
+        said = f", says {self.candidates[0].text!r}" if self.candidates else ""
+        return f"<layer {self.layer}: p {self.probability:.3g}, rank {self.rank}{said}>"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitLens:
@@ -49,6 +54,25 @@ class LogitLens:
     text: str
     layers: tuple[LayerSaid, ...]
     logprobs: Floats | None = None  # [layers + 1, vocabulary], if asked for
+
+    def __repr__(self) -> str:
+        last = self.layers[-1]
+        return (
+            f"<LogitLens on {self.text!r} at {self.position}: {len(self.layers) - 1} layers, in "
+            f"the end p {last.probability:.3g}, rank {last.rank}>"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                str(said.layer),
+                f"{bar(said.probability, 1.0)} {percent(said.probability)}, rank {said.rank + 1}",
+                " ".join(tinted(repr(one.text), math.exp(one.logprob)) for one in said.candidates),
+            )
+            for said in self.layers
+        ]
+        head = ("after layer", f"how likely {self.text!r} would have been", "what it would say")
+        return picture(table(head, rows))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: without the whole vocabulary."""

@@ -20,9 +20,11 @@ from unspool.backends.step import Floats
 from unspool.errors import SettingsError
 from unspool.lens.subject import Text, tokens_of
 from unspool.lens.weights import host
+from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
 
 _DIGITS = 6  # of an attention weight in JSON
+_SHOWN = 24  # tokens with the most attention that a notebook shows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +39,25 @@ class Look:
     residuals: Floats  # [layers + 1, width]: before the first layer, and after each
     parts: Floats  # [layers, 2, width]: what attention and feed-forward added
     logits: Floats  # [vocabulary]: what the model said comes next
+
+    def __repr__(self) -> str:
+        layers, heads, past = self.attention.shape
+        here = f"{self.texts[-1]!r} at {self.position}"
+        return f"<Look at {here}: {layers} layers, {heads} heads, {past} tokens attended to>"
+
+    def _repr_html_(self) -> str:
+        share = self.attention_mean
+        most = np.argsort(-share, kind="stable")[:_SHOWN]
+        rows = [
+            (
+                str(at),
+                escape(repr(self.texts[at])),
+                f"{bar(share[at], share.max())} {share[at]:.1%}",
+            )
+            for at in sorted(map(int, most))
+        ]
+        words = f"attention from {self.texts[-1]!r} at {self.position}, mean over layers and heads"
+        return picture(note(words), table(("position", "token", "attention"), rows))
 
     @property
     def attention_by_layer(self) -> Floats:
@@ -65,6 +86,7 @@ class Look:
 
     @property
     def likeliest(self) -> int:
+        """The token with the largest logit."""
         return int(self.logits.argmax())
 
     def to_dict(self, *, heads: bool = False) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Neighbour:
     similarity: float  # cosine of the angle between the embeddings: 1 is the same direction
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return asdict(self)
 
 
@@ -36,7 +37,7 @@ def neighbours(lm: Session, token: int | str, count: int = 10) -> tuple[Neighbou
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise SettingsError(f"count is {count!r}; it may be a whole number from 0 up")
-    token = _single(lm, token) if isinstance(token, str) else checked_token(lm, token)
+    token = lm.single_token(token) if isinstance(token, str) else checked_token(lm, token)
     own = embedding(lm, token).astype(np.float64)
     own /= np.linalg.norm(own) or 1.0
     similar = np.concatenate([_cosines(rows, own) for rows in embeddings(lm)])
@@ -49,13 +50,3 @@ def _cosines(rows: np.ndarray[Any, np.dtype[np.float32]], own: Doubles) -> Doubl
     lengths = np.linalg.norm(rows, axis=-1).astype(np.float64)
     # A row of zeros (padding of the vocabulary) has no direction: near to nothing.
     return np.asarray((rows @ own) / np.where(lengths > 0, lengths, 1.0))
-
-
-def _single(lm: Session, text: str) -> int:
-    ids = lm.tokenizer.encode(text)
-    if len(ids) != 1:
-        pieces = ", ".join(f"{lm.readable(i)!r} ({i})" for i in ids[:8]) or "none"
-        raise SettingsError(
-            f"{text!r} is {len(ids)} tokens: {pieces}; ask for the neighbours of one of them"
-        )
-    return ids[0]

@@ -48,10 +48,12 @@ class Difference:
     now: Step | None
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         where = {"kind": self.kind, "index": self.index, "position": self.position}
         return where | {"then": _brief(self.then), "now": _brief(self.now)}
 
     def describe(self) -> str:
+        """One sentence for people."""
         place = f"position {self.position} (new token {self.index + 1})"
         then, now = _described(self.then), _described(self.now)
         if self.kind == "token":
@@ -73,8 +75,12 @@ class Replay:
     largest: float  # how far log-probabilities were apart at the most, before any difference
     other_model: str | None  # in what the model is another one
 
+    def __repr__(self) -> str:
+        return f"<Replay: {self.describe()}>"
+
     @property
     def exact(self) -> bool:
+        """Whether every token came again, as likely as then."""
         return self.difference is None
 
     def describe(self) -> str:
@@ -92,6 +98,7 @@ class Replay:
         return f"{found}; the model is another: {self.other_model}" if self.other_model else found
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return {
             "exact": self.exact,
             "text": self.generation.text,

@@ -15,7 +15,7 @@ from typing import Any
 
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
-from unspool.engine.steps import Step
+from unspool.engine.steps import Step, brief
 from unspool.sampling import GrammarSpec, SamplingSettings
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
 from unspool.session import Session
@@ -33,6 +33,9 @@ class Fingerprint:
     config: dict[str, Any]
     precision: str
     weights: str  # a hash of some of the weights
+
+    def __repr__(self) -> str:
+        return f"<Fingerprint {self.name}, {self.precision}, {self.weights[:12]}>"
 
     def differs_from(self, other: Fingerprint) -> str | None:
         """In what the other model is another one, in words; None if it is the same."""
@@ -60,12 +63,17 @@ class Trace:
     guards: GuardPolicy | None = None  # what was watched for
     guarded: bool = False  # guards watched, even if they were a caller's own, which no file holds
 
+    def __repr__(self) -> str:
+        return f"<Trace {brief(self.text)}, {len(self.steps)} tokens, by {self.model.name}>"
+
     @property
     def text(self) -> str:
+        """The new text."""
         return "".join(step.text for step in self.steps)
 
     @property
     def tokens(self) -> list[int]:
+        """The new tokens."""
         return [step.token for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:

@@ -155,6 +155,10 @@ class Grammar:
         """SettingsError, in one line, where it cannot be used; the same one for an equal spec."""
         return vocabulary._compiled(spec)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle holds what was asked for; it can be compiled again where the vocabulary is."""
+        return _not_compiled, (self.spec,)
+
     def start(self) -> GrammarState:
         """The state of an empty text."""
         return GrammarState(self, self._root.deep_copy())
@@ -169,6 +173,12 @@ class Grammar:
             if state.must_end or not likely.size:
                 return
             state.advance(int(likely[likely.size // 2]))
+
+
+def _not_compiled(spec: GrammarSpec) -> Grammar:
+    found = Grammar.__new__(Grammar)
+    found.spec = spec
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,15 @@ class StageReport:
     changed: int  # candidates that remain with another logit
     top: tuple[tuple[int, float], ...]  # the likeliest after it: (token, probability)
 
+    def __repr__(self) -> str:
+        return (
+            f"<StageReport {self.name}: kept {self.kept}, removed {self.removed} with "
+            f"{self.removed_mass:.3g} of the probability, changed {self.changed}>"
+        )
+
     @property
     def removed_mass(self) -> float:
+        """The probability, before the stage, of those that it took away."""
         return max(0.0, 1.0 - self.kept_mass)
 
 

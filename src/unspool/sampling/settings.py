@@ -157,6 +157,12 @@ class SamplingSettings:
         changed = [name for name in _DEFAULTS if getattr(self, name) != _DEFAULTS[name]]
         self._require_stages(changed)
 
+    def __repr__(self) -> str:
+        """Only what is not at its usual value."""
+        own = {**_DEFAULTS, "seed": 0, "stages": DEFAULT_STAGES}
+        told = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) != own[name]}
+        return f"SamplingSettings({', '.join(f'{n}={value!r}' for n, value in told.items())})"
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 

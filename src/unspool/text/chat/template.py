@@ -75,6 +75,9 @@ class ChatPrompt:
     generation: Span | None  # what asks the model for its turn, behind the last message
     text: str
 
+    def __repr__(self) -> str:
+        return f"<ChatPrompt of {len(self.spans)} messages, {len(self.ids)} tokens>"
+
 
 # Templates build control tokens from these on purpose: '<|' + message.role + '|>'.
 _USUAL_ROLES = {"system", "user", "assistant", "tool", "developer", "function", "ipython", "model",

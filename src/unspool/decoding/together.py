@@ -1,0 +1,101 @@
+"""Many texts in one batch: a list of prompts, or samples of one prompt.
+
+    lm.generate(["Once upon a time", "The capital of Germany is"])
+
+What the prompts have in common at their beginning is computed once. Each text is the one that it
+would be alone. Leaving in any way, an interrupt too, ends whatever is still being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+from unspool.decoding.progress import progress_bar
+from unspool.engine.generation import Generation, Generations
+from unspool.engine.stream import StepStream
+from unspool.errors import BatchError, UnspoolError
+from unspool.session import Prompt, Session
+
+_AT_ONCE = 256  # texts handed in together: more than fit a batch, fewer than may wait
+
+
+def generate_all(
+    lm: Session, prompts: Sequence[Prompt], options: dict[str, Any], *, progress: bool = True
+) -> Generations:
+    """A text for each prompt, in their order, all with the same options.
+
+    Prompts are checked before anything is written. A text that goes wrong later does not stop the
+    others: once they are written, a `BatchError` tells what happened, and holds them all.
+    """
+    texts = Generations(_draft(lm, number, one, options) for number, one in enumerate(prompts))
+    with progress_bar("writing", len(texts), show=progress) as tell:
+        failed = write_all(lm, texts, tell)
+    if failed:
+        number, error = next(iter(failed.items()))
+        raise BatchError(
+            f"{len(failed)} of {len(texts)} texts went wrong, the first of them number {number}: "
+            f"{error} (this error's `generations` holds what was written, its `errors` the rest)",
+            texts,
+            failed,
+        ) from error
+    return texts
+
+
+def _draft(lm: Session, number: int, prompt: Prompt, options: dict[str, Any]) -> Generation:
+    try:
+        return lm.draft(prompt, **options)
+    except UnspoolError as error:
+        raise type(error)(f"prompt {number}: {error}") from None
+
+
+def write_all(
+    lm: Session,
+    texts: Sequence[Generation],
+    tell: Callable[[int], object] = lambda done: None,
+    *,
+    patient: bool = True,
+) -> dict[int, Exception]:
+    """Have drafts written, in one batch; what went wrong, by the text's number.
+
+    `tell` hears now and then how many are done. Not `patient`: the first error ends them all.
+    """
+    failed: dict[int, Exception] = {}
+    started: list[StepStream] = []
+
+    def start_more() -> None:
+        done = sum(steps.ended for steps in started)
+        tell(done)
+        for text in texts[len(started) : done + _AT_ONCE]:
+            started.append(lm.engine.submit(text.request))
+
+    if len(texts) > 1:
+        _read_what_all_share(lm, [text.prompt for text in texts])
+    try:
+        start_more()
+        for number, text in enumerate(texts):
+            try:
+                for _ in text.extend(started[number]):
+                    start_more()
+            except Exception as error:
+                if not patient:
+                    raise
+                failed[number] = error
+            start_more()
+    finally:
+        for steps in started:
+            steps.close()
+    return failed
+
+
+def _read_what_all_share(lm: Session, prompts: Sequence[Sequence[int]]) -> None:
+    """Begun all at once, the texts would each find nothing computed, and each compute the same.
+
+    The last token each reads itself, for the logits behind it.
+    """
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
+    count = min(sum(1 for _ in alike), min(map(len, prompts)) - 1)
+    if count > 0:
+        with lm.opened(prompts[0][:count]) as branch:
+            lm.engine.extend(branch)

@@ -1,0 +1,91 @@
+"""Names of options that are none here: what to write instead.
+
+People bring names along from other programs. Each of those is answered with ours; any other name
+with the one that looks most like it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from unspool.engine.options import NAMES
+from unspool.errors import SettingsError
+
+_SAME = {
+    "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens num_predict n_predict",
+    "temperature": "temp",
+    "seed": "random_seed manual_seed generator",
+    "repetition_penalty": "repeat_penalty",
+    "penalty_window": "repeat_last_n repetition_penalty_range",
+    "no_repeat_ngram": "no_repeat_ngram_size",
+    "typical_p": "typical",
+    "eta": "eta_cutoff",
+    "dry_breakers": "dry_sequence_breakers",
+    "dry_window": "dry_penalty_last_n",
+    "stop": "stop_sequences stop_strings stop_words",
+    "stages": "samplers sampler_order",
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+    "choice": "guided_choice choices",
+    "grammar": "guided_grammar",
+    "cache": "use_cache",
+}
+_OUR_NAME = {theirs: ours for ours, names in _SAME.items() for theirs in names.split()}
+
+_ADVICE = {
+    "max_length max_context_length": "max_tokens counts the new tokens alone: write "
+    "max_tokens={value!r}, less the prompt's",
+    "min_tokens min_new_tokens min_length": "end=False goes on where the model would end, up to "
+    "max_tokens",
+    "do_sample": "temperature=0 always takes the likeliest token, and above 0 it is drawn",
+    "num_return_sequences n num_samples": "write lm.samples(prompt, {value!r})",
+    "best_of": "write lm.best_of(prompt, {value!r})",
+    "num_beams beams beam_width": "write lm.beam(prompt, beams={value!r})",
+    "num_beam_groups": "write lm.beam(prompt, beams=4, groups={value!r})",
+    "penalty_alpha": "write lm.contrastive(prompt, alpha={value!r})",
+    "mirostat mirostat_mode": "mirostat_tau=5 turns it on (version 2)",
+    "epsilon_cutoff tfs_z tfs top_a": "there is min_p, which does nearly the same",
+    "eos_token_id eos_token stop_token_ids": "the model's own end tokens end a text (lm.end_ids); "
+    "end=False goes on behind them, and stop= takes strings",
+    "ignore_eos": "end=False goes on when the model writes an end token",
+    "pad_token_id pad_token padding truncation attention_mask": "nothing is padded here: leave it "
+    "out",
+    "return_full_text echo": "a result's text is the new text alone; put the prompt before it "
+    "yourself",
+    "top_logprobs logprobs n_probs output_scores output_logits return_dict_in_generate": "every "
+    "step has its logprob; top=5 tells the candidates, explain=True how it was picked",
+    "stream streamer": "write lm.stream(prompt)",
+    "logits_processor logits_processors": "write stages=[your_function, ...], a function of "
+    "(tokens, logits)",
+    "bad_words bad_words_ids": "guard='ban=word|another' takes words back, logit_bias={{' word': "
+    "float('-inf')}} forbids a token",
+    "response_format format": "json=True asks for JSON, json_schema= for JSON of a schema",
+    "assistant_model draft_model prompt_lookup_num_tokens": "speculate='model:PATH' or "
+    "speculate='lookup' guesses ahead",
+    "messages system system_prompt": "write lm.chat([{{'role': 'user', 'content': '...'}}])",
+    "batch_size": "give a list of prompts: they are one batch",
+    "tools": "lm.chat takes them",
+    "device dtype n_ctx num_ctx context num_thread threads": "that is said when loading: see "
+    "help(unspool.load)",
+}
+_ADVICE_OF = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
+
+
+def check_names(options: dict[str, Any], also: Iterable[str] = ()) -> None:
+    """Refuse options that are none, in words that help; `also` are a function's own names."""
+    for name, value in options.items():
+        if name not in NAMES:
+            raise SettingsError(f"there is no option {name!r}{_instead(name, value, also)}")
+
+
+def _instead(name: str, value: Any, also: Iterable[str]) -> str:
+    if name in _OUR_NAME:
+        return f": write {_OUR_NAME[name]}={value!r}"
+    if name in _ADVICE_OF:
+        return f": {_ADVICE_OF[name].format(value=value)}"
+    close = difflib.get_close_matches(name, [*NAMES, *also], n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return "; help(lm.generate) tells those that there are"

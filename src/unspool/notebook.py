@@ -1,0 +1,122 @@
+"""Results as HTML, for notebooks: tokens tinted by how likely they were, hover for the rest.
+
+Each picture stands alone: its style is with it, and it needs no script. Tints are half transparent
+and text has the notebook's own colour, so that it can be read on a light page and on a dark one.
+What hovering tells is in a table too, for those who read without a mouse. Everything is escaped: a
+model may write `<script>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# From "saw it coming" to "a surprise": the least probability, and the tint.
+_SCALE = (
+    (0.9, "60 160 90 / 0.10"),
+    (0.6, "110 170 60 / 0.22"),
+    (0.3, "220 180 0 / 0.28"),
+    (0.1, "240 140 30 / 0.34"),
+    (0.0, "230 60 60 / 0.36"),
+)
+_STYLE = """
+.unspool{color:var(--jp-content-font-color1,inherit);font:14px/1.7 var(--jp-content-font-family,
+system-ui,sans-serif);max-width:60em}
+.unspool .text{white-space:pre-wrap;overflow-wrap:anywhere;margin:.25em 0}
+.unspool .text span{border-radius:3px}
+.unspool .text span:hover{outline:1px solid currentColor}
+.unspool .note{font-size:12px;margin:.25em 0}
+.unspool .note span{border-radius:3px;padding:0 .4em;margin-left:.3em}
+.unspool summary{cursor:pointer;font-size:12px}
+.unspool table{border-collapse:collapse;font-size:12px;margin:.25em 0}
+.unspool th,.unspool td{text-align:left;padding:.1em .6em;white-space:pre-wrap;color:inherit;
+border-bottom:1px solid rgb(128 128 128 / 0.3);vertical-align:top}
+.unspool .bar{display:inline-block;height:.7em;background:rgb(60 120 220 / 0.7);border-radius:2px}
+.unspool .bar.less{background:rgb(230 90 60 / 0.7)}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A token as it is shown."""
+
+    text: str
+    probability: float | None  # None: nothing was before it, so nobody could say
+    facts: Sequence[str] = ()  # what hovering tells, and the table
+    shown: str | None = None  # in its place in the text, if that is not `text`
+
+
+def escape(text: str) -> str:
+    """A text as it may stand in HTML, also within quotes."""
+    for plain, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(plain, safe)
+    return text
+
+
+def picture(*parts: str) -> str:
+    """One output of a notebook."""
+    return f'<div class="unspool"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+def text_html(pieces: Iterable[Piece], before: str = "") -> str:
+    """Tokens in a row, tinted, each with a title that tells its facts."""
+    spans = []
+    for piece in pieces:
+        title = escape("\n".join([repr(piece.text), *piece.facts]))
+        shown = escape(piece.text if piece.shown is None else piece.shown)
+        spans.append(f'<span style="{_tint(piece.probability)}" title="{title}">{shown}</span>')
+    return f'<div class="text">{escape(before)}{"".join(spans)}</div>'
+
+
+def steps_table(pieces: Sequence[Piece]) -> str:
+    """The same facts as a table, folded away."""
+    rows = "".join(
+        f"<tr><td>{number}</td><td>{escape(repr(piece.text))}</td>"
+        f"<td>{escape('; '.join(piece.facts))}</td></tr>"
+        for number, piece in enumerate(pieces)
+    )
+    head = "<tr><th>number</th><th>token</th><th>how it came about</th></tr>"
+    count = f"{len(pieces)} tokens, one by one"
+    return f"<details><summary>{count}</summary><table>{head}{rows}</table></details>"
+
+
+def legend() -> str:
+    """What the tints mean."""
+    scale = "".join(f'<span style="{_tint(least)}">≥ {least:.0%}</span>' for least, _ in _SCALE)
+    return f'<div class="note">probability{scale}</div>'
+
+
+def note(text: str) -> str:
+    """A line of small print."""
+    return f'<div class="note">{escape(text)}</div>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML already."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def bar(value: float, largest: float) -> str:
+    """A number as the length of a bar; below zero in another colour."""
+    width = 12 * abs(value) / largest if largest > 0 else 0.0
+    kind = "bar less" if value < 0 else "bar"
+    return f'<span class="{kind}" style="width:{width:.2f}em"></span>'
+
+
+def tinted(text: str, probability: float) -> str:
+    """A word on its tint."""
+    return f'<span style="{_tint(probability)}">{escape(text)}</span>'
+
+
+def percent(probability: float) -> str:
+    """A probability for people."""
+    return f"{probability:.1%}" if probability >= 0.001 else f"{probability:.2g}"
+
+
+def _tint(probability: float | None) -> str:
+    if probability is None:
+        return ""
+    colour = next((tint for least, tint in _SCALE if probability >= least), _SCALE[-1][1])
+    return f"background:rgb({colour})"
