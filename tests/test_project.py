@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "loading": {"errors", "text", "model", "backends", "native", "engine", "session", "decoding"},
     "conversation": {"errors", "engine", "request_options", "session"},
     "page": set(),
-    "serve": {"errors", "text", "sampling", "engine", "request_options", "session", "decoding",
+    "serve": {"errors", "text", "model", "sampling", "engine", "request_options", "session", "decoding",
               "lens", "page", "__init__"},
     "cli": {"errors", "text", "model", "backends", "sampling", "engine", "session", "decoding",
             "lens", "loading", "conversation", "serve", "__init__"},

@@ -27,6 +27,10 @@ from unspool.serve.http.errors import ApiError, to_api_error
 from unspool.serve.http.middleware import Middleware
 from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
+from unspool.serve.llamacpp import completion
+from unspool.serve.ollama import embed as ollama_embed
+from unspool.serve.ollama import models as ollama_models
+from unspool.serve.ollama import writing as ollama_writing
 from unspool.serve.openai import chat, completions, embeddings, models, responses
 from unspool.serve.tree import endpoints as tree
 
@@ -59,7 +63,8 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
     )
     api.state.server = state
     parts = [models, chat, completions, responses, messages, embeddings]  # in this order at /docs
-    for part in (*parts, tokens, tree, operation, docs_page, page_files):
+    ollama = [ollama_writing, ollama_embed, ollama_models]
+    for part in (*parts, *ollama, completion, tokens, tree, operation, docs_page, page_files):
         api.include_router(part.router)
     api.openapi = partial(_document, api.openapi)  # type: ignore[method-assign]
     for kind in _KNOWN:
@@ -71,7 +76,7 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
             allow_origins=settings.cors,
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-unspool-ignored", "x-unspool-note"],
         )
     return wrapped, state
 
