@@ -54,6 +54,7 @@ CLOSED: list[tuple[Any, Any, Any]] = [  # schema, what fits, what does not
     ({"type": "object", "patternProperties": {"^n[0-9]$": {"type": "integer"}}}, {"n1": 1},
      {"x": 1}),
     ({**PET, "unevaluatedProperties": False}, {"name": "ab"}, {"name": "ab", "x": 1}),
+    ({"properties": {"name": {"const": "ab"}}}, {"name": "ab"}, 3),
 ]  # fmt: skip
 
 

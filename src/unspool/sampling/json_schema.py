@@ -100,6 +100,8 @@ class _Preparer:
 
     def _close(self, found: Schema, names: Iterable[str]) -> None:
         known = _mapping(found, "properties")
+        if "properties" in found:
+            found.setdefault("type", "object")  # who names properties means no number or list
         if names or "properties" in found or "patternProperties" in found:
             found["properties"] = known | {name: True for name in names if name not in known}
             found["additionalProperties"] = False

@@ -40,7 +40,7 @@ async def _embedded(call: Call, body: EmbedRequest, entered: float) -> dict[str,
     vectors = await call.threads(partial(embedding, call.served.lm), prompts)
     arrived = call.request.state.arrived
     return {
-        "model": body.model,
+        "model": body.model or call.served.name,
         "embeddings": [vector.tolist() for vector in vectors],
         "total_duration": nanoseconds(perf_counter() - arrived),
         "load_duration": nanoseconds(entered - arrived),
@@ -57,13 +57,12 @@ async def _one(call: Call, prompt: str) -> dict[str, Any]:
 def _ids(call: Call, texts: list[str], truncates: bool) -> list[list[int]]:
     """Each text in tokens; what is too long is cut, unless that is not wanted."""
     lm = call.served.lm
+    if not truncates:
+        call.check_text(*texts)
+        found = [lm.prompt_ids(text) for text in texts]
+        call.check_prompt(max(map(len, found)))
+        return found
     most = min(lm.context, call.settings.max_prompt or lm.context)
-    found = []
-    for text in texts:
-        if truncates:
-            text = text[: most * call.served.longest_token]
-        call.check_text(text)
-        ids = lm.prompt_ids(text)[: most if truncates else None]
-        call.check_prompt(len(ids))
-        found.append(ids)
-    return found
+    longest = most * call.served.longest_token  # characters that may matter
+    found = [lm.tokenizer.encode_prompt(text[:longest])[:most] for text in texts]
+    return [lm.prompt_ids(ids) for ids in found]

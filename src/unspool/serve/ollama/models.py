@@ -14,7 +14,7 @@ from unspool import __version__
 from unspool.model.weights import parameter_count
 from unspool.serve.core.registry import ModelEntry, ServedModel
 from unspool.serve.core.state import state_of
-from unspool.serve.http.errors import ApiError, bad_request
+from unspool.serve.http.errors import ApiError
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.ollama.schema import ShowRequest
 
@@ -57,10 +57,7 @@ async def running(request: Request) -> Response:
 @router.post("/api/show", summary="What is known of a model")
 async def show(body: ShowRequest, request: Request) -> Response:
     registry = state_of(request).registry
-    name = body.model or body.name
-    if name is None:
-        raise bad_request("model is missing; it is required", "model")
-    entry = registry.entry(name)
+    entry = registry.entry(body.model or body.name)
     served = registry.loaded.get(entry.name)
     found: dict[str, Any] = {
         "modelfile": f"# served by unspool\nFROM {entry.name}\n",

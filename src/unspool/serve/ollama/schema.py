@@ -48,7 +48,7 @@ class Message(PartialApi):
 class _Asking(ForeignRequest):
     """What `/api/generate` and `/api/chat` have in common."""
 
-    model: ShortText
+    model: ShortText | None = None
     stream: bool | None = Field(None, description="false: the whole answer at once")
     format: Format | None = Field(None, description="json, or a JSON schema")
     options: dict[str, Any] | None = Field(None, description="temperature, num_predict, seed, …")
@@ -86,7 +86,7 @@ class GenerateRequest(_Asking):
 class EmbedRequest(ForeignRequest):
     """Texts to be made vectors."""
 
-    model: ShortText
+    model: ShortText | None = None
     input: str | Annotated[list[str], Field(min_length=1, max_length=256)]
     truncate: bool | None = None
     dimensions: int | None = Field(None, ge=1)
@@ -96,7 +96,7 @@ class EmbedRequest(ForeignRequest):
 class EmbeddingsRequest(ForeignRequest):
     """One text, as Ollama's older endpoint takes it."""
 
-    model: ShortText
+    model: ShortText | None = None
     prompt: str
     options: dict[str, Any] | None = None
 

@@ -58,14 +58,14 @@ async def _answered(body: Asking, request: Request) -> Response:
 async def _loaded(body: Asking, request: Request) -> Response:
     """Nothing to answer: the model is loaded, or, with `keep_alive: 0`, let go."""
     state = state_of(request)
-    reason = "load"
+    reason, name = "load", body.model or state.registry.first
     if body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0:
-        state.registry.unload(body.model)
+        state.registry.unload(name)
         reason = "unload"
     else:
         async with state.call(request, body.model) as call:
             call.heed(body)
-    found = {**_head(body.model), **_piece(body, ""), "done": True, "done_reason": reason}
+    found = {**_head(name), **_piece(body, ""), "done": True, "done_reason": reason}
     return JsonReply(found)
 
 
@@ -123,11 +123,12 @@ def _thinking(call: Call, body: Asking) -> dict[str, Any]:
     source = call.served.lm.tokenizer.chat_template or ""
     knows = "enable_thinking" in source or "reasoning_effort" in source
     if body.think and not knows:
-        raise bad_request(f"{body.model!r} does not support thinking", "think")
+        raise bad_request(f"{call.served.name!r} does not support thinking", "think")
     if body.think is None or not knows:
         return {}
-    efforts = {True: "medium", False: "none"}
-    return {"reasoning_effort": efforts.get(body.think, body.think)}
+    if isinstance(body.think, str):
+        return {"reasoning_effort": body.think}
+    return {"reasoning_effort": "medium" if body.think else "none"}
 
 
 def _messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -186,6 +187,7 @@ class _Answer(BlockAnswer):
     ) -> None:
         super().__init__(call, texts, use)
         self.body, self.load_seconds = body, load_seconds
+        self.model = body.model or call.served.name  # by the name it was asked for
         self.arrived = call.request.state.arrived
         self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
 
@@ -196,7 +198,7 @@ class _Answer(BlockAnswer):
         more = {"tool_calls": calls} if calls else {}
         text = "".join(block.text for block in words)
         logprobs = self._logprobs([step for block in words for step in block.steps])
-        return {**_head(self.body.model), **_piece(self.body, text, **more), **logprobs,
+        return {**_head(self.model), **_piece(self.body, text, **more), **logprobs,
                 **self._end()}  # fmt: skip
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
@@ -204,9 +206,9 @@ class _Answer(BlockAnswer):
             pieces = [piece for change in changes if (piece := self._changed(change))]
             if pieces:
                 yield b"".join(
-                    line({**_head(self.body.model), **piece, "done": False}) for piece in pieces
+                    line({**_head(self.model), **piece, "done": False}) for piece in pieces
                 )
-        yield line({**_head(self.body.model), **_piece(self.body, ""), **self._end()})
+        yield line({**_head(self.model), **_piece(self.body, ""), **self._end()})
 
     def _changed(self, change: Change) -> dict[str, Any] | None:
         if change.block.name is None:
