@@ -7,6 +7,7 @@ that is none.
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,7 +16,7 @@ from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
 from unspool.engine.option_names import check_names
 from unspool.engine.request import Drafter, DraftMaker, Request
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, UnspoolWarning
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.settings import MIROSTAT_STAGES
@@ -217,7 +218,11 @@ def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:
     if len(asked) > 1:
         raise SettingsError(f"{' and '.join(asked)} were given; a text can obey only one of them")
     ((name, value),) = asked.items()
-    return Grammar.compile(_GRAMMARS[name](value), model.grammar_vocabulary())
+    spec = _GRAMMARS[name](value)
+    if value is not spec:  # who made the spec has its notes
+        for note in spec.notes:
+            warnings.warn(note, UnspoolWarning, stacklevel=2)
+    return Grammar.compile(spec, model.grammar_vocabulary())
 
 
 def _written_grammar(text: Any) -> GrammarSpec:
