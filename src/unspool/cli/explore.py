@@ -116,14 +116,14 @@ def view(explorer: Explorer, prompt: str) -> RenderableType:
     from rich.panel import Panel
     from rich.text import Text
 
-    from unspool.cli.show import chance_style, quoted
+    from unspool.cli.show import chance_style, in_cells
 
     text = Text(prompt, "dim")
     for number, step in enumerate(explorer.text.steps):
         style: Any = chance_style(math.exp(step.logprob))
         if number >= explorer.cursor:
             style = "dim"
-        text.append(step.bytes.decode("utf-8", "replace"), style)
+        text.append(step.text if step.text or not step.bytes else "·", style)
         if number + 1 == explorer.cursor:
             text.append("▏", "bold")
     if explorer.cursor == 0:
@@ -133,7 +133,7 @@ def view(explorer: Explorer, prompt: str) -> RenderableType:
         chance = math.exp(candidate.logprob)
         marked = number == explorer.chosen
         rows.append("▸ " if marked else "  ", "bold")
-        rows.append(f"{quoted(candidate.text):<18.18} ", "bold" if marked else "")
+        rows.append(f"{in_cells(candidate.text, 18)} ", "bold" if marked else "")
         rows.append("█" * round(chance * 30) or "▏", "green" if marked else "blue")
         rows.append(f" {chance:.1%}\n")
     branches = Text()

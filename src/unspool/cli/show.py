@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import TYPE_CHECKING
 
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _SCALE = ((0.9, "#b7e4c7"), (0.6, "#d8f3a0"), (0.3, "#ffe39a"), (0.1, "#ffc58a"), (0.0, "#ff9b9b"))
 _PIECES = ("#cfe8ff", "#ffe0c2", "#d9f2d0", "#f3d4ee", "#fff3b0")
 _BAR = 24
+_SPACE = re.compile(" (?![0-9A-F ]+⟩)")
 
 
 def out() -> Console:
@@ -51,17 +54,21 @@ def legend() -> Text:
 
 
 def quoted(text: str) -> str:
-    """A token's text so that spaces and line ends can be seen."""
-    return repr(text)[1:-1].replace("\\'", "'").replace(" ", "␣") if text else "∅"
+    """A token's text so that spaces and line ends can be seen; ⟨F0 9F⟩ are bytes, as they are."""
+    return _SPACE.sub("␣", repr(text)[1:-1].replace("\\'", "'")) if text else "∅"
+
+
+def in_cells(text: str, width: int) -> str:
+    """So many columns of the terminal, of which an emoji takes two."""
+    return set_cell_size(quoted(text), width)
 
 
 def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
     """One step: the picked token, and what else the model weighed."""
-    picked = step.bytes.decode("utf-8", "replace")
     lines = Text()
     chance = math.exp(step.logprob)
     lines.append(f"{step.position:>5} ", "dim")
-    lines.append(f" {quoted(picked)} ", chance_style(chance))
+    lines.append(f" {quoted(step.piece)} ", chance_style(chance))
     lines.append(f"  {chance:.1%} of the model's own", "dim")
     if step.rank is not None:
         lines.append(f", rank {step.rank + 1}, entropy {step.entropy:.2f} nats", "dim")
@@ -71,7 +78,7 @@ def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
         probability = math.exp(candidate.logprob)
         width = round(probability * _BAR)
         mark = "▸" if candidate.token == step.token else " "
-        lines.append(f"\n      {mark} {quoted(candidate.text):<16.16} ")
+        lines.append(f"\n      {mark} {in_cells(candidate.text, 16)} ")
         lines.append("█" * width or "▏", "green" if candidate.token == step.token else "blue")
         lines.append(f" {probability:.1%}")
         if step.draw is None:  # greedy: nothing was drawn, the likeliest was taken

@@ -179,10 +179,10 @@ class Generation:
 
 def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:
     """Steps with the text that each makes certain, when so much is known of what may follow."""
-    texts = [stream.push(step.bytes) for step in steps]
-    if ended and texts:
-        texts[-1] += stream.finish()
+    told = [(stream.half, stream.push(step.bytes)) for step in steps]
+    if ended and told:
+        told[-1] = (told[-1][0], told[-1][1] + stream.finish())
     return [
-        step if step.text == text else replace(step, text=text)
-        for step, text in zip(steps, texts, strict=True)
+        step if (step.begun, step.text) == (begun, text) else replace(step, begun=begun, text=text)
+        for step, (begun, text) in zip(steps, told, strict=True)
     ]

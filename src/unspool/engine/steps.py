@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from unspool.sampling.records import Draw, Pick, StageReport
+from unspool.text.tokenizer.characters import readable
+
+_Bytes = bytes  # where `Step.bytes` hides the type
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,14 @@ class Step:
     draft: str | None = None  # `accepted` or `rejected`, where a draft had guessed this token
     retracts: int = 0  # how many steps before this one were taken back by a guard
     chosen: bool = False  # by a person, not by the model
+    # Of a character that the tokens before left unfinished: follows from them, and is not saved.
+    begun: _Bytes = field(default=b"", compare=False)
+
+    @property
+    def piece(self) -> str:
+        """This token for people to read: a character that it completes is shown whole, bytes that
+        are none stand in ⟨⟩."""
+        return readable(self.bytes, self.begun)
 
     @property
     def explained(self) -> bool:
@@ -56,7 +67,9 @@ class Step:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; bytes as a list of numbers."""
-        return {**asdict(self), "bytes": list(self.bytes)}
+        told = {**asdict(self), "bytes": list(self.bytes)}
+        del told["begun"]  # what the bytes of the steps before say
+        return told
 
 
 def explained_step(
@@ -68,6 +81,8 @@ def explained_step(
     finish_reason: str | None,
     draft: str | None = None,
     retracts: int = 0,
+    *,
+    begun: _Bytes = b"",
 ) -> Step:
     """A step with all that sampling knows of a pick."""
     return Step(
@@ -83,17 +98,14 @@ def explained_step(
         pick.probability,
         pick.draw,
         tuple(
-            Candidate(c.token, readable(token_bytes(c.token)), c.logprob, c.probability)
+            Candidate(c.token, readable(token_bytes(c.token), begun), c.logprob, c.probability)
             for c in pick.candidates
         ),
         pick.stages,
         draft,
         retracts,
+        begun=begun,
     )
-
-
-def readable(piece: bytes) -> str:
-    return piece.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def logit_lens(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise SettingsError(f"top is {top!r}; it may be a whole number from 0 up")
-    token = followed(lm, seen, token)
+    token, begun = followed(lm, seen, token), lm.begun(seen.tokens)
     layers: list[LayerSaid] = []
     logprobs: list[Floats] = []
     for start in range(0, len(seen.residuals), _LAYERS_AT_ONCE):
@@ -88,13 +88,13 @@ def logit_lens(
                     logprob=logprob,
                     rank=int(found.ranks[row]),
                     entropy=max(0.0, float(found.entropies[row])),
-                    candidates=tuple(_candidate(lm, int(t), float(p)) for t, p in best),
+                    candidates=tuple(_candidate(lm, int(t), float(p), begun) for t, p in best),
                 )
             )
     return LogitLens(
         position=seen.position,
         token=token,
-        text=lm.readable(token),
+        text=lm.readable(token, begun),
         layers=tuple(layers),
         logprobs=np.concatenate(logprobs) if whole else None,
     )
@@ -107,5 +107,5 @@ def followed(lm: LanguageModel, seen: Look, token: int | None) -> int:
     return seen.likeliest if seen.picked is None else seen.picked
 
 
-def _candidate(lm: LanguageModel, token: int, logprob: float) -> Candidate:
-    return Candidate(token, lm.readable(token), logprob, math.exp(logprob))
+def _candidate(lm: LanguageModel, token: int, logprob: float, begun: bytes) -> Candidate:
+    return Candidate(token, lm.readable(token, begun), logprob, math.exp(logprob))

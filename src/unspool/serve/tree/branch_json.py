@@ -82,8 +82,10 @@ def branch_with_steps(
 
 def prompt_json(prompt: TreePrompt) -> dict[str, Any]:
     tokens = [
-        {"id": token, "text": prompt.readable(token), "added": place in prompt.added}
-        for place, token in enumerate(prompt.ids)
+        {"id": token, "piece": piece, "text": text, "added": place in prompt.added}
+        for place, (token, (piece, text)) in enumerate(
+            zip(prompt.ids, prompt.pieces(), strict=True)
+        )
     ]
     return {
         "text": prompt.text,
