@@ -48,7 +48,7 @@ def page(
         if browser and not webbrowser.open(address):
             o.say(f"no browser was found here; open {address} in yours")
 
-    starting.run(settings, started)
+    starting.run(settings, started, others=True)
 
 
 def _usual_port() -> int:

@@ -33,6 +33,7 @@ class ModelEntry:
     name: str
     load: Callable[[], LanguageModel]
     size: int  # bytes it is expected to take, keys and values not counted
+    source: str = ""  # whose store it was found in
 
 
 @dataclass(eq=False)
@@ -76,6 +77,14 @@ class ModelRegistry:
         self._loading = asyncio.Lock()
         self._tasks: dict[str, asyncio.Future[None]] = {}  # of models that are being loaded
         self._freed = asyncio.Event()  # a model lost its last user
+
+    def add(self, entries: Sequence[ModelEntry]) -> None:
+        """More models, found later; on any thread. A name that is taken keeps its model."""
+        new = {entry.name: entry for entry in entries if entry.name not in self.entries}
+        self.entries = {**self.entries, **new}
+
+    def is_loading(self, name: str) -> bool:
+        return name in self._tasks
 
     def entry(self, name: str | None) -> ModelEntry:
         """What a request means by a model's name; without one, the first model."""
