@@ -84,7 +84,7 @@ function Tokens({ branch, from, to, isParting }) {
   const key = `${branch.id} ${from} ${to} ${state.tint} ${branch.steps[to - 1]?.token}`;
   return useMemo(() => html`${branch.steps.slice(from, to).map((step, number) => {
     const isFirst = isParting && number === 0;
-    const kind = ["t", isWord(step.text, branch.steps[from + number - 1]?.text) && "word", tintOf(step, state.tint), step.chosen && "chosen", isFirst && "parts"];
+    const kind = ["t", !isFirst && isWord(step.text, branch.steps[from + number - 1]?.text) && "word", tintOf(step, state.tint), step.chosen && "chosen", isFirst && "parts"];
     return html`<span key=${step.index} class=${kind.filter(Boolean).join(" ")}
       data-step=${step.index} title=${`Token ${before + step.index}: ${percent(chance(step))}`}>${
       isFirst && html`<span class="visually-hidden">here they part: </span>`}${step.text}</span>`;
