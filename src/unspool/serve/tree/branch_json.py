@@ -135,7 +135,7 @@ def _preview(branch: TreeBranch) -> str:
 def preview(generation: Generation, start: int) -> str:
     shown = ""
     for step in generation.steps[start : start + _PREVIEW]:
-        shown += step.text
+        shown += step.piece if "\ufffd" in step.text else step.text
         if len(shown) >= _PREVIEW:
             break
     return shown[:_PREVIEW]
