@@ -102,7 +102,9 @@ def check_options(options: dict[str, Any]) -> None:
     if _names_tokens(given.get("grammar")):
         del given["grammar"]
     many = 1 << 62
-    build_request(ModelFacts(many, frozenset(), many, _bytes_alone, lambda _: None), (0,), given)
+    any_model = ModelFacts(many, frozenset(), many, _bytes_alone, lambda _: None, lambda _: 0)
+    with warnings.catch_warnings(action="ignore"):  # they come again when it is really asked for
+        build_request(any_model, (0,), given)
 
 
 def _names_tokens(grammar: Any) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from unspool.cli.show import chance_style, quoted
+from unspool.cli.show import chance_style, in_cells
 
 if TYPE_CHECKING:
     from unspool.cli.explore import Explorer
@@ -77,9 +77,8 @@ def _around_cursor(explorer: Explorer, prompt: str, width: int, lines: int) -> T
     at = len(prompt)
     for number, step in enumerate(explorer.text.steps):
         style: Any = chance_style(math.exp(step.logprob))
-        text.append(
-            step.bytes.decode("utf-8", "replace"), style if number < explorer.cursor else "dim"
-        )
+        shown = step.text if step.text or not step.bytes else "·"
+        text.append(shown, style if number < explorer.cursor else "dim")
         if number + 1 == explorer.cursor:
             at = len(text)
     text = text[:at].append(_CURSOR, "bold").append_text(text[at:])
@@ -101,7 +100,7 @@ def _candidates(explorer: Explorer, width: int) -> list[Text]:
         chance = math.exp(candidate.logprob)
         marked = number == explorer.chosen
         row = Text("▸ " if marked else "  ", "bold")
-        row.append(f"{quoted(candidate.text):<18.18} ", "bold" if marked else "")
+        row.append(f"{in_cells(candidate.text, 18)} ", "bold" if marked else "")
         row.append("█" * round(chance * 30) or "▏", "green" if marked else "blue")
         rows.append(_cut(row.append(f" {chance:.1%}"), width))
     return rows

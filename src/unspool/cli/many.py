@@ -16,7 +16,7 @@ from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
-    from unspool.session import LanguageModel
+    from unspool.language_model import LanguageModel
 
 SEPARATOR = "---"
 # What beam search weighs by itself: it neither draws nor forbids.

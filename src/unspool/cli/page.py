@@ -50,7 +50,7 @@ def page(
         if browser and not webbrowser.open(address):
             o.say(f"no browser was found here; open {address} in yours")
 
-    starting.run(settings, bound, started)
+    starting.run(settings, bound, started, others=True)
 
 
 def _usual_port() -> int:

@@ -6,6 +6,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from unspool.cli import options as o
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from unspool.language_model import LanguageModel
+    from unspool.serve.core.registry import ModelEntry
     from unspool.serve.http.settings import ServeSettings
 
 
@@ -45,8 +48,10 @@ class Starting:
         *,
         model_memory: int | None = None,
         unload_after: float | None = None,
+        others: bool = False,
     ) -> None:
-        """Serve until asked to stop; `started` is called with the address and the models."""
+        """Serve until asked to stop; `started` is called with the address and the models. With
+        `others`, whatever models are on this machine can be asked for too."""
         from unspool.serve.core.registry import ModelEntry, ModelRegistry
         from unspool.serve.http import server
         from unspool.serve.http.app import create_app
@@ -70,8 +75,32 @@ class Starting:
             names = list(registry.entries)
             log_event("started", address=address, models=names, keys=len(settings.api_keys))
             started(address, names)
+            if others:  # looking for them takes a moment, and nobody waits for it
+                Thread(target=lambda: registry.add(self._others()), daemon=True).start()
 
         server.run(app, settings, bound, stopping=stopping, started=on_started)
+
+    def _others(self) -> list[ModelEntry]:
+        """The models on this machine that were not chosen; loaded when somebody picks one."""
+        from unspool.model.hub import cached_models
+        from unspool.serve.core.registry import ModelEntry
+
+        options = self._located[0].choice.options
+        chosen = {Path(model.choice.model or "").resolve() for model in self._located}
+        try:
+            found = [each for each in cached_models() if each.path.resolve() not in chosen]
+        except Exception as error:  # a damaged store is no reason not to start
+            o.say(f"the models on this machine could not be looked through: {error}")
+            return []
+        return [
+            ModelEntry(
+                each.name,
+                o.ModelChoice(str(each.path), options).load,
+                each.bytes,
+                getattr(each, "source", ""),
+            )
+            for each in found
+        ]
 
 
 @dataclass(frozen=True, slots=True)

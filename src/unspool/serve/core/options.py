@@ -18,7 +18,7 @@ _GRAMMARS = ("json", "json_schema", "regex", "grammar", "choice")
 
 
 def sampling_options(
-    lm: LanguageModel, body: SamplingRequest, *, top: int, **more: Any
+    lm: Session, body: SamplingRequest, *, top: int, **more: Any
 ) -> dict[str, Any]:
     """What completions and chats share; `more` are further options."""
     given = {name: getattr(body, name) for name in Constraints.model_fields if name != "end"}

@@ -35,6 +35,7 @@ class ModelEntry:
     name: str
     load: Callable[[], Session]
     size: int  # bytes it is expected to take, keys and values not counted
+    source: str = ""  # whose store it was found in
 
 
 @dataclass(eq=False)
@@ -86,6 +87,14 @@ class ModelRegistry:
         self._tasks: dict[str, asyncio.Future[None]] = {}  # of models that are being loaded
         self._freed = asyncio.Event()  # a model lost its last user: for who waits for room ...
         self._released = asyncio.Event()  # ... and for who lets unused models go
+
+    def add(self, entries: Sequence[ModelEntry]) -> None:
+        """More models, found later; on any thread. A name that is taken keeps its model."""
+        new = {entry.name: entry for entry in entries if entry.name not in self.entries}
+        self.entries = {**self.entries, **new}
+
+    def is_loading(self, name: str) -> bool:
+        return name in self._tasks
 
     def entry(self, name: str | None) -> ModelEntry:
         """What a request means by a model's name; without one, the first model."""
