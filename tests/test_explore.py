@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from terminal import Terminal
-from unspool.cli.explore import KEYS, Explorer
+from unspool.cli.explore import KEYS
 from unspool.cli.explore_view import view
+from unspool.cli.explorer import Explorer
 
 pytestmark = pytest.mark.real
 
