@@ -49,9 +49,9 @@ def test_readme_commands_exist():
     """Every command and option that the README shows is one that the program knows."""
     import typer.main
 
-    from unspool.cli.main import app, with_command
+    from unspool.cli.main import app_with, with_command
 
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(app_with())
     shown = re.findall(r"`(unspool [^`]+)`", (ROOT / "README.md").read_text())
     assert len(shown) > 6
     for line in shown:

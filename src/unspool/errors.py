@@ -8,7 +8,6 @@ Python caller can catch it, or `ValueError`, which it also is. Any other excepti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 
 class UnspoolError(ValueError):
@@ -39,7 +38,7 @@ class BatchError(UnspoolError):
     """
 
     def __init__(
-        self, message: str, generations: Sequence[Any], errors: Mapping[int, Exception]
+        self, message: str, generations: Sequence[object], errors: Mapping[int, Exception]
     ) -> None:
         super().__init__(message, generations, errors)
         self.generations, self.errors = generations, errors

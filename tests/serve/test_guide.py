@@ -164,9 +164,9 @@ def rows(head: str) -> list[str]:
 def test_every_option_is_in_the_table():
     import typer.main
 
-    from unspool.cli.main import app
+    from unspool.cli.main import app_with
 
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(app_with())
     known = {name for option in root.commands["serve"].params for name in option.opts}
     told = set(re.findall(r"--[a-z-]+", " ".join(rows("| option |"))))
     assert told == {name for name in known if name.startswith("--")} - {"--help"}

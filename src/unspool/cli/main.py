@@ -9,52 +9,56 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from unspool import __version__
 from unspool.cli import hints
-from unspool.cli.chat import chat
-from unspool.cli.explore import explore
-from unspool.cli.models import SHORTCUTS, models
-from unspool.cli.page import page
-from unspool.cli.replay import replay
-from unspool.cli.run import run
-from unspool.cli.score import score
-from unspool.cli.serve import serve
-from unspool.cli.tokenize import tokenize
 from unspool.errors import UnspoolError
 
 # Typer may carry its own copy of click: take the exceptions from what it shows.
 UsageError: Any = typer.BadParameter.__base__
 ClickException: Any = UsageError.__base__
 
-app = typer.Typer(
-    name="unspool",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(rich_help_panel="Write")(run)
-app.command(rich_help_panel="Write")(chat)
-app.command(rich_help_panel="Write")(replay)
-app.command(rich_help_panel="Look")(explore)
-app.command(rich_help_panel="Look")(tokenize)
-app.command(rich_help_panel="Look")(score)
-app.command(rich_help_panel="Serve")(page)
-app.command(rich_help_panel="Serve")(serve)
-app.add_typer(models, name="models", rich_help_panel="Models")
-for shortcut, command in SHORTCUTS.items():
-    app.command(shortcut, rich_help_panel="Models", hidden=shortcut == "ls")(command)
-
-_COMMANDS = (
-    "run", "chat", "replay", "explore", "tokenize", "score", "page", "serve", "models", *SHORTCUTS,
-)  # fmt: skip
+# Where the help shows a command. Each lies in the file of its name and is imported when it is
+# meant, so that no command waits for the others.
+_PANELS = {
+    "run": "Write", "chat": "Write", "replay": "Write",
+    "explore": "Look", "tokenize": "Look", "score": "Look",
+    "page": "Serve", "serve": "Serve",
+}  # fmt: skip
+SHORTCUTS = ("pull", "list", "ls", "rm", "show", "ps")  # for those of `models`
+_COMMANDS = (*_PANELS, "models", *SHORTCUTS)
 _OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
+
+
+def app_with(names: Iterable[str] = _COMMANDS) -> typer.Typer:
+    """The program with these commands."""
+    app = typer.Typer(
+        name="unspool",
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(epilog=_EPILOG)(top)
+    for name in names:
+        if name in _PANELS:
+            command = getattr(import_module(f"unspool.cli.{name}"), name)
+            app.command(rich_help_panel=_PANELS[name])(command)
+            continue
+        from unspool.cli import models
+
+        if name == "models":
+            app.add_typer(models.models, name=name, rich_help_panel="Models")
+        else:
+            hidden = name == "ls"
+            app.command(name, rich_help_panel="Models", hidden=hidden)(models.SHORTCUTS[name])
+    return app
 
 
 def _say_version(wanted: bool) -> None:
@@ -63,12 +67,14 @@ def _say_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(
-    epilog='Examples:  unspool "Why do leaves change color in fall?"   ·   '
+_EPILOG = (
+    'Examples:  unspool "Why do leaves change color in fall?"   ·   '
     'unspool "Once upon a time" --raw --probs   ·   cat notes.txt | unspool "Summarize:"\n\n'
     "Environment:  UNSPOOL_CACHE, UNSPOOL_DEFAULT_MODEL, UNSPOOL_API_KEY, UNSPOOL_ISA, HF_HOME, "
     "HF_TOKEN, NO_COLOR and others: see docs/command-line.md"
 )
+
+
 def top(
     version: Annotated[
         bool,
@@ -105,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _exit_code(given: Sequence[str], piped: bool = False) -> int:
     try:
         arguments = with_command(given, piped)
+        alone = arguments[0] in _COMMANDS and "_UNSPOOL_COMPLETE" not in os.environ
+        app = app_with(arguments[:1] if alone else _COMMANDS)
         result = app(args=arguments, prog_name="unspool", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0

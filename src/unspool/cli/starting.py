@@ -32,7 +32,8 @@ def collecting_later() -> Iterator[None]:
 
 
 class Starting:
-    """Models that are here; the first loads already, while the web framework is imported."""
+    """Models that are here, or on their way; the first is loaded, and the default model fetched,
+    while the web framework is imported."""
 
     def __init__(self, chosen: list[o.ModelChoice], memory: int | None = None) -> None:
         for model in chosen:
@@ -70,6 +71,8 @@ class Starting:
             log_event("stopping", running=state.admission.running, queued=state.admission.queued)
 
         def on_started(address: str) -> None:
+            if state.fault is not None:
+                raise state.fault
             gc.freeze()  # so that later collections need not look at it
             gc.enable()
             names = list(registry.entries)
@@ -133,14 +136,21 @@ class _Preload:
 
 
 def _located(chosen: o.ModelChoice, memory: int | None) -> _LocatedModel:
-    """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded."""
+    """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded.
+
+    The default model is known without being here: it is fetched when it is loaded.
+    """
+    from unspool.model.default_model import DEFAULT, is_to_be_fetched
     from unspool.model.gguf import part_paths
-    from unspool.model.hub import find_model
+    from unspool.model.hub import find_model, is_default
     from unspool.model.names import display_name
 
     given = chosen.model or ""
     name, _, where = given.rpartition("=")
     offline = bool(chosen.options.get("offline"))
+    if is_default(where or None) and not offline and is_to_be_fetched():
+        chosen = replace(chosen, model=None, options={**chosen.options, "memory": memory})
+        return _LocatedModel(name or Path(DEFAULT.file_name).stem, chosen, DEFAULT.size)
     path = find_model(where or None, offline=offline)
     chosen = replace(chosen, model=str(path), options={**chosen.options, "memory": memory})
     folder = [*path.glob("*.safetensors"), *path.glob("*.gguf")]

@@ -114,6 +114,12 @@ def is_whole(target: Path, model: PackagedModel = DEFAULT) -> bool:
     return True
 
 
+def is_to_be_fetched(model: PackagedModel = DEFAULT) -> bool:
+    """Whether the default model will have to be fetched before it can be opened."""
+    target = cache_folder() / "models" / model.file_name
+    return BY_HAND not in os.environ and not is_whole(target, model)
+
+
 def default_files(model: PackagedModel = DEFAULT) -> list[Path]:
     """All that the default model may have left in the cache, halves too."""
     target = cache_folder() / "models" / model.file_name

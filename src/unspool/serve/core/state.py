@@ -53,6 +53,7 @@ class ServerState:
         self.branches = Branches(settings.max_branches)  # of /v1/tree
         self.responses = ResponseStore()  # of /v1/responses
         self.ready = False  # the first model is loaded
+        self.fault: Exception | None = None  # why it could not be
 
     def call(self, request: Request, model: str | None, places: int = 1) -> Call:
         """A call to be entered: `async with state.call(request, model) as call`."""

@@ -116,8 +116,11 @@ def _lifespan(state: ServerState) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         closing = asyncio.ensure_future(state.registry.close_idle())
-        async with state.registry.use(None):
-            state.ready = True
+        try:
+            async with state.registry.use(None):
+                state.ready = True
+        except Exception as error:  # told by whoever started the server, in a line
+            state.fault = error
         try:
             yield
         finally:
