@@ -119,7 +119,7 @@ def test_two_servers_one_killed_and_one_asked_to_stop():
     told = [json.loads(line) for line in two.lines]
     assert told[0]["event"] == "started" and told[-1]["event"] == "stopped"
     requests = [line for line in told if line["event"] == "request"]
-    assert {line["status"] for line in requests} == {200}
+    assert {line["status"] for line in requests} <= {200, 503}  # the latter: turned away
     assert requests[-1]["completion_tokens"] == 150 and requests[-1]["model"]
     assert not any(SECRET in line for line in two.lines)
 

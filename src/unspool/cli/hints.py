@@ -29,7 +29,6 @@ ELSEWHERE = {
     "interactive": "unspool chat",
     "ls": "unspool models list",
     "perplexity": 'unspool score "a text"',
-    "prompt": _PROMPT,
     "remove": "unspool models rm MODEL",
     "repl": "unspool chat",
     "start": "unspool serve",

@@ -1,0 +1,360 @@
+"""What people meet in their first minutes: words they bring along, mistakes, pipes, settings.
+
+Each in a process of its own, as they would start it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unspool
+from terminal import Terminal
+from unspool.cli import hints
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "command-line.md"
+COMMANDS = ("run", "chat", "replay", "explore", "tokenize", "score", "page", "serve", "models")
+
+
+def real(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "unspool", *arguments],
+        **{"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, **options},
+    )
+
+
+def refused(*arguments: str, **options: Any) -> str:
+    """The one line that a mistake gets."""
+    done = real(*arguments, **options)
+    assert done.returncode == 2 and done.stdout == "", (arguments, done)
+    assert done.stderr.startswith("unspool: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+# -- words -----------------------------------------------------------------------------------
+
+
+def test_the_version():
+    for arguments in (["--version"], ["--version", "chat"]):
+        done = real(*arguments)
+        assert (done.returncode, done.stdout) == (0, f"unspool {unspool.__version__}\n"), done
+
+
+def test_help_in_words():
+    assert real("help").stdout == real("--help").stdout
+    for words in (["serve"], ["models", "pull"]):
+        done = real("help", *words)
+        assert done.returncode == 0 and f"unspool {' '.join(words)} " in done.stdout
+    assert "did you mean unspool chat?" in refused("help", "caht")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["caht"], "unspool chat?"),
+        (["Serv", "--port", "9"], "unspool serve?"),
+        (["tokenise", "a text"], "unspool tokenize?"),
+        (["version"], "unspool --version?"),
+        (["generate", "a text"], 'unspool "your prompt"?'),
+        (["train"], "not trained"),
+        (["ls"], "unspool models list?"),
+    ],
+)
+def test_a_word_meant_as_a_command(words: list[str], advice: str):
+    told = refused(*words)
+    assert advice in told and f"unspool run {words[0]}" in told
+
+
+def test_every_hint_leads_somewhere():
+    """No hint for what is a command, and none that names a command which is none."""
+    assert not {*hints.ELSEWHERE, *hints.NOT_HERE} & {*COMMANDS}
+    for advice in hints.ELSEWHERE.values():
+        word = advice.split()[1]
+        assert word in COMMANDS or word.startswith(('"', "--")), advice
+
+
+@pytest.mark.parametrize(
+    "word", ["hello", "summarize", "Why?", "translate", "2+2=", "and/or", "list?"]
+)
+def test_other_words_are_prompts(word: str):
+    assert hints.hint(word, COMMANDS) is None and hints.model_hint(word) is None
+
+
+@pytest.mark.real
+def test_run_makes_a_prompt_of_every_word():
+    done = real("run", "caht", "--regex", "[a-z]{3}", "-q")
+    assert done.returncode == 0 and len(done.stdout.strip()) == 3
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "llama3.2:1b", "Qwen/Qwen3-0.6B", "hf.co/a/b:Q4_0",
+                                  "./model.gguf", "qwen3-0.6b"])  # fmt: skip
+def test_a_model_where_a_prompt_should_be(name: str):
+    assert f"unspool -m {name}" in refused("run", name)
+    assert f'unspool -m {name} "hello"' in refused("run", name, "hello")
+
+
+def test_quotes_that_were_forgotten():
+    assert '"Why do leaves fall"' in refused("Why", "do", "leaves", "fall", "-n", "3")
+    assert '"The cat sat"' in refused("score", "The", "cat", "sat")
+
+
+@pytest.mark.parametrize(("option", "here"), [("--temp", "--temperature"), ("-p", "the prompt"),
+                                              ("--num-predict", "--max-tokens")])  # fmt: skip
+def test_options_as_others_name_them(option: str, here: str):
+    assert here in refused("run", "Hi", option, "1")
+
+
+# -- before a model is loaded ------------------------------------------------------------------
+
+BAD = [
+    (["-t", "-1"], "temperature was -1"),
+    (["--top-p", "2"], "top_p was 2"),
+    (["--guard", "foo"], "there is no guard 'foo'; there are loop"),
+    (["--guard", "lop"], "did you mean 'loop'? There are loop"),
+    (["--regex", "(("], "regex"),
+    (["--json-schema", '{"type": 7}'], "schema"),
+    (["--grammar", "start: nothing"], "grammar"),
+    (["--choice", "a", "--regex", "b"], "only one of them"),
+    (["--speculate", "magic"], "speculate is 'magic'"),
+    (["--speculate", "corpus:/no/file"], "/no/file"),
+    (["--stages", "top_q"], "top_q"),
+    (["--logit-bias", "1=nan"], "logit_bias"),
+    (["-n", "-5"], "max_tokens is -5"),
+    (["--top", "-1"], "top is -1"),
+    (["--samples", "0"], "--samples is 0"),
+    (["--beam", "2", "-t", "1"], "--temperature has no meaning for --beam"),
+    (["--samples", "2", "--trace", "x.json"], "--trace saves one text"),
+    (["--quantize", "3"], "quantize is 3"),
+    (["--context", "0"], "context is 0"),
+    (["--json-schema", "person.json"], "there is no file 'person.json' in "),
+    (["--json-schema", "/no/person.json"], "there is no file '/no/person.json'"),
+    (["--grammar", "json.lark"], "there is no file 'json.lark'"),
+]
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Looking for a model is noted, and fails."""
+    from unspool.errors import UnspoolError
+
+    looked: list[Any] = []
+
+    def find(*given: Any, **named: Any) -> None:
+        looked.append(given)
+        raise UnspoolError("no model was to be looked for")
+
+    for module in ("unspool.loading", "unspool.model.hub"):  # the one that imports goes first
+        monkeypatch.setattr(f"{module}.find_model", find)
+    return looked
+
+
+@pytest.mark.parametrize(("options", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_settings_are_checked_first(options: Any, words: str, nowhere: list[Any], capfd: Any):
+    from unspool.cli.main import _exit_code
+
+    assert _exit_code(["run", "Hi", *options]) == 2
+    assert words in capfd.readouterr().err and not nowhere
+
+
+@pytest.mark.parametrize("command", [["chat"], ["serve"], ["page", "--no-open"]])
+@pytest.mark.parametrize("options", [["--quantize", "3"], ["-t", "-1"], ["--port", "70000"]])
+def test_other_commands_check_first_too(
+    command: list[str], options: list[str], nowhere: list[Any], capfd: Any
+):
+    from unspool.cli.main import _exit_code
+
+    assert _exit_code([*command, *options]) == 2  # one that is unknown there is refused as well
+    assert options[1] in (told := capfd.readouterr().err) or options[0] in told
+    assert not nowhere
+
+
+def test_a_grammar_may_name_the_models_own_tokens(nowhere: list[Any]):
+    from unspool.cli.main import _exit_code
+
+    assert _exit_code(["run", "Hi", "--grammar", "start: <|im_end|>"]) == 2
+    assert nowhere, "only the model can tell"
+
+
+@pytest.mark.real
+def test_a_schema_in_a_file_or_as_it_is(tmp_path: Path):
+    schema = '{"type": "integer", "minimum": 7, "maximum": 7}'
+    (tmp_path / "seven.json").write_text(schema)
+    for given in (schema, "seven.json"):
+        done = real("A number:", "--raw", "--json-schema", given, "-q", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
+# -- a server's address --------------------------------------------------------------------------
+
+
+def test_a_host_or_a_port_that_cannot_be():
+    for host in ("no.such.host.invalid", "192.0.2.1", "é..x"):
+        told = refused("serve", "--host", host)
+        assert f"host {host!r}" in told and "--host may be" in told and "--port" not in told
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for command in ("serve", "page"):
+            told = refused(command, "--port", port)
+            assert f"port {port} of 127.0.0.1 is taken" in told and "another with --port" in told
+
+
+def test_a_port_that_is_not_for_everyone(monkeypatch: pytest.MonkeyPatch):
+    from unspool.errors import UnspoolError
+    from unspool.serve.http.listening import bound_socket
+    from unspool.serve.http.settings import ServeSettings
+
+    def bind(self: Any, address: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": bind}))
+    with pytest.raises(UnspoolError, match="port 80 needs rights"):
+        bound_socket(ServeSettings(port=80))
+
+
+# -- pipes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_texts_in_a_pipe_can_be_told_apart():
+    asked = ("Once", "--raw", "-n", "4", "--seed", "3", "--regex", "[a-z]{400}")
+    lines = real(*asked, "--json", "--samples", "3").stdout.splitlines()
+    single = [json.loads(line) for line in lines if '"generation"' in line]
+    assert [line["sample"] for line in single] == [0, 1, 2]
+    texts = [line["generation"]["text"] for line in single]
+    assert real(*asked, "--samples", "3", "-q").stdout.split("\n---\n") == [
+        *texts[:-1],
+        texts[-1] + "\n",
+    ]
+    assert real(*asked).stdout == texts[0] + "\n", "one text needs no separator"
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("way", ["--samples", "--best-of", "--beam"])
+def test_json_of_several_texts(way: str):
+    done = real("Once", "--raw", "-n", "3", way, "2", "--json")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    wholes = [line for line in lines if "generation" in line]
+    assert len(wholes) == (2 if way == "--samples" else 1)
+    for whole in wholes:
+        steps = [line for line in lines if line["sample"] == whole["sample"] and "token" in line]
+        assert [step["token"] for step in steps] == whole["generation"]["tokens"]
+        assert all(step["candidates"] for step in steps)
+
+
+@pytest.mark.real
+def test_a_grammar_holds_for_all_texts():
+    done = real("Once", "--raw", "--samples", "2", "--regex", "[0-9]{3}", "-q")
+    one, two = done.stdout.split("---")
+    assert one.strip().isdigit() and two.strip().isdigit()
+
+
+@pytest.mark.real
+def test_the_chosen_token_is_always_shown():
+    """Here one that the model finds unlikely: the grammar allows no other."""
+    done = real("The capital of Germany is", "--raw", "--regex", "Zyzzyva", "-n", "2", "--top", "3")
+    marked = [line for line in done.stdout.splitlines() if "▸" in line]
+    assert len(marked) == 2 and "Z" in marked[0] and re.search(r"rank \d+", marked[0])
+    assert len(done.stdout.splitlines()[:5]) == 5
+
+
+@pytest.mark.real
+def test_no_colours_where_they_are_not_wanted():
+    with Terminal("The sky is", "--raw", "-n", "3", "--probs", NO_COLOR="1") as screen:
+        assert screen.ended() == 0
+        assert not re.search(r"\x1b\[[0-9;]*4[0-9];", screen.raw), "no background"
+
+
+# -- messages --------------------------------------------------------------------------------
+
+
+def test_no_words_are_glued_together():
+    """Strings written over two lines, the one without a space at its end nor the other before."""
+    import io
+    import tokenize
+
+    string = re.compile(r"([a-zA-Z]*)(\"\"\"|'''|\"|')(.*)\2", re.DOTALL)
+    glued = []
+    for file in (ROOT / "src").rglob("*.py"):
+        before = ""
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
+            if token.type in (tokenize.NL, tokenize.COMMENT):
+                continue
+            found = string.fullmatch(token.string) if token.type == tokenize.STRING else None
+            text = found[3] if found and "r" not in found[1].lower() else ""
+            if re.search(r"(?<!\\)[\w,;:.!?)'’}]$", before) and re.match(r"[\w('{]", text):
+                glued.append(f"{file.name}:{token.start[0]}: {before[-20:]!r} {text[:20]!r}")
+            before = text
+    assert not glued
+
+
+def test_no_words_are_glued_together_on_the_page():
+    """Where a line of a template ends, its space is dropped: "set" and "<code>" would touch."""
+    tag = r"(?:a|b|code|em|i|kbd|small|strong)"
+    glue = re.compile(rf"[\w,;:.!?)][ \t]*\n\s*<{tag}[ >]|</{tag}>[ \t]*\n\s*\w")
+    for file in (ROOT / "src" / "unspool" / "page" / "code").rglob("*.js"):
+        found = glue.search(file.read_text(encoding="utf-8"))
+        assert not found, f"{file.name}: {found and found[0]!r}"
+
+
+# -- the environment -------------------------------------------------------------------------
+
+
+def variables_read() -> set[str]:
+    """The names of all environment variables that the sources ask for."""
+    found = set()
+    for file in (ROOT / "src").rglob("*"):
+        if file.suffix not in (".py", ".cpp", ".h"):
+            continue
+        text = file.read_text(encoding="utf-8")
+        asked = re.findall(r"(?:environ(?:\.get|\.pop)?[(\[]|getenv\()\s*([\w\"']+)", text)
+        for name in asked:
+            if name[0] not in "\"'":  # a constant
+                (name,) = re.findall(rf"^{name} = (\"\w+\")", text, re.MULTILINE)
+            found.add(name.strip("\"'"))
+    found |= set(re.findall(r"env = \"(\w+)\"", (ROOT / "pyproject.toml").read_text()))
+    return found
+
+
+def test_every_environment_variable_is_documented():
+    section = DOCUMENT.read_text(encoding="utf-8").split("## Environment variables")[1]
+    own, others = section.split("What the libraries below read")
+    documented = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", own, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    assert variables_read() == documented
+    assert {"HF_HOME", "HF_TOKEN", "NO_COLOR"} <= set(re.findall(r"`(\w+)`", others))
+    shown = real("--help", env={**os.environ, "COLUMNS": "300"}).stdout
+    assert "docs/command-line.md" in shown
+    at_run_time = {name for name in documented if name.startswith("UNSPOOL_")} - {"UNSPOOL_STRICT"}
+    assert all(name in shown for name in at_run_time)
+
+
+@pytest.mark.real
+def test_the_documents_commands_run(tmp_path: Path):
+    stub = tmp_path / "unspool"
+    stub.write_text(f'#!/bin/sh\nexec {sys.executable} -m unspool "$@"\n')
+    stub.chmod(0o755)
+    blocks = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if line]
+    assert len(commands) >= 8
+    began = time.monotonic()
+    for command in commands:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        )  # fmt: skip
+        assert done.returncode == 0, (command, done.stderr)
+    assert time.monotonic() - began < 240
