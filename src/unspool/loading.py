@@ -56,8 +56,8 @@ def load(
 ) -> LanguageModel:
     """A model, ready to write.
 
-    model      a path (a folder with safetensors, or a GGUF file), a repo id (`org/name`), or
-               nothing for the default model.
+    model      a path (a folder with safetensors, or a GGUF file), a short name (`qwen3-0.6b`), a
+               repo id (`org/name`), or nothing for the default model; docs/models.md has the rest.
     device     cpu, cuda, ...; by default a GPU if there is one that torch can use.
     backend    native (on a CPU) or torch; by default native on a CPU if it is here.
     dtype      float32, bfloat16 or float16. By default the native backend keeps the file's own

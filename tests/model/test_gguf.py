@@ -220,3 +220,21 @@ def test_random_bytes(content: bytes):
         handle.flush()
         with pytest.raises(ModelFileError):
             open_checkpoint(handle.name)
+
+
+def test_a_model_in_several_files(tmp_path: Path):
+    from tiny_gguf import write_tiny
+
+    whole = GGUFFile(write_tiny(tmp_path / "whole.gguf"))
+    write_tiny(tmp_path / "split" / "m.gguf", parts=3)
+    parts = sorted((tmp_path / "split").iterdir())
+    assert [part.name for part in parts] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    for path in (*parts, tmp_path / "split"):  # by any of its parts, or by its folder
+        file = open_checkpoint(path).file  # type: ignore[attr-defined]
+        assert file.tensors.keys() == whole.tensors.keys()
+        for name in whole.tensors:
+            assert (file.float32(name) == whole.float32(name)).all()
+    parts[1].unlink()
+    for path in (parts[0], parts[2]):
+        with pytest.raises(ModelFileError, match=r"m-00002-of-00003\.gguf is missing"):
+            open_checkpoint(path)

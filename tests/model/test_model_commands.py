@@ -183,7 +183,8 @@ class OllamaLike(BaseHTTPRequestHandler):
         model = {"name": "tiny", "model": "tiny", "size": 98_362_432, "size_vram": 0,
                  "expires_at": "2026-11-15T21:00:00.5Z"}  # fmt: skip
         known = self.path == "/api/ps" and self.headers.get("Authorization") == "Bearer key"
-        body = json.dumps({"models": [model]}).encode()
+        kept = {**model, "name": "kept", "expires_at": "2311-11-15T21:00:00Z"}
+        body = json.dumps({"models": [model, kept]}).encode()
         self.send_response(200 if known else 401)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -198,6 +199,7 @@ def test_ps(unspool: Run) -> None:
         loaded = unspool("ps", "--url", address, env={"UNSPOOL_API_KEY": "key"})
         assert loaded.stdout.split() == [
             "name", "size", "until", "tiny", "98", "MB", "2026-11-15", "21:00:00",
+            "kept", "98", "MB", "forever",
         ]  # fmt: skip
         told = unspool(
             "ps", "--url", f"http://{address}/", "--json", env={"UNSPOOL_API_KEY": "key"}

@@ -237,6 +237,22 @@ def test_the_hubs_cache_and_removing(machine: Path) -> None:
     assert tiny.exists()
 
 
+def test_folders_of_safetensors_in_the_hubs_cache(machine: Path) -> None:
+    import tiny
+
+    snapshots = machine / ".cache" / "huggingface" / "hub" / "models--org--{}" / "snapshots" / "a"
+    whole, cut = (Path(str(snapshots).format(name)) for name in ("whole", "cut"))
+    for folder in (whole, cut):
+        tiny.save("llama", folder, max_shard_size="60KB")
+    shards = sorted(cut.glob("*.safetensors"))
+    assert len(shards) > 1
+    shards[-1].unlink()
+    found = names(everything=True)
+    assert found["org/whole"].kind == "F32" and not found["org/whole"].problem
+    assert f"{shards[-1].name} is missing" in found["org/cut"].problem
+    assert list(names()) == ["org/whole"]
+
+
 def test_huge_stores_are_quick(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_MOST_ENTRIES", 500)
     folder = machine / ".lmstudio" / "models" / "o"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Annotated, Any
 
 import typer
@@ -67,4 +68,8 @@ def _loaded(url: str) -> list[dict[str, Any]]:
 
 
 def _until(model: dict[str, Any]) -> str:
-    return str(model.get("expires_at") or "").partition(".")[0].replace("T", " ")
+    """When it goes if nobody uses it; a time far away means never."""
+    when = str(model.get("expires_at") or "")
+    if when[:4].isdigit() and int(when[:4]) > time.localtime().tm_year + 50:
+        return "forever"
+    return when.partition(".")[0].replace("T", " ")

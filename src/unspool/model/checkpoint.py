@@ -26,7 +26,7 @@ from unspool.model.config import ModelConfig
 from unspool.model.config_gguf import config_from_gguf, rules_for_gguf
 from unspool.model.config_hf import config_from_hf, config_to_hf, read_json
 from unspool.model.families import FAMILIES
-from unspool.model.gguf import GGUFFile
+from unspool.model.gguf import GGUFFile, part_paths
 from unspool.model.hub_files import PICKLES
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.stored import Stored
@@ -77,7 +77,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         )
     if found:
         return SafetensorsCheckpoint(folder, found)
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = sorted({part_paths(file)[0] for file in folder.glob("*.gguf")})
     if len(ggufs) == 1:
         return GGUFCheckpoint(ggufs[0])
     if ggufs:
@@ -153,11 +153,11 @@ class SafetensorsCheckpoint:
 
 
 class GGUFCheckpoint:
-    """One GGUF file: settings, vocabulary and weights together."""
+    """One GGUF file: settings, vocabulary and weights together; a split one by any of its parts."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file = GGUFFile(path)
+        self.path = part_paths(path)[0]
+        self.file = GGUFFile(self.path)
         self.config = config_from_gguf(self.file)
 
     def weights(self) -> Iterator[tuple[str, Stored]]:

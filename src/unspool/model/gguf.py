@@ -232,7 +232,8 @@ class GGUFFile:
 
     def _join_parts(self) -> None:
         """Of a model in several files the first has the settings, and each has some tensors."""
-        for path in part_paths(self.path)[1:]:
+        first, *others = part_paths(self.path)
+        for path in others if first == self.path else ():
             if not path.exists():
                 raise self._broken(f"it is the first of several files, and {path.name} is missing")
             part = GGUFFile(path)
@@ -268,7 +269,7 @@ def part_paths(path: Path) -> list[Path]:
     The files are told by their names, and lie in one folder.
     """
     split = _PART.fullmatch(path.name)
-    if split is None or int(split[2]) != 1 or int(split[3]) > _MOST_PARTS:
+    if split is None or not 1 <= int(split[2]) <= int(split[3]) <= _MOST_PARTS:
         return [path]
     count = int(split[3])
     names = (f"{split[1]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))

@@ -87,6 +87,11 @@ def _gguf(path: Path, size: int, kind: str | None) -> Glance:
 def _folder(path: Path, size: int) -> Glance:
     from unspool.model.config_hf import config_from_hf, read_json
 
+    index = path / "model.safetensors.index.json"
+    named = read_json(index).get("weight_map", {}).values() if index.exists() else ()
+    for name in sorted(set(map(str, named))):
+        if not (path / name).exists():
+            raise ModelFileError(f"{name} is missing")
     raw = read_json(path / "config.json")
     config = config_from_hf(raw)
     kv_bytes = 4 * config.layers * config.kv_width
