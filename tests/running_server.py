@@ -65,9 +65,10 @@ def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     address: list[str] = []
     ready = threading.Event()
 
-    def started(url: str) -> None:
+    def started(url: str) -> bool:
         address.append(url)
         ready.set()
+        return True
 
     server = serving.Server(app, wanted, stopping=lambda: None, started=started)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]

@@ -212,3 +212,30 @@ def test_settings_that_cannot_be():
             ServeSettings(**bad)
     assert ServeSettings(host="localhost").is_local and ServeSettings(host="::1").is_local
     assert not ServeSettings(host="192.168.0.7").is_local
+
+
+@pytest.mark.parametrize("name", ["serve", "page"])
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(name: str, tmp_path: Any):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(range(64)))
+    command = [sys.executable, "-m", "unspool", name, "--port", "0", "--model", str(broken)]
+    command += ["--no-open"] if name == "page" else ["--log-level", "warning"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1 and "broken.gguf: not a usable GGUF file" in ended.stderr
+
+
+def test_the_default_model_is_fetched_while_the_rest_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
+    """Its name and size are known before; nothing is fetched before it is loaded."""
+    from unspool.cli import starting
+    from unspool.cli.options import ModelChoice
+    from unspool.model import hub
+
+    monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path))
+    monkeypatch.delenv("UNSPOOL_DEFAULT_MODEL", raising=False)
+    monkeypatch.setattr(hub, "default_model", lambda **_: pytest.fail("fetched too early"))
+    found = starting._located(ModelChoice(None, {}), None)
+    assert found.name == "SmolLM2-135M-Instruct.Q4_1" and found.size > 90_000_000
+    assert found.choice.model is None  # so that loading it fetches it

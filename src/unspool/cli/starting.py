@@ -70,9 +70,9 @@ class Starting:
             state.admission.refusing = True
             log_event("stopping", running=state.admission.running, queued=state.admission.queued)
 
-        def on_started(address: str) -> None:
+        def on_started(address: str) -> bool:
             if state.fault is not None:
-                raise state.fault
+                return False
             gc.freeze()  # so that later collections need not look at it
             gc.enable()
             names = list(registry.entries)
@@ -80,8 +80,11 @@ class Starting:
             started(address, names)
             if others:  # looking for them takes a moment, and nobody waits for it
                 Thread(target=lambda: registry.add(self._others()), daemon=True).start()
+            return True
 
         server.run(app, settings, bound, stopping=stopping, started=on_started)
+        if state.fault is not None:
+            raise state.fault
 
     def _others(self) -> list[ModelEntry]:
         """The models on this machine that were not chosen; loaded when somebody picks one."""

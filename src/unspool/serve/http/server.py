@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
         settings: ServeSettings,
         *,
         stopping: Callable[[], None],
-        started: Callable[[str], None],
+        started: Callable[[str], bool],
     ) -> None:
         protocol = type("Protocol", (_Protocol,), {"head_seconds": settings.body_seconds})
         super().__init__(
@@ -107,7 +107,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._on_started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            self.should_exit = not self._on_started(address)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -152,9 +153,9 @@ def run(
     bound: socket.socket,
     *,
     stopping: Callable[[], None],
-    started: Callable[[str], None],
+    started: Callable[[str], bool],
 ) -> None:
-    """Serve until told to stop."""
+    """Serve until told to stop, or until `started` says that it is not worth it."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # series that nobody reads
     server = Server(app, settings, stopping=stopping, started=started)
