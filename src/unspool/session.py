@@ -147,6 +147,13 @@ class Session:
         """Whether the model came with a chat template."""
         return self._tokenizer is not None and self._tokenizer.chat_template is not None
 
+    @property
+    def is_default(self) -> bool:
+        """Whether this is the small model that is loaded where none is named."""
+        from unspool.model.default_model import DEFAULT
+
+        return self.path is not None and self.path.name == DEFAULT.file_name
+
     # -- writing ----------------------------------------------------------------------------
 
     def chat_prompt(self, messages: Messages, **options: Any) -> ChatPrompt:

@@ -220,6 +220,7 @@ def test_a_vocabulary_that_is_not_here_says_what_to_do(monkeypatch, page):
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
     open_vocabulary.cache_clear()
     page.get_by_role("button", name="Tokens", exact=True).click()
+    page.get_by_text("others not on this machine").click()
     row = page.locator('[data-vocabulary="cl100k"]')
     expect(row).to_contain_text("not on this machine. Put cl100k_base.tiktoken into a folder")
     expect(row).to_contain_text("TIKTOKEN_CACHE_DIR")

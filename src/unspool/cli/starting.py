@@ -92,9 +92,10 @@ class Starting:
         from unspool.serve.core.registry import ModelEntry
 
         options = self._located[0].choice.options
-        chosen = {Path(model.choice.model or "").resolve() for model in self._located}
+        chosen = [Path(model.choice.model or "") for model in self._located]
+        inside = {folder for path in chosen for folder in (path, path.resolve(), *path.parents)}
         try:
-            found = [each for each in cached_models() if each.path.resolve() not in chosen]
+            found = [each for each in cached_models() if each.path not in inside]
         except Exception as error:  # a damaged store is no reason not to start
             o.say(f"the models on this machine could not be looked through: {error}")
             return []

@@ -9,7 +9,6 @@ from fastapi import Request
 from starlette.responses import Response
 
 from unspool.errors import UnspoolError
-from unspool.model.default_model import DEFAULT
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.core.state import ServerState, state_of
 from unspool.serve.http.errors import ApiError
@@ -58,7 +57,7 @@ def _model_json(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
     if served is not None:
         lm = served.lm
         details.update(
-            default=lm.path is not None and lm.path.name == DEFAULT.file_name,
+            default=lm.is_default,
             system_fingerprint=served.fingerprint,
             context=lm.context,
             vocabulary=lm.vocab_size,
