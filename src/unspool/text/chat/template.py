@@ -113,7 +113,7 @@ class ChatTemplate:
         options go to the template: `documents`, `enable_thinking` and whatever else it knows.
         Messages that it refuses are put into other turns, if it takes them then (`turns.py`).
         """
-        return self._in_turns(self._rendered, messages, options)
+        return self._in_turns(self.render_as_is, messages, options)
 
     def encode(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         """The conversation as token ids, with the tokens of each message; options as in `render`"""
@@ -133,7 +133,8 @@ class ChatTemplate:
                     return make(turns, **options)
             raise
 
-    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
+    def render_as_is(self, messages: Sequence[Message], **options: Any) -> str:
+        """`render`, but for messages that the template takes in just these turns."""
         return str.__str__(self._render(self._variables(messages, **options)))
 
     def _prompt(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:

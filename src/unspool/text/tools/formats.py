@@ -226,7 +226,7 @@ _CALLED: list[dict[str, Any]] = [
 def _shows(chat: ChatTemplate, messages: Sequence[Message], tool: Tool | None) -> bool:
     """Whether the template writes what is called `_PROBE`; False also where it refuses."""
     try:
-        return _PROBE in chat.render(messages, tools=[tool.as_openai()] if tool else None)
+        return _PROBE in chat.render_as_is(messages, tools=[tool.as_openai()] if tool else None)
     except UnspoolError:
         return False
 
