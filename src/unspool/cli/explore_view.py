@@ -16,7 +16,7 @@ from rich.text import Text
 from unspool.cli.show import chance_style, quoted
 
 if TYPE_CHECKING:
-    from unspool.cli.explore import Explorer
+    from unspool.cli.explorer import Explorer
 
 KEYS = (
     "→ next", "← back", "↑ ↓ mark", "enter take", "t type", "r run on", "f fork", "tab branch",
