@@ -134,6 +134,8 @@ BAD = [
     (["--samples", "0"], "--samples is 0"),
     (["--beam", "2", "-t", "1"], "--temperature has no meaning for --beam"),
     (["--samples", "2", "--trace", "x.json"], "--trace saves one text"),
+    (["--trace", "/no/folder/x.json"], "there is no folder /no/folder"),
+    (["--trace", "/"], "/ is a folder"),
     (["--quantize", "3"], "quantize is 3"),
     (["--context", "0"], "context is 0"),
     (["--json-schema", "person.json"], "there is no file 'person.json' in "),

@@ -99,6 +99,8 @@ def run(
     text = read_prompt(prompt)
     if system is not None and chat is False:
         raise SettingsError("--system needs the chat template; leave --raw out")
+    if trace is not None:
+        _check_trace(trace)
     whole = as_json or trace is not None
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -150,6 +152,14 @@ def _close(generation: Generation) -> None:
     for note in generation.notes:
         say(note)
     say(closing_line(generation))
+
+
+def _check_trace(file: Path) -> None:
+    """Before the text is written, not when all of it would be lost."""
+    if file.is_dir():
+        raise UnspoolError(f"--trace: {file} is a folder; give the name of a file")
+    if not file.parent.is_dir():
+        raise UnspoolError(f"--trace: there is no folder {file.parent}; make it first")
 
 
 def _schema(given: str | None) -> str | None:
