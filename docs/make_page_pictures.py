@@ -97,6 +97,7 @@ def step(page: Page) -> None:
 def inside(page: Page) -> None:
     step(page)
     panel(page, "Inside")
+    page.get_by_text("The way through the model").click()
     page.wait_for_timeout(2500)
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -87,6 +88,25 @@ def node_openai() -> Path:
         _npm_members("openai@6.49.0", into, r"(\.mjs|package\.json)$")
 
     return _once("node-openai-6.49.0", fill) / "package"
+
+
+@cache
+def python_clients() -> Path:
+    """A Python with LiteLLM and instructor: they want an older `openai` than other tests use."""
+    packages = ["litellm==1.106.2", "instructor==1.17.0"]
+
+    def fill(into: Path) -> None:
+        # Moved afterwards, which its scripts would mind; Python itself does not.
+        subprocess.run([sys.executable, "-m", "venv", into / "venv"], check=True)
+        done = subprocess.run(
+            [into / "venv" / "bin" / "python", "-m", "pip", "install", "-q", *packages],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            _unavailable(f"pip install {' '.join(packages)} failed: {done.stderr.strip()[-300:]}")
+
+    return _once("python-clients-1", fill) / "venv" / "bin" / "python"
 
 
 @cache

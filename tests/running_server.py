@@ -15,6 +15,7 @@ from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.core.state import ServerState
 from unspool.serve.http import server as serving
 from unspool.serve.http.app import create_app
+from unspool.serve.http.listening import bound_socket
 from unspool.serve.http.settings import ServeSettings
 
 
@@ -59,7 +60,7 @@ def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     """A server in a thread of this process."""
     room = settings.pop("room", 1 << 33)
     wanted = replace(ServeSettings(port=0, drain=2.0), **settings)
-    bound = serving.bound_socket(wanted)
+    bound = bound_socket(wanted)
     app, state = create_app(wanted, ModelRegistry(entries, room=room))
     address: list[str] = []
     ready = threading.Event()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unspool.cli.main import _exit_code, with_command
+from unspool.cli.main import _exit_code
 from unspool.decoding.beam import beam_search
 
 pytestmark = pytest.mark.real
@@ -27,7 +27,7 @@ def unspool(lm: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
     def run(*arguments: str, stdin: str | bytes | None = None) -> tuple[int, str, str]:
         data = stdin.encode() if isinstance(stdin, str) else stdin or b""
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        code = _exit_code(with_command(arguments, piped=stdin is not None))
+        code = _exit_code(arguments, piped=stdin is not None)
         out, err = capfd.readouterr()
         return code, out, err
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from unspool.cli.explore import KEYS, Explorer, view
+from terminal import Terminal
+from unspool.cli.explore import KEYS, Explorer
+from unspool.cli.explore_view import view
 
 pytestmark = pytest.mark.real
 
@@ -49,11 +51,48 @@ def test_another_way_leaves_the_old_one_as_a_branch(explorer: Explorer):
     assert explorer.at == 2 and len(explorer.text.steps) == 1
 
 
+def screen_of(explorer: Explorer, prompt: str, width: int, height: int) -> str:
+    console = Console(width=width, height=height, file=None, force_terminal=False)
+    with console.capture() as shown:
+        console.print(view(explorer, prompt, width, height))
+    return shown.get()
+
+
 def test_the_screen(explorer: Explorer):
     press(explorer, "right", "right", "left", "down", "enter")
-    console = Console(width=80, record=True, file=None, force_terminal=False)
-    with console.capture() as shown:
-        console.print(view(explorer, "The capital of Germany is"))
-    screen = shown.get()
+    screen = screen_of(explorer, "The capital of Germany is", 80, 24)
     assert "The capital of Germany is" + explorer.branches[0].steps[0].text in screen
     assert "▸" in screen and "█" in screen and "branches" in screen
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(80, 24), (200, 60), (80, 16), (60, 14), (40, 13), (40, 10), (30, 8)]
+)
+def test_the_keys_are_on_every_screen(explorer: Explorer, width: int, height: int):
+    """However long the text, and however many the branches."""
+    for _ in range(4):
+        press(explorer, "r", "left", "f", "left", "down", "enter")
+    for message in ("", "a mistake was made, and there is a very long sentence about it " * 3):
+        explorer.message = message
+        screen = screen_of(explorer, "A long prompt.\n" * 30, width, height)
+        lines = screen.rstrip("\n").split("\n")
+        assert len(lines) <= height and all(len(line) <= width for line in lines), screen
+        assert "q" in lines[-1] and "enter" in screen, screen
+        assert "▏" in screen and "▸" in screen, "the cursor and the marked candidate"
+    if height >= 14:
+        assert "q leave" in lines[-1] and "enter take" in screen
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 80), (12, 40)])
+def test_the_keys_in_a_terminal_while_chatting(rows: int, columns: int):
+    """The real thing: a long question in the chat template, on a small terminal."""
+    question = "Why do leaves change color in fall? " * 40
+    with Terminal("explore", question, "--chat", rows=rows, columns=columns) as screen:
+        screen.wait_for("q leave" if rows > 13 else "\nq")
+        assert screen.shown.count("\n") < rows and "enter" in screen.shown, "nothing scrolled away"
+        screen.type(" t")
+        screen.wait_for("your words: ")
+        screen.type("of my own\n")
+        screen.wait_for("of my own▏")
+        screen.type("q")
+        assert screen.ended() == 0 and "of my own" in screen.shown.splitlines()[-1]

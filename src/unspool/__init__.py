@@ -9,11 +9,12 @@ Importing this package is quick: nothing heavy is loaded before a model is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from unspool.errors import BatchError, ContextError, ModelFileError, SettingsError, UnspoolError
 
+TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes longer than all the rest
 if TYPE_CHECKING:
+    from typing import Any
+
     from unspool.engine.generation import Generation, Generations
     from unspool.engine.options import Options
     from unspool.engine.steps import Score, Step

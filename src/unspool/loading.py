@@ -1,22 +1,23 @@
 """Load a model: find it, choose the backend that keeps its weights, and open its vocabulary.
 
 On a CPU the native backend runs the model; torch is needed for GPUs, and where the native library
-is missing. Neither is imported before it is chosen.
+is missing. Neither is imported before it is chosen. The native backend repacks weights in the
+background, so what is not needed for that (the engine, the vocabulary) is imported and opened only
+when it has begun.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unspool.backends.base import Loaded
 from unspool.backends.torch.available import INSTALL_TORCH, TorchMissingError, check_torch
-from unspool.engine.request import Drafter, DraftMaker
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
-from unspool.language_model import LanguageModel
 from unspool.model.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -24,8 +25,13 @@ from unspool.model.checkpoint import (
     open_checkpoint,
 )
 from unspool.model.hub import find_model
-from unspool.session import Session, Speculate
-from unspool.text.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from unspool.backends.base import Loaded
+    from unspool.engine.request import Drafter, DraftMaker
+    from unspool.language_model import LanguageModel
+    from unspool.session import Session, Speculate
+    from unspool.text.tokenizer.tokenizer import Tokenizer
 
 BACKENDS = ("auto", "native", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -62,7 +68,8 @@ def load(
     kv_bits    16, or 8: of a number in keys and values (native backend).
     threads    how many work; by default one for each core (native backend).
     """
-    wanted = Placement(
+    wanted = check_load_options(
+        context,
         backend=backend,
         device=device,
         dtype=dtype,
@@ -71,24 +78,36 @@ def load(
         threads=threads,
     )
     choice = wanted.chosen()
-    if context is not None and (type(context) is not int or context < 1):
-        raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
-    checkpoint = open_checkpoint(find_model(model, offline=offline, progress=progress))
-    if context is not None and checkpoint.config.positions == "learned":
-        context = min(context, checkpoint.config.context)  # there is no table for more
+    path = find_model(model, offline=offline, progress=progress)
     if choice.remark:
         warnings.warn(choice.remark, UnspoolWarning, stacklevel=2)
-    with ThreadPoolExecutor(1) as worker:  # unpacking weights leaves Python free meanwhile
-        weights = worker.submit(load_weights, checkpoint, wanted, choice)
-        tokenizer = open_tokenizer(checkpoint)
-    return LanguageModel(
-        weights.result(),
-        tokenizer,
-        path=checkpoint.path,
-        context=context,
-        memory=memory,
-        make_drafter=make_drafter_for,
-    )
+    with collecting_later():
+        checkpoint = open_checkpoint(path)
+        if context is not None and checkpoint.config.positions == "learned":
+            context = min(context, checkpoint.config.context)  # there is no table for more
+        weights = load_weights(checkpoint, wanted, choice)
+        from unspool.language_model import LanguageModel
+
+        return LanguageModel(
+            weights,
+            open_tokenizer(checkpoint),
+            path=checkpoint.path,
+            context=context,
+            memory=memory,
+            make_drafter=make_drafter_for,
+        )
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """No garbage collection meanwhile: a vocabulary is a hundred thousand objects that all stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker | None:
@@ -99,6 +118,13 @@ def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker 
     return make_drafter(
         speculate, lm, lambda name: load(name, backend=backend, device=lm.model.device)
     )
+
+
+def check_load_options(context: int | None = None, **placement: Any) -> Placement:
+    """The options of `load` that can be wrong before there is a model."""
+    if context is not None and (type(context) is not int or context < 1):
+        raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
+    return Placement(**placement)
 
 
 class Choice(NamedTuple):
@@ -204,6 +230,8 @@ def load_weights(checkpoint: Checkpoint, wanted: Placement, choice: Choice) -> L
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """The vocabulary that came with a checkpoint; None if there is none (token ids still work)."""
+    from unspool.text.tokenizer.tokenizer import Tokenizer
+
     if isinstance(checkpoint, GGUFCheckpoint):
         if "tokenizer.ggml.model" not in checkpoint.file.metadata:
             return None

@@ -1,7 +1,7 @@
 """The compiled kernels: found, loaded and described once, through a plain C interface.
 
-The library lies beside `backends/cpu` and knows nothing of Python. Where it was not built (no
-compiler at install), `missing()` says so and everything that can do without it goes on.
+The library lies beside `backends/cpu` and knows nothing of Python. Where it is not there or cannot
+be loaded, `missing()` says why, and everything that can do without it goes on.
 
 UNSPOOL_ISA=plain|avx2|avx512|amx|neon in the environment forces a lower instruction set than the
 processor has, so that tests cover each.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -44,18 +46,17 @@ def path() -> Path:
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if not path().exists():
-        return None, (
-            "the native kernels were not built, because no C++ compiler was found when Unspool "
-            "was installed; install one and run pip install again"
-        )
+        return None, _why_not_built()
     try:
         if _cut_short(path()):
             return None, "the native kernels were not written to the end; install Unspool again"
         found = ctypes.CDLL(str(path()))
         found.unspool_version.restype = ctypes.c_int32
         version = found.unspool_version()
-    except (OSError, AttributeError) as error:
-        return None, f"the native kernels cannot be loaded ({error}); install Unspool again"
+    except AttributeError:
+        return None, f"{path()} is not Unspool's library; install Unspool again"
+    except OSError as error:
+        return None, f"the native kernels cannot be loaded: {_why_not_loaded(path(), str(error))}"
     if version != VERSION:
         return None, (
             f"the native kernels are of version {version} and this Unspool needs {VERSION}; "
@@ -69,8 +70,60 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         )
     found.unspool_isa.restype = ctypes.c_char_p
     if not found.unspool_isa():
-        return None, "UNSPOOL_ISA names an instruction set that this processor does not have"
+        return None, (
+            "UNSPOOL_ISA names an instruction set that this processor does not have "
+            f"({os.environ.get('UNSPOOL_ISA')!r}); leave it out, or set it to plain"
+        )
     return found, None
+
+
+def _why_not_built() -> str:
+    """Installing goes on without the kernels where compiling them fails."""
+    import shutil
+
+    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if compiler is None:
+        return (
+            f"the native kernels are not at {path()}, and there is no C++ compiler here to build "
+            "them with; install one and run pip install again"
+        )
+    return (
+        f"the native kernels are not at {path()}, though there is a C++ compiler here "
+        f"({compiler}); run pip install again, with -v to see what goes wrong"
+    )
+
+
+def _why_not_loaded(file: Path, said: str) -> str:
+    """What the system's loader means, and what to do about it."""
+    import platform
+
+    built_for, here = _architecture(file), platform.machine()
+    if built_for and here in _MACHINES.values() and built_for != here:
+        return f"they were built for {built_for}, and this is {here}; install Unspool again here"
+    if needed := re.search(r"version [`'](\S+?)' not found", said):
+        return (
+            f"they need {needed[1]}, which is newer than what this system has; install Unspool "
+            "again here, so that they are built for it"
+        )
+    lacking = re.search(r"^(\S+): cannot open shared object file", said)
+    if lacking and Path(lacking[1]) != file:
+        return f"they need {lacking[1]}, which is not installed here; install it"
+    if "failed to map segment" in said:
+        return f"nothing may be run from {file.parent} (mounted with noexec); install elsewhere"
+    return f"{said}; install Unspool again"
+
+
+# Of ELF's numbers for processors those that people have, as `platform.machine` names them.
+_MACHINES = {62: "x86_64", 183: "aarch64", 40: "armv7l", 3: "i686", 243: "riscv64"}
+
+
+def _architecture(file: Path) -> str | None:
+    """Which processor an ELF file is for; None if that cannot be told."""
+    with file.open("rb") as handle:
+        header = handle.read(20)
+    if len(header) < 20 or header[:4] != b"\x7fELF":
+        return None
+    return _MACHINES.get(struct.unpack_from("<H", header, 18)[0])
 
 
 def _cut_short(file: Path) -> bool:

@@ -7,6 +7,7 @@ that is none.
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,7 +16,7 @@ from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
 from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, UnspoolWarning
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.settings import MIROSTAT_STAGES
@@ -90,6 +91,30 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
     settings = _settings(model, seed=secrets.randbits(32) if seed is None else seed, **given)
     request = replace(request, settings=settings)
     return replace(request, drafter=model.drafter(speculate)) if speculate else request
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse what no model could do, before one is loaded; what depends on the model comes later.
+
+    Options are those of `LanguageModel.stream`.
+    """
+    given = dict(options)
+    if _names_tokens(given.get("grammar")):
+        del given["grammar"]
+    many = 1 << 62
+    any_model = ModelFacts(many, frozenset(), many, _bytes_alone, lambda _: None, lambda _: 0)
+    with warnings.catch_warnings(action="ignore"):  # they come again when it is really asked for
+        build_request(any_model, (0,), given)
+
+
+def _names_tokens(grammar: Any) -> bool:
+    """Whether a grammar names control tokens (`<|tool|>`), which only a model can have."""
+    return isinstance(grammar, str) and "<|" in grammar
+
+
+def _bytes_alone() -> GrammarVocabulary:
+    """A vocabulary in which any text can be written."""
+    return GrammarVocabulary([bytes([value]) for value in range(256)], ())
 
 
 def continued_request(
@@ -203,7 +228,11 @@ def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:
     if len(asked) > 1:
         raise SettingsError(f"{' and '.join(asked)} were given; a text can obey only one of them")
     ((name, value),) = asked.items()
-    return Grammar.compile(_GRAMMARS[name](value), model.grammar_vocabulary())
+    spec = _GRAMMARS[name](value)
+    if value is not spec:  # who made the spec has its notes
+        for note in spec.notes:
+            warnings.warn(note, UnspoolWarning, stacklevel=2)
+    return Grammar.compile(spec, model.grammar_vocabulary())
 
 
 def _written_grammar(text: Any) -> GrammarSpec:

@@ -39,6 +39,7 @@ from unspool.request_options import ModelFacts, build_request, continued_request
 from unspool.sampling import Grammar, GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
+from unspool.text.tokenizer.characters import readable_pieces, unfinished
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -192,7 +193,13 @@ class Session:
             logits = self.engine.extend(branch)
         found = score_logits(logits[-1:], [0], top)
         best = zip(found.top_tokens[0], found.top_logprobs[0], strict=True)
-        return tuple(self._judged(int(token), float(logprob)) for token, logprob in best)
+        begun = self.begun(tokens)
+        return tuple(
+            Candidate(
+                int(token), self.readable(int(token), begun), float(logprob), math.exp(logprob)
+            )
+            for token, logprob in best
+        )
 
     def chosen_steps(self, tokens: Sequence[int], chosen: str | int | Sequence[int]) -> list[Step]:
         """Steps for tokens that a person puts behind these, as the model judges them."""
@@ -281,14 +288,22 @@ class Session:
         with self.opened(ids[:1]) as branch:
             return judge(self.engine, branch, ids, top=top, lead=int(lead), readable=self.readable)
 
-    def _judged(self, token: int, logprob: float) -> Candidate:
-        return Candidate(token, self.readable(token), logprob, math.exp(logprob))
-
-    def readable(self, token: int) -> str:
-        """A token as text, for people."""
+    def readable(self, token: int, begun: bytes = b"") -> str:
+        """A token as text, for people, behind what a text ends with (`begun`)."""
         if self._tokenizer is None or token >= len(self._tokenizer):
             return ""
-        return self._tokenizer.token_text(token)
+        return self._tokenizer.token_text(token, begun)
+
+    def readable_all(self, tokens: Sequence[int]) -> list[str]:
+        """The tokens of one text, each as text: a character stands at the last of its tokens."""
+        if self._tokenizer is None:
+            return [""] * len(tokens)
+        known, size = self._tokenizer.token_bytes, len(self._tokenizer)
+        return readable_pieces(known(token) if token < size else b"" for token in tokens)
+
+    def begun(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of a character that is not whole yet at the end of these tokens."""
+        return unfinished(b"".join(map(self._token_bytes, tokens[-4:])))
 
     def single_token(self, text: str) -> int:
         """The id of a text that is one token; most words are one with a space before them."""

@@ -86,7 +86,7 @@ def test_odd_numbers_survive(made, tmp_path):
 def test_every_field_is_saved_and_read(made):
     """Whoever adds a field to a step is told here to add it to the trace."""
     data = made.to_dict()
-    assert data["steps"][0].keys() == {f.name for f in dataclasses.fields(Step)}
+    assert data["steps"][0].keys() == {f.name for f in dataclasses.fields(Step) if f.compare}
     assert data["limits"].keys() == {f.name for f in dataclasses.fields(Limits)}
     assert data["settings"].keys() == {f.name for f in dataclasses.fields(SamplingSettings)}
     assert data["steps"][0]["draw"].keys() == {f.name for f in dataclasses.fields(Draw)}

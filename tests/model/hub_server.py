@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -117,7 +118,8 @@ class Hub(BaseHTTPRequestHandler):
                      "size": each.stat().st_size, "oid": etag(each)} for each in files]  # fmt: skip
             return self.say(200, tree)
         if api:
-            names = [{"rfilename": each.relative_to(folder).as_posix()} for each in files]
+            names = [{"rfilename": each.relative_to(folder).as_posix(), "size": each.stat().st_size}
+                     for each in files]  # fmt: skip
             return self.say(200, {"id": repo, "sha": commit, "siblings": names, "private": False})
         wanted = folder / found[3]
         if not wanted.is_file():
@@ -144,6 +146,20 @@ class Hub(BaseHTTPRequestHandler):
 
 def etag(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def hub_process(root: Path) -> Iterator[str]:
+    """A hub over a folder, in a process of its own; gives its address."""
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(root)], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout
+    try:
+        yield f"http://127.0.0.1:{server.stdout.readline().strip()}"
+    finally:
+        server.terminate()
+        server.wait()
 
 
 if __name__ == "__main__":

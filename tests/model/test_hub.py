@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import serving
+from hub_server import hub_process, serving
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model import default_model as module
 from unspool.model import download, hub
 from unspool.model.default_model import PackagedModel, cache_folder, default_model
 from unspool.model.download import DownloadError, fetch
-from unspool.model.hub_repo import RepoName, choose_files
+from unspool.model.hub_files import RepoName, choose_files
+from unspool.model.removing import removal
 
 SOURCE = Path(module.__file__).parents[2]
 DATA = os.urandom(3_000_000)
@@ -356,7 +357,8 @@ def test_names() -> None:
 def choose(name: str, *files: str) -> tuple[list[str], str | None]:
     parsed = RepoName.parse(name)
     assert parsed
-    return choose_files(parsed, files)
+    chosen = choose_files(parsed, dict.fromkeys(files, 0))
+    return chosen.files, chosen.file
 
 
 def test_choosing_files() -> None:
@@ -370,11 +372,12 @@ def test_choosing_files() -> None:
     ggufs = ["n-Q4_K_M.gguf", "n-Q8_0.gguf", "n-Q4_K_S.gguf", "mmproj-f16.gguf"]
     assert choose("o/n:q8_0", *ggufs) == (["n-Q8_0.gguf"], "n-Q8_0.gguf")
     assert choose("o/n/n-Q8_0.gguf", *ggufs) == (["n-Q8_0.gguf"], "n-Q8_0.gguf")
+    assert choose("o/n", *ggufs) == (["n-Q4_K_M.gguf"], "n-Q4_K_M.gguf")
     assert choose("o/n", "n.gguf", "mmproj.gguf", "x.bin") == (["n.gguf"], "n.gguf")
     shards = ["n-00001-of-00002.gguf", "n-00002-of-00002.gguf"]
     assert choose("o/n", *shards) == (shards, shards[0])
     for name, files, words in [
-        ("o/n", ggufs, r"3 GGUF files.*n-Q4_K_M\.gguf, n-Q4_K_S\.gguf, n-Q8_0\.gguf"),
+        ("o/n", ["a.gguf", "b-IQ4_XS.gguf"], r"2 GGUF files.*a\.gguf, b-IQ4_XS\.gguf"),
         ("o/n:Q2_K", ggufs, "no GGUF file of kind Q2_K; choose from: n-Q4_K_M"),
         ("o/n/x.gguf", ggufs, r"no file x\.gguf; it has"),
         ("o/n", ["pytorch_model.bin", "config.json"], "pickle.*run any code"),
@@ -398,15 +401,8 @@ def fake_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "hub_server.py"), str(root)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdout
-    yield f"http://127.0.0.1:{server.stdout.readline().strip()}", root
-    server.terminate()
-    server.wait()
+    with hub_process(root) as address:
+        yield address, root
 
 
 ASK = """
@@ -421,10 +417,12 @@ for name, offline in json.loads(sys.argv[1]):
         answers.append([f"{each.name}: {each.read_text()}" for each in files])
     except UnspoolError as error:
         answers.append(str(error))
-models = [[model.name, model.bytes] for model in hub.cached_models()]
+models = [[model.name, model.bytes] for model in hub.cached_models(everything=True)]
 if "remove" in sys.argv:
-    hub.remove("org/tensors")
-print(json.dumps([answers, models, [model.name for model in hub.cached_models()]]))
+    from unspool.model.removing import removal
+    removal("org/tensors").run()
+left = [model.name for model in hub.cached_models(everything=True)]
+print(json.dumps([answers, models, left]))
 """
 
 
@@ -434,7 +432,8 @@ def ask_hub(endpoint: str, home: Path, *names: Any, **environment: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(asked), *environment.pop("arguments", "").split()],
         env={**kept, "PYTHONPATH": str(SOURCE), "HF_ENDPOINT": endpoint, "HF_HOME": str(home),
-             "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **environment},
+             "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "HOME": str(home),
+             "OLLAMA_MODELS": str(home), "LLAMA_CACHE": str(home), **environment},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -450,7 +449,7 @@ def test_hub_repositories(fake_hub: tuple[str, Path], tmp_path: Path) -> None:
     )  # fmt: skip
     tensors = ["config.json: {}", "model.safetensors: weights"]
     assert answers[0] == tensors and answers[8] == tensors and answers[11] == tensors
-    assert "choose one" in answers[1] and "m-Q4_0.gguf, m-Q8_0.gguf" in answers[1]
+    assert answers[1] == ["m-Q8_0.gguf: eight"], "the best of its kind"
     assert answers[2] == ["m-Q8_0.gguf: eight"] and answers[9] == ["m-Q8_0.gguf: eight"]
     assert answers[3] == ["m-Q4_0.gguf: four"]
     assert "pickle" in answers[4]
@@ -458,7 +457,7 @@ def test_hub_repositories(fake_hub: tuple[str, Path], tmp_path: Path) -> None:
     assert "org/gated is gated" in answers[6]
     assert "no revision 'v9'" in answers[7]
     assert "org/other is not in the cache" in answers[10]
-    assert models == [["org/ggufs", 9], ["org/tensors", 9]]
+    assert models == [["org/ggufs:Q4_0", 4], ["org/ggufs:Q8_0", 5], ["org/tensors", 7]]
     log = (root / "asked.log").read_text()
     assert "pytorch_model.bin" not in log and "Bearer hf_secret" in log
 
@@ -475,18 +474,18 @@ def test_hub_repositories(fake_hub: tuple[str, Path], tmp_path: Path) -> None:
     answers, _, left = ask_hub("http://127.0.0.1:9", tmp_path, "org/tensors", "org/none",
                                arguments="remove")  # fmt: skip
     assert answers[0] == tensors and "cannot be reached" in answers[1]
-    assert left == ["org/ggufs"]
+    assert left == ["org/ggufs:Q4_0", "org/ggufs:Q8_0"]
     answers, _, _ = ask_hub(endpoint, tmp_path, "org/ggufs:Q4_0", "org/tensors", HF_HUB_OFFLINE="1")
     assert answers[0] == ["m-Q4_0.gguf: four"] and "not in the cache" in answers[1]
 
 
 def test_removing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UnspoolError, match="nothing to remove"):
-        hub.remove("default")
+        removal("default")
     target = cache_folder() / "models" / module.DEFAULT.file_name
     target.parent.mkdir(parents=True)
     target.write_bytes(b"xyz")
-    assert hub.remove("default") == 3 and not target.exists()
+    assert removal("default").run() == 3 and not target.exists()
 
 
 def test_importing_is_cheap() -> None:

@@ -14,10 +14,12 @@ STEP = 3  # the token that is looked at
 
 @pytest.fixture
 def inside(page: Page) -> Locator:
-    """The panel with a written token selected."""
+    """The panel with a written token selected, all of it unfolded, the first token counted."""
     write(page, PROMPT, max_tokens=8, seed=11)
     tokens(page).nth(STEP).click()
     panel = open_panel(page, "Inside")
+    panel.get_by_label("Without the first token").uncheck()
+    panel.get_by_role("button", name="Open all").click()
     expect(panel.get_by_role("list", name="What the model expects next")).to_be_visible()
     return panel
 
@@ -172,7 +174,6 @@ def test_the_map_of_heads_by_keys_and_without_the_first_token(page: Page, inside
 
 
 def test_pushes_and_neighbours(page: Page, inside: Locator) -> None:
-    inside.get_by_text("Which parts pushed it").click()
     candidates = branch(page)["steps"][STEP]["candidates"]
     picked = branch(page)["steps"][STEP]["token"]
     rival = next(each["token"] for each in candidates if each["token"] != picked)
@@ -187,7 +188,6 @@ def test_pushes_and_neighbours(page: Page, inside: Locator) -> None:
     inside.get_by_role("combobox", name="Against").select_option("mean")
     expect(lead).to_contain_text("over the mean")
     # Neighbours are of the token that is selected, not of the one before it.
-    inside.get_by_text("Nearest neighbours").click()
     position = branch(page)["usage"]["prompt_tokens"] + STEP
     near = look(page, step=None, at=position, include="neighbours")["neighbours"]
     chip = inside.locator(".inside-near .chip").first

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from acts import adopt, open_panel, post, tokens, write
+from acts import adopt, drawn, open_panel, post, tokens, write
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
+READ = {"resultTypes": ["violations"]}
 QUESTION = "Why do leaves change color in fall?"
 
 
@@ -57,8 +58,68 @@ def shared(page: Page) -> None:
     expect(page.get_by_role("dialog")).to_be_visible()
 
 
+def keys(page: Page) -> None:
+    page.locator("#keys").click()
+
+
+def models(page: Page) -> None:
+    page.locator("#model").click()
+    expect(page.get_by_role("dialog", name="Models on this machine")).to_be_visible()
+
+
+def what_if(page: Page) -> None:
+    panel("Step")(page)
+    page.get_by_text("What if the settings were others?").click()
+    page.locator("#whatif-temperature").fill("1.5")
+    expect(page.locator(".step-compared")).to_be_visible()
+
+
+def unfolded(page: Page) -> None:
+    """Everything that folds is open: the controls, the menu, the whole column of Inside."""
+    panel("Inside")(page)
+    page.get_by_role("button", name="Open all").click()
+    expect(page.locator(".inside-near .chip").first).to_be_visible()
+    for name in ("Menu", "More controls"):
+        page.get_by_role("button", name=name, include_hidden=True).evaluate("(b) => b.click()")
+
+
+def text_only(page: Page) -> None:
+    """No token selected: on a phone the sheet is down."""
+    panel("Step")(page)
+    page.locator("#text").press("Escape")
+
+
+def tour(page: Page) -> None:
+    page.locator("#tour").click()
+    page.locator("#tour-next").click()
+    page.locator("#tour-next").click()
+    expect(page.locator("#side-panel .candidate").first).to_be_visible(timeout=30_000)
+
+
+def samples_view(page: Page) -> None:
+    page.get_by_role("button", name="Compare", exact=True).click()
+    view = page.get_by_role("region", name="Compare")
+    view.get_by_role("button", name="Samples").click()
+    view.get_by_label("Tokens", exact=True).fill("12")
+    view.get_by_role("button", name="Run the example").click()
+    expect(view.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
+
+
+def example(page: Page) -> None:
+    page.get_by_role("button", name="Compare", exact=True).click()
+    expect(page.get_by_text("An example is ready")).to_be_visible()
+
+
 VIEWS: dict[str, Callable[[Page], None]] = {
     "first": nothing,
+    "text": text_only,
+    "what-if": what_if,
+    "unfolded": unfolded,
+    "keys": keys,
+    "models": models,
+    "tour": tour,
+    "example": example,
+    "samples": samples_view,
     "step": panel("Step"),
     "inside": panel("Inside"),
     "map": branches,
@@ -68,24 +129,23 @@ VIEWS: dict[str, Callable[[Page], None]] = {
     "compare": compare_view,
     "share": shared,
 }
-# Both themes and both sizes of every view are pictured; axe reads two of the four.
-LOOKS = {
-    "light-wide": ("light", 1280, 800),
-    "dark-wide": ("dark", 1280, 800),
-    "light-narrow": ("light", 360, 740),
-    "dark-narrow": ("dark", 360, 740),
-}
-READ_BY_AXE = ("light-wide", "dark-narrow")
+SIZES = {"wide": (1280, 800), "phone": (390, 844), "small": (360, 740)}
+THEMES = ("light", "dark")
 
-
-STRANGE = "\n\n   \t\t\u200b\u00a0 \ufeff 你好 👩‍👩‍👧 " + "Donaudampfschifffahrt" * 9 + "\n \n"
+STRANGE = (
+    "\n\n   \t\t\u200b\u00a0 \ufeff 你好 👩‍👩‍👧 🏴‍☠️ شجرة خضراء שלום "
+    + "Donaudampfschifffahrt" * 9
+    + "\n \n"
+    "def f(x):\n    return {'<b>': [x, \"&\"]}  # <script>\n"
+)
+BYTE = 231  # a token of the default model that is one byte, and no character
 
 
 def strange_branches(page: Page) -> list[str]:
     """A prompt and texts of blanks, invisible and wide characters, and a word that never ends."""
     first = post(page, "", prompt=" \n\u200b", seed=1)["id"]
     post(page, f"/{first}/append", text=STRANGE)
-    made = [first]
+    made = [first, post(page, f"/{first}/choose", at=1, token=BYTE)["id"]]
     for at, words in ((3, "  "), (0, "\n"), (0, "\u200b")):
         made.append(post(page, f"/{first}/choose", at=at, text=words)["id"])
     adopt(page, made, first)
@@ -144,18 +204,17 @@ VIEWS |= {
 def test_a_view_is_accessible_and_fits(page: Page, view: str) -> None:
     VIEWS[view](page)
     page.wait_for_load_state("networkidle")
-    for look, (theme, width, height) in LOOKS.items():
-        folder = os.environ.get("UNSPOOL_SCREENSHOTS")
-        if look not in READ_BY_AXE and not folder:
-            continue
-        page.emulate_media(color_scheme=theme)
+    folder = os.environ.get("UNSPOOL_SCREENSHOTS")
+    for size, (width, height) in SIZES.items():
         page.set_viewport_size({"width": width, "height": height})
-        page.wait_for_timeout(300)  # what is drawn after a resize
-        if folder:
-            narrow = width < 500
-            page.screenshot(path=Path(folder) / f"{view}-{look}.png", full_page=narrow)
+        page.wait_for_timeout(200)  # what is drawn after a resize
         sideways = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        assert sideways <= 0, f"{look}: {sideways} px to scroll sideways"
-        if look in READ_BY_AXE:
-            found = Axe().run(page, options={"resultTypes": ["violations"]})
-            assert not found.response["violations"], found.generate_report()
+        assert sideways <= 0, f"{size}: {sideways} px to scroll sideways"
+        for theme in THEMES:
+            page.emulate_media(color_scheme=theme)
+            drawn(page)
+            if folder:
+                name = f"{view}-{size}-{theme}.png"
+                page.screenshot(path=Path(folder) / name, full_page=width < 500)
+            found = Axe().run(page, options=READ)
+            assert not found.response["violations"], f"{size} {theme}: {found.generate_report()}"

@@ -61,7 +61,7 @@ def test_a_server_that_goes_and_comes_back(
     words = tokens(page).all_text_contents()
     port = int(second.url.rpartition(":")[2])
     second.stop()
-    page.get_by_role("button", name="Go on").click()
+    page.locator("#go-on").click()
     expect(page.locator("#fault")).to_contain_text("The server does not answer")
     expect(page.get_by_text("This page asks again every second")).to_be_visible()
     assert tokens(page).all_text_contents() == words  # what was there stays
@@ -92,7 +92,7 @@ def test_a_branch_that_the_server_has_lost(page: Page, expected_errors: list[str
     expected_errors.append("404")
     write(page, QUESTION, mode="chat", max_tokens=4)
     page.request.delete(f"{page.url.rstrip('/')}/v1/tree/{branch(page)['id']}")
-    page.get_by_role("button", name="Go on").click()
+    page.locator("#go-on").click()
     expect(page.locator("#fault")).to_contain_text("There is no branch")
     open_panel(page, "Step")
     page.locator("#write").click()

@@ -35,7 +35,15 @@ def percent(text: str) -> float:
 
 def move(panel: Locator, name: str, value: float) -> None:
     """A slider, as a drag moves it."""
+    what_if(panel)
     panel.get_by_role("slider", name=name).fill(str(value))
+
+
+def what_if(panel: Locator) -> Locator:
+    """The part with the sliders, unfolded."""
+    if panel.locator(".step-whatif").get_attribute("open") is None:
+        panel.get_by_text("What if the settings were others?").click()
+    return panel.get_by_role("region", name="What if")
 
 
 def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
@@ -170,7 +178,7 @@ def test_a_token_of_the_prompt_says_whose_it_is(page: Page) -> None:
 def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -> None:
     root = branch(page)
     tokens(page).first.click()
-    section = panel.get_by_role("region", name="What if")
+    section = what_if(panel)
     section.hover()
     outcome = section.locator(".step-outcome")
     expect(outcome).to_contain_text("again.")
@@ -205,7 +213,7 @@ def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -
 def test_reset_goes_back_to_what_was(page: Page, panel: Locator) -> None:
     tokens(page).first.click()
     move(panel, "Temperature", 0)
-    section = panel.get_by_role("region", name="What if")
+    section = what_if(panel)
     expect(section.locator(".step-outcome")).to_contain_text("1 left.")
     expect(section).to_contain_text("was 0.80")
     section.get_by_role("button", name="Reset").click()
@@ -224,7 +232,7 @@ def test_what_if_runs_every_stage(page: Page) -> None:
     made = asked(page, f"/{root['id']}/try", {"at": 1, "temperature": 1, **settings})["step"]
     names = [stage["name"] for stage in made["stages"]]
     assert {"repetition_penalty", "xtc", "typical_p"} <= set(names)
-    section = panel.get_by_role("region", name="What if")
+    section = what_if(panel)
     expect(section.get_by_role("button", name="Write on like this")).to_be_enabled()
     outcome = section.locator(".step-outcome")
     expect(outcome).to_have_attribute("data-token", str(made["token"]))
@@ -239,7 +247,7 @@ def test_what_if_that_fails_is_said_in_place_and_tried_again(
     error = {"error": {"message": "the server is full", "type": "overloaded_error"}}
     page.route("**/try", lambda route: route.fulfill(status=503, json=error))
     move(panel, "Temperature", 0)
-    section = panel.get_by_role("region", name="What if")
+    section = what_if(panel)
     expect(section.get_by_role("alert")).to_contain_text("The server is full")
     page.unroute("**/try")
     section.get_by_role("button", name="Try again").click()

@@ -114,6 +114,7 @@ def test_whoever_takes_over_ends_it(first_visit: BrowserContext, address: str) -
     expect(card).to_be_visible()
     page.locator("#prompt").click()
     expect(card).to_have_count(0)
+    page.locator("#speed").fill("4")  # so that there is something to stop
     page.locator("#prompt").fill("Once upon a time")
     page.locator("#prompt").press("Enter")
     expect(tokens(page).first).to_be_visible()

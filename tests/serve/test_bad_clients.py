@@ -227,11 +227,16 @@ def test_bad_bodies_get_a_clear_answer(server, body, words):
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_a_body_must_be_json_by_name(server):
-    """A web page may send plain text anywhere without asking; so plain text is not read."""
-    answer = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"}',
-                        headers={"content-type": "text/plain"})  # fmt: skip
-    assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
+def test_a_web_page_must_call_its_body_json(server):
+    """A page elsewhere may send plain text anywhere without asking; so that is not read. Who is no
+    browser names no origin, and forgets the type, as `curl -d` does."""
+    ask = {"url": f"{server.url}/v1/completions", "content": b'{"prompt": "a", "max_tokens": 1}'}
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        for page in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+            answer = httpx.post(**ask, headers={"content-type": kind} | page)
+            assert answer.status_code == 400
+            assert "application/json" in answer.json()["error"]["message"]
+        assert httpx.post(**ask, headers={"content-type": kind}, timeout=60).status_code == 200
 
 
 def test_bodies_that_are_too_large(default_model, server):

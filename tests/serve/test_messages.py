@@ -140,7 +140,7 @@ def test_structured_output(client: anthropic.Anthropic) -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "type 'document'"),
-        ({"temperature": 1.5}, "temperature"),
+        ({"temperature": -1}, "temperature"),
         ({"max_tokens": None}, "max_tokens"),
         ({"stop_sequences": ["x"] * 17}, "stop"),
         ({"messages": [{"role": "user", "content": "word " * 9000}]}, "context"),

@@ -164,10 +164,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
 
 
 def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.MonkeyPatch):
-    from unspool.serve.http import server
+    from unspool.serve.http import listening, server
 
     said: list[str] = []
-    monkeypatch.setattr(server, "bound_socket", lambda settings: None)
+    monkeypatch.setattr(listening, "bound_socket", lambda settings: None)
     monkeypatch.setattr(server, "run", lambda *given, **named: None)
     monkeypatch.setattr(command.o, "say", said.append)
     from unspool.cli.main import main

@@ -170,7 +170,7 @@ def test_the_oldest_responses_go_first() -> None:
     ("given", "named"),
     [
         ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
+        ({"reasoning": {"budget": 5}}, "reasoning.budget"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
@@ -183,7 +183,7 @@ def test_the_oldest_responses_go_first() -> None:
         ),
         ({"input": [{"role": "user", "content": "hi", "what": 1}]}, "input.0.what"),
         ({"include": ["file_search_call.results"]}, "include of 'file_search_call.results'"),
-        ({"text": {"verbosity": "low"}}, "verbosity"),
+        ({"text": {"verbose": "low"}}, "did you mean 'verbosity'"),
         ({"top_logprobs": 3}, "top_logprobs needs include"),
         ({"input": "word " * 9000}, "context"),
         ({"unspool": {"seed": 1, "regex": "a", "choice": ["b"]}}, "only one"),

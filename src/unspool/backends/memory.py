@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from unspool.errors import SettingsError
+from unspool.model.memory import free_memory
 
-
-def free_memory() -> int:
-    """What the system says is available, in bytes."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30  # not told: a modest guess
+__all__ = ["free_memory", "pages_in"]
 
 
 def pages_in(memory: int, page: int) -> int:

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from unspool.cli import interrupt
 from unspool.cli import options as o
 from unspool.errors import UnspoolError
 
@@ -42,8 +45,9 @@ def chat(
     """
     from unspool.conversation import Conversation
 
-    talk = Conversation(chosen.load(), system)
     options = {"max_tokens": max_tokens, "top": 0, "explain": False, **sampling}
+    o.check(options)
+    talk = Conversation(chosen.load(), system)
     seed = options.pop("seed", None)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -53,20 +57,23 @@ def chat(
 
         say("/help lists the commands, Ctrl-D leaves")
     turn = 0
-    while (line := _ask(interactive)) is not None:
-        if not line.strip():
-            continue
-        try:
-            question = _command(talk, line) if line.startswith("/") else line
-            if question is None:
+    with interrupt.raised():
+        while (line := _ask(interactive)) is not None:
+            if not line.strip():
                 continue
-            if question is _LEAVE:
-                return
-            again = {} if seed is None else {"seed": seed + turn}
-            _answer(talk, question, {**options, **again}, probs, quiet)
-            turn += 1
-        except UnspoolError as error:  # a mistake ends the turn, not the conversation
-            print(f"unspool: {' '.join(str(error).split())}", file=sys.stderr)
+            try:
+                question = _command(talk, line) if line.startswith("/") else line
+                if question is None:
+                    continue
+                if question is _LEAVE:
+                    return
+                again = {} if seed is None else {"seed": seed + turn}
+                _answer(talk, question, {**options, **again}, probs, quiet)
+                turn += 1
+            except UnspoolError as error:  # a mistake ends the turn, not the conversation
+                print(f"unspool: {' '.join(str(error).split())}", file=sys.stderr)
+            except KeyboardInterrupt:  # and so does Ctrl-C, at whatever moment
+                continue
 
 
 _LEAVE = "/quit"
@@ -75,10 +82,14 @@ _LEAVE = "/quit"
 def _ask(interactive: bool) -> str | None:
     try:
         return input("› " if interactive else "")
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         if interactive:
             print()
         return None
+    except KeyboardInterrupt:
+        if interactive:
+            print()
+        raise typer.Exit(interrupt.INTERRUPTED) from None
     except UnicodeDecodeError:
         raise UnspoolError("standard input is not UTF-8 text; convert it first") from None
 

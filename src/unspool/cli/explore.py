@@ -1,34 +1,34 @@
 """`unspool explore`: walk through a text token by token, and take another way where you like.
 
-The screen is drawn by rich, keys are read one at a time. What the keys do is in `Explorer`, which
-knows nothing of screens; every text that was left stays as a branch to come back to.
+The screen is drawn by `explore_view.py`, keys are read one at a time. What the keys do is in
+`Explorer`, which knows nothing of screens; every text that was left stays as a branch to come back
+to.
 """
 
 from __future__ import annotations
 
-import math
+import os
+import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unspool.cli import interrupt
 from unspool.cli import options as o
 from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console
 
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Candidate
     from unspool.language_model import LanguageModel
 
 SHOWN = 10
-HELP = (
-    "→ or space: next token   ←: back   ↑ ↓: choose a candidate   enter: take it   "
-    "t: type your own words   r: run on   f: fork   tab: next branch   h: help   q: leave"
-)
 
 
 @dataclass(slots=True)
@@ -110,46 +110,6 @@ class Explorer:
         self.cursor, self.chosen = cursor, 0
 
 
-def view(explorer: Explorer, prompt: str) -> RenderableType:
-    """What is on the screen."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.text import Text
-
-    from unspool.cli.show import chance_style, quoted
-
-    text = Text(prompt, "dim")
-    for number, step in enumerate(explorer.text.steps):
-        style: Any = chance_style(math.exp(step.logprob))
-        if number >= explorer.cursor:
-            style = "dim"
-        text.append(step.bytes.decode("utf-8", "replace"), style)
-        if number + 1 == explorer.cursor:
-            text.append("▏", "bold")
-    if explorer.cursor == 0:
-        text.append("▏" if not explorer.text.steps else "", "bold")
-    rows = Text()
-    for number, candidate in enumerate(explorer.candidates()):
-        chance = math.exp(candidate.logprob)
-        marked = number == explorer.chosen
-        rows.append("▸ " if marked else "  ", "bold")
-        rows.append(f"{quoted(candidate.text):<18.18} ", "bold" if marked else "")
-        rows.append("█" * round(chance * 30) or "▏", "green" if marked else "blue")
-        rows.append(f" {chance:.1%}\n")
-    branches = Text()
-    for number, branch in enumerate(explorer.branches):
-        here = number == explorer.at
-        branches.append(f"{'▸' if here else ' '} {number + 1}  ", "bold" if here else "dim")
-        branches.append(f"{len(branch.steps):>3} tokens  {branch.logprob:8.2f}  ", "dim")
-        branches.append(branch.text[-60:].replace("\n", "⏎") + "\n")
-    return Group(
-        Panel(text, title=f"token {explorer.cursor} of {len(explorer.text.steps)}"),
-        Panel(rows, title="what comes next"),
-        Panel(branches, title="branches: tokens, log-probability, end"),
-        Text(explorer.message or HELP, "dim"),
-    )
-
-
 KEYS: dict[str, Callable[[Explorer], None]] = {
     "right": Explorer.forward,
     " ": Explorer.forward,
@@ -161,25 +121,45 @@ KEYS: dict[str, Callable[[Explorer], None]] = {
     "f": Explorer.fork,
     "tab": Explorer.next_branch,
 }
-_ESCAPES = {"[A": "up", "[B": "down", "[C": "right", "[D": "left"}
-_NAMES = {"\r": "enter", "\n": "enter", "\t": "tab", "\x03": "q", "\x04": "q"}
+_ESCAPES = {"[A": "up", "[B": "down", "[C": "right", "[D": "left",
+            "OA": "up", "OB": "down", "OC": "right", "OD": "left"}  # fmt: skip
+_NAMES = {"\r": "enter", "\n": "enter", "\t": "tab", "\x04": "q", "": "q"}  # nothing: it is closed
+_ESCAPE_SECONDS = 0.05
 
 
-def read_key() -> str:
-    """One key press from the terminal."""
-    import termios
-    import tty
+class Keyboard:
+    """Keys one at a time, as they are pressed; the terminal is as it was once this is left."""
 
-    handle = sys.stdin.fileno()
-    before = termios.tcgetattr(handle)
-    try:
-        tty.setcbreak(handle)
-        key = sys.stdin.read(1)
-        if key == "\x1b":
-            key = _ESCAPES.get(sys.stdin.read(2), "")
-    finally:
-        termios.tcsetattr(handle, termios.TCSADRAIN, before)
-    return _NAMES.get(key, key) or "q"
+    def __enter__(self) -> Keyboard:
+        import termios
+        import tty
+
+        self._handle = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._handle)
+        tty.setcbreak(self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import termios
+
+        termios.tcsetattr(self._handle, termios.TCSADRAIN, self._before)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Lines in here, with the keys that edit them."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def read(self) -> str:
+        """The name of the next key; nothing for one that has none."""
+        key = os.read(self._handle, 1).decode("latin-1")
+        if key == "\x1b":  # an arrow sends three characters, the escape key this one alone
+            more = select.select([self._handle], [], [], _ESCAPE_SECONDS)[0]
+            return _ESCAPES.get(os.read(self._handle, 2).decode("latin-1"), "") if more else ""
+        return _NAMES.get(key, key)
 
 
 @o.sampling_options
@@ -200,6 +180,7 @@ def explore(
     """
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise UnspoolError("explore needs a terminal; for files and pipes there is --json")
+    o.check(sampling)
     lm = chosen.load()
     ids: Any = prompt
     if chat or (chat is None and lm.is_instruct):
@@ -209,23 +190,33 @@ def explore(
     explorer = Explorer(lm, [start])
     from rich.console import Console
 
+    from unspool.cli.explore_view import view
+
     console = Console(highlight=False)
     shown = lm.tokenizer.decode(start.prompt)
-    with console.screen() as screen:
+    with interrupt.raised(), Keyboard() as keyboard, console.screen() as screen:
         while True:
-            screen.update(view(explorer, shown))
+            screen.update(view(explorer, shown, *console.size))
             explorer.message = ""
-            key = read_key()
+            key = keyboard.read()
             if key == "q":
                 break
             try:
                 if key == "t":
-                    console.show_cursor()
-                    explorer.type(console.input("your words: "))
-                elif key == "h":
-                    explorer.message = HELP
+                    with keyboard.released():
+                        explorer.type(_words(console))
                 elif key in KEYS:
                     KEYS[key](explorer)
             except UnspoolError as error:
                 explorer.message = str(error)
     print(explorer.text.text)
+
+
+def _words(console: Console) -> str:
+    console.show_cursor()
+    try:
+        return console.input("your words: ")
+    except EOFError:  # Ctrl-D: none after all
+        return ""
+    finally:
+        console.show_cursor(False)

@@ -1,139 +1,183 @@
-"""`unspool models`: what is on this machine, what it is, and getting more."""
+"""`unspool models`: what is on this machine, what can be fetched, fetching and removing it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.cli import options as o
+from unspool.cli.completing import fetchable_names, model_names
+from unspool.cli.model_info import info, plan
+from unspool.cli.ps import ps
+from unspool.cli.table import print_json, print_table
+from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.model.checkpoint import Checkpoint
-    from unspool.model.config import ModelConfig
+    from unspool.model.catalogue import Entry
+    from unspool.model.hub import CachedModel
 
-Model = Annotated[str | None, typer.Argument(help="A path or a repo id.")]
+All = Annotated[bool, typer.Option("--all", help="Also what can be fetched.")]
+Json = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 
 models = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="List models, fetch one, look at what one is.",
-    epilog="Examples:  unspool models list   ·   unspool models pull   ·   "
-    "unspool models info model.gguf",
+    epilog="Examples:  unspool models list --all   ·   unspool models pull qwen3-0.6b   ·   "
+    "unspool models show model.gguf",
 )
 
 
 @models.command("list")
-def list_models() -> None:
-    """The models on this machine.
+def list_models(everything: All = False, as_json: Json = False) -> None:
+    """The models on this machine, those of Ollama, llama.cpp and LM Studio too.
+
+    [b]Examples[/b]
+
+      unspool models list
+      unspool models list --all
+    """
+    from unspool.model.hub import cached_models
+
+    found = sorted(cached_models(everything=True), key=lambda model: bool(model.problem))
+    if as_json:
+        rows = [_model_facts(model) for model in found]
+        print_json({"models": rows, "catalogue": _catalogue_facts()} if everything else rows)
+        return
+    if found:
+        print_table("name size kind source fits", [_model_row(model) for model in found])
+    else:
+        print("no models yet; unspool models pull fetches the default one (98 MB)")
+    if everything:
+        print()
+        _print_catalogue()
+
+
+@models.command()
+def catalogue(as_json: Json = False) -> None:
+    """Models worth running that can be fetched, each by its short name.
+
+    Those that do not fit the memory that is free now are marked.
 
     [b]Example[/b]
 
-      unspool models list
+      unspool models catalogue
     """
-    from rich.table import Table
-
-    from unspool.cli.show import out
-    from unspool.model.hub import cached_models
-
-    found = cached_models()
-    if not found:
-        out().print("no models yet; unspool models pull fetches the default one (98 MB)")
-        return
-    table = Table("name", "size", "where", box=None)
-    for entry in found:
-        table.add_row(entry.name, f"{entry.bytes / 1e6:,.0f} MB", str(entry.path))
-    out().print(table)
+    if as_json:
+        print_json(_catalogue_facts())
+    else:
+        _print_catalogue()
 
 
 @models.command()
 def pull(
-    model: Annotated[str | None, typer.Argument(help="A repo id; nothing: the default.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A short name or a repo id; nothing: the default.",
+            autocompletion=fetchable_names,
+        ),
+    ] = None,
 ) -> None:
     """Fetch a model, so that it can be used offline.
 
     [b]Examples[/b]
 
       unspool models pull
+      unspool models pull qwen3-0.6b
       unspool models pull HuggingFaceTB/SmolLM2-360M-Instruct
+      unspool models pull hf.co/Qwen/Qwen3-4B-GGUF:Q8_0
     """
     from unspool.model.hub import find_model
 
-    print(find_model(model))
+    print(find_model(model, refresh=True))
 
 
 @models.command()
-def info(model: Model = None, offline: o.Offline = False) -> None:
-    """What a model is: family, size, precision, context, vocabulary, template.
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=model_names)],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a model that was fetched. What other programs keep is left to them.
 
     [b]Examples[/b]
 
-      unspool models info
-      unspool models info ./model.gguf
+      unspool models rm qwen3-0.6b
+      unspool models rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
     """
-    from rich.table import Table
+    from unspool.model.memory import in_words
+    from unspool.model.removing import removal
 
-    from unspool.cli.show import out
-    from unspool.loading import open_tokenizer
-    from unspool.model.weights import parameter_count
+    for going in [removal(name) for name in names]:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UnspoolError(f"removing {going.name} must be confirmed: add --yes")
+            typer.confirm(f"remove {going.name} ({in_words(going.bytes)})?", abort=True, err=True)
+        print(f"removed {going.name}, {in_words(going.run())}")
 
-    checkpoint = find_checkpoint(model, offline)
-    config, tokenizer = checkpoint.config, open_tokenizer(checkpoint)
-    heads = f"{config.heads} heads of {config.head_width}"
-    if config.kv_heads != config.heads:
-        heads += f", {config.kv_heads} for keys and values"
-    cache = 2 * config.layers * config.kv_width * 2
-    rows = {
-        "path": str(checkpoint.path),
-        "family": config.family,
-        "parameters": f"{parameter_count(config):,}",
-        "bits per weight": f"{checkpoint.bits_per_weight():.2f}",
-        "context": f"{config.context:,} tokens",
-        "layers": f"{config.layers} of width {config.width}, {heads}",
-        "feed-forward": f"{config.ff_width} ({config.activation}{', gated' * config.gated})",
-        "positions": _positions(config),
-        "keys and values": f"{cache:,} bytes a token in 16 bits",
-        "vocabulary": "none in this folder",
-        "chat template": "none",
+
+models.command("show")(info)
+models.command("info")(info)
+models.command("plan")(plan)
+
+# Commands that people know from elsewhere, without `models`.
+SHORTCUTS: dict[str, Callable[..., Any]] = {
+    "pull": pull, "list": list_models, "ls": list_models, "rm": rm, "show": info, "ps": ps,
+}  # fmt: skip
+
+
+def _print_catalogue() -> None:
+    from unspool.model.catalogue import catalogue
+    from unspool.model.memory import free_memory
+
+    free = free_memory()
+    rows = [_entry_row(entry, free) for entry in catalogue().values()]
+    print_table("name size kind fits licence for", rows)
+
+
+def _entry_row(entry: Entry, free: int) -> list[str]:
+    from unspool.model.memory import in_words
+
+    kind, fits = entry.best(free)
+    enough = "yes" if fits else f"needs {in_words(entry.needs(kind))}"
+    return [entry.name, in_words(entry.bytes(kind)), kind, enough, entry.licence, entry.use]
+
+
+def _model_row(model: CachedModel) -> list[str]:
+    from unspool.model.memory import in_words
+
+    if model.problem:
+        fits = f"cannot be opened: {model.problem.partition(';')[0]}"
+    else:
+        fits = "yes" if model.fits else f"needs {in_words(model.needs)}"
+    return [model.name, in_words(model.bytes), model.kind or "", model.source, fits]
+
+
+def _model_facts(model: CachedModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "path": str(model.path),
+        "bytes": model.bytes,
+        "kind": model.kind,
+        "source": model.source,
+        "needs": model.needs,
+        "fits": model.fits and not model.problem,
+        "problem": model.problem or None,
     }
-    if config.experts:
-        rows["experts"] = f"{config.experts}, {config.experts_per_token} a token"
-    if tokenizer is not None:
-        ends = ", ".join(sorted(tokenizer.token_text(i) for i in tokenizer.end_ids))
-        rows["vocabulary"] = f"{len(tokenizer):,} ({tokenizer.kind}); ends with {ends or 'none'}"
-        if tokenizer.chat_template:
-            rows["chat template"] = f"yes, {len(tokenizer.chat_template):,} characters"
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(f"[dim]{name}[/dim]", value)
-    out().print(table)
 
 
-@models.command()
-def plan(model: Model = None, offline: o.Offline = False) -> None:
-    """What the native backend would do with a model: how each part is kept and computed.
+def _catalogue_facts() -> list[dict[str, Any]]:
+    from dataclasses import asdict
 
-    [b]Examples[/b]
+    from unspool.model.catalogue import catalogue
+    from unspool.model.memory import free_memory
 
-      unspool models plan
-      unspool models plan ./model.gguf
-    """
-    from unspool.backends.cpu.plan import printed
-
-    print(printed(find_checkpoint(model, offline)))
-
-
-def find_checkpoint(model: str | None, offline: bool) -> Checkpoint:
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
-
-    return open_checkpoint(find_model(model, offline=offline))
-
-
-def _positions(config: ModelConfig) -> str:
-    if config.rotary is None:
-        return config.positions
-    scaled = "" if config.rotary.scaling == "none" else f", {config.rotary.scaling} scaling"
-    windows = [w for w in config.windows if w]
-    window = f"; {len(windows)} layers see {windows[0]:,} tokens" if windows else ""
-    return f"rotary, base {config.rotary.base:,.0f}{scaled}{window}"
+    free = free_memory()
+    facts = []
+    for entry in catalogue().values():
+        kind, fits = entry.best(free)
+        chosen = {"kind": kind, "bytes": entry.bytes(kind), "needs": entry.needs(kind)}
+        facts.append({**asdict(entry), **chosen, "fits": fits})
+    return facts

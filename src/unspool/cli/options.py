@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unspool.cli.completing import model_names
 from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", metavar="PATH|REPO", help="A folder, a GGUF file or a repo id (org/name)."
+        "--model",
+        "-m",
+        metavar="NAME|PATH|REPO",
+        help="A short name (qwen3-0.6b), a folder, a GGUF file or a repo id (org/name).",
+        autocompletion=model_names,
     ),
 ]
 Models = Annotated[
@@ -31,9 +36,10 @@ Models = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="[NAME=]PATH|REPO",
-        help="A folder, a GGUF file or a repo id. Several times: the first is loaded at once, the "
-        "others when first asked for.",
+        metavar="[NAME=]MODEL",
+        help="A short name, a folder, a GGUF file or a repo id. Several times: the first is loaded "
+        "at once, the others when first asked for.",
+        autocompletion=model_names,
     ),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Use only what is on this machine.")]
@@ -55,6 +61,12 @@ class ModelChoice:
 
     model: str | None
     options: dict[str, Any]
+
+    def check(self) -> None:
+        """Refuse what cannot be, before anything is fetched."""
+        from unspool.loading import check_load_options
+
+        check_load_options(**{n: v for n, v in self.options.items() if n != "offline"})
 
     def load(self, **instead: Any) -> LanguageModel:
         """The model; `instead` says what to take where the person left the choice to us."""
@@ -82,6 +94,18 @@ class ModelChoice:
         if packed:
             say(packed)
         return lm
+
+
+def check(options: dict[str, Any]) -> None:
+    """Refuse what no model could do, before one is loaded or even fetched."""
+    from unspool.request_options import check_options
+
+    given = dict(options)
+    if speculate := given.pop("speculate", None):
+        from unspool.decoding.speculative import check_drafter
+
+        check_drafter(speculate)
+    check_options(given)
 
 
 def say(message: str) -> None:

@@ -36,11 +36,13 @@ def page(
       unspool page --model qwen.gguf
       unspool page --no-open --port 9000
     """
-    starting = Starting(chosen)
+    from unspool.serve.http.listening import bound_socket
     from unspool.serve.http.logs import set_up
     from unspool.serve.http.settings import ServeSettings
 
     settings = ServeSettings(port=_usual_port() if port is None else port, drain=2.0)
+    bound = bound_socket(settings)
+    starting = Starting(chosen)
     set_up("warning", as_json=False)
 
     def started(address: str, names: list[str]) -> None:
@@ -48,7 +50,7 @@ def page(
         if browser and not webbrowser.open(address):
             o.say(f"no browser was found here; open {address} in yours")
 
-    starting.run(settings, started)
+    starting.run(settings, bound, started, others=True)
 
 
 def _usual_port() -> int:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unspool.cli import hints, interrupt
 from unspool.cli import options as o
+from unspool.cli.many import Many, json_lines, show_many
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Step
     from unspool.engine.stream import StepStream
-    from unspool.language_model import LanguageModel
 
 
 _MANY, _FORM = "Several texts", "What the text must be"
@@ -93,36 +94,46 @@ def run(
       unspool "List ten birds" -t 0 --guard loop
       unspool "Hi" --json | jq -r .text
     """
+    if mistaken := hints.model_hint(prompt or ""):
+        raise UnspoolError(mistaken)
     text = read_prompt(prompt)
     if system is not None and chat is False:
         raise SettingsError("--system needs the chat template; leave --raw out")
-    many = _many(samples, best_of, beam, as_json or trace is not None or bool(top))
+    whole = as_json or trace is not None
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "stop": (),
+        **sampling,
+        "top": max(top, 5) if whole and top >= 0 else top,
+        "explain": whole,
+        "json_schema": _schema(json_schema),
+        "regex": regex,
+        "choice": choice or None,
+        "grammar": _grammar(grammar),
+        "guard": guard or None,
+        "speculate": speculate,
+    }
+    many = Many.of(options, trace is not None, samples=samples, best_of=best_of, beam=beam)
+    o.check(options)
     lm = chosen.load()
-    options: dict[str, Any] = {"max_tokens": max_tokens, "stop": (), **sampling}
     if chat or (chat is None and lm.is_instruct):
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids: str | list[int] = lm.chat_prompt([*messages, {"role": "user", "content": text}]).ids
         options["stop"] += lm.chat_template.stops
     else:
         ids = text
+    show = _bars if top else show_colours if probs else show_plain
     if many:
-        _write_many(lm, ids, many, options, probs, quiet)
+        texts = many.write(lm, ids, options)
+        if as_json:
+            json_lines(texts)
+        else:
+            show_many(texts, show, None if quiet else _close)
         return
-    whole = as_json or trace is not None
-    options.update(
-        top=max(top, 5 if whole else 0),
-        explain=whole,
-        json_schema=_file_or_text(json_schema),
-        regex=regex,
-        choice=choice or None,
-        grammar=_file_or_text(grammar),
-        guard=guard or None,
-        speculate=speculate,
-    )
     generation, steps = lm.begin(ids, **options)
-    show = _json_lines if as_json else _bars if top else show_colours if probs else show_plain
     try:
-        show(_until_interrupted(generation, steps), generation)
+        with interrupt.raised():
+            (_json_lines if as_json else show)(_until_interrupted(generation, steps), generation)
     finally:
         if trace is not None:
             from unspool.lens.trace import trace_of
@@ -141,63 +152,32 @@ def _close(generation: Generation) -> None:
     say(closing_line(generation))
 
 
-def _many(samples: int, best_of: int, beam: int, single: bool) -> tuple[str, int] | None:
-    """Which of the ways to write several texts was asked for."""
-    given = {
-        name: count
-        for name, count in (("samples", samples), ("best_of", best_of), ("beam", beam))
-        if count != 1
-    }
-    for name, count in given.items():
-        if count < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} is {count}; it may be 1 or more")
-    if len(given) > 1:
-        raise SettingsError("--samples, --best-of and --beam exclude each other; give one")
-    if given and single:
-        raise SettingsError(f"--{next(iter(given)).replace('_', '-')} cannot show single steps")
-    return next(iter(given.items()), None)
-
-
-def _write_many(
-    lm: LanguageModel,
-    ids: str | list[int],
-    many: tuple[str, int],
-    options: dict[str, Any],
-    probs: bool,
-    quiet: bool,
-) -> None:
-    """Several texts of one prompt; the prompt is computed once."""
-    from unspool.decoding.beam import beam_search
-    from unspool.decoding.samples import best_of, samples
-
-    kind, count = many
-    if kind == "beam":
-        options.pop("seed", None)
-        found = beam_search(lm, ids, beams=count, **options)
-        texts = list(found.generations[:1])
-    elif kind == "best_of":
-        texts = list(best_of(lm, ids, count, **options).generations[:1])
-    else:
-        texts = samples(lm, ids, count, **options)
-    for number, generation in enumerate(texts, 1):
-        if len(texts) > 1:
-            from unspool.cli.show import say
-
-            say(f"— {number} of {len(texts)} —")
-        (show_colours if probs else show_plain)(generation.steps, generation)
-        if not quiet:
-            _close(generation)
-
-
-def _file_or_text(given: str | None) -> str | None:
-    """The content of a file, or what was given if there is no such file."""
-    if given is None or given.lstrip().startswith(("{", "[")) or "\n" in given:
+def _schema(given: str | None) -> str | None:
+    """A JSON schema, or the content of a file that holds one."""
+    if given is None or given.lstrip().startswith(("{", "[")) or given in ("true", "false"):
         return given
-    path = Path(given)
+    return _content(given, "--json-schema", "a schema begins with {")
+
+
+def _grammar(given: str | None) -> str | None:
+    """A grammar, or the content of a file that holds one; every rule has a colon in it."""
+    if given is None or "\n" in given or (":" in given and not Path(given).is_file()):
+        return given
+    return _content(given, "--grammar", "a grammar has rules, such as start: /[a-z]+/")
+
+
+def _content(name: str, option: str, otherwise: str) -> str:
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise UnspoolError(
+            f"{option}: there is no file {name!r} in {Path.cwd()}; {otherwise}"
+            if not path.is_absolute()
+            else f"{option}: there is no file {name!r}; {otherwise}"
+        )
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else given
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UnspoolError(f"{given} cannot be read: {error}") from error
+        raise UnspoolError(f"{option}: {name} cannot be read: {error}") from error
 
 
 def read_prompt(given: str | None) -> str:

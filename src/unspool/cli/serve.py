@@ -114,7 +114,7 @@ def serve(
     if log_format not in ("auto", "json", "text"):
         raise SettingsError(f"--log-format is {log_format!r}; it may be json, text or auto")
     keys = [*(api_key or ()), *_keys_in(api_key_file), *_keys_in_environment()]
-    starting = Starting(chosen, cache_memory)
+    from unspool.serve.http.listening import bound_socket
     from unspool.serve.http.logs import set_up
     from unspool.serve.http.settings import ServeSettings
 
@@ -134,6 +134,9 @@ def serve(
         drain=drain,
         log_prompts=log_prompts,
     )
+    _check_sizes(cache_memory=cache_memory, model_memory=model_memory, unload_after=unload_after)
+    bound = bound_socket(settings)
+    starting = Starting(chosen, cache_memory)
     set_up(log_level, log_format == "json" or not (log_format == "text" or sys.stderr.isatty()))
 
     def started(address: str, names: list[str]) -> None:
@@ -142,7 +145,13 @@ def serve(
 
     if not settings.is_local and not keys:
         o.say(_WARNING.format(host=host))
-    starting.run(settings, started, model_memory=model_memory, unload_after=unload_after)
+    starting.run(settings, bound, started, model_memory=model_memory, unload_after=unload_after)
+
+
+def _check_sizes(**given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise SettingsError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
 
 
 def _keys_in(file: Path | None) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import TYPE_CHECKING
 
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _SCALE = ((0.9, "#b7e4c7"), (0.6, "#d8f3a0"), (0.3, "#ffe39a"), (0.1, "#ffc58a"), (0.0, "#ff9b9b"))
 _PIECES = ("#cfe8ff", "#ffe0c2", "#d9f2d0", "#f3d4ee", "#fff3b0")
 _BAR = 24
+_SPACE = re.compile(" (?![0-9A-F ]+⟩)")
 
 
 def out() -> Console:
@@ -51,36 +54,55 @@ def legend() -> Text:
 
 
 def quoted(text: str) -> str:
-    """A token's text so that spaces and line ends can be seen."""
-    return repr(text)[1:-1].replace("\\'", "'").replace(" ", "␣") if text else "∅"
+    """A token's text so that spaces and line ends can be seen; ⟨F0 9F⟩ are bytes, as they are."""
+    return _SPACE.sub("␣", repr(text)[1:-1].replace("\\'", "'")) if text else "∅"
+
+
+def in_cells(text: str, width: int) -> str:
+    """So many columns of the terminal, of which an emoji takes two."""
+    return set_cell_size(quoted(text), width)
 
 
 def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
-    """One step: the picked token, and what else the model weighed."""
-    picked = step.bytes.decode("utf-8", "replace")
+    """One step: the picked token, and what else the model weighed. The picked one is always there,
+    with its rank where that is beyond the candidates asked for."""
     lines = Text()
     chance = math.exp(step.logprob)
     lines.append(f"{step.position:>5} ", "dim")
-    lines.append(f" {quoted(picked)} ", chance_style(chance))
+    lines.append(f" {quoted(step.piece)} ", chance_style(chance))
     lines.append(f"  {chance:.1%} of the model's own", "dim")
     if step.rank is not None:
         lines.append(f", rank {step.rank + 1}, entropy {step.entropy:.2f} nats", "dim")
     if step.draw is not None:
         lines.append(f", drew {step.draw.u:.3f}", "dim")
     for candidate in candidates:
-        probability = math.exp(candidate.logprob)
-        width = round(probability * _BAR)
-        mark = "▸" if candidate.token == step.token else " "
-        lines.append(f"\n      {mark} {quoted(candidate.text):<16.16} ")
-        lines.append("█" * width or "▏", "green" if candidate.token == step.token else "blue")
-        lines.append(f" {probability:.1%}")
-        if step.draw is None:  # greedy: nothing was drawn, the likeliest was taken
-            continue
-        if candidate.probability == 0:
-            lines.append("  removed", "dim")
-        elif abs(candidate.probability - probability) > 0.0005:
-            lines.append(f"  → {candidate.probability:.1%}", "dim")
+        lines.append_text(_candidate_bar(step, candidate))
+    if all(candidate.token != step.token for candidate in candidates):
+        from unspool.engine.steps import Candidate
+
+        after = step.probability if step.probability is not None else chance
+        lines.append_text(
+            _candidate_bar(step, Candidate(step.token, step.piece, step.logprob, after))
+        )
+        if step.rank is not None:
+            lines.append(f"  rank {step.rank + 1}", "dim")
     return lines
+
+
+def _candidate_bar(step: Step, candidate: Candidate) -> Text:
+    """A line for one candidate: its chance by the model, and what the sampling made of it."""
+    probability = math.exp(candidate.logprob)
+    chosen = candidate.token == step.token
+    line = Text(f"\n      {'▸' if chosen else ' '} {in_cells(candidate.text, 16)} ")
+    line.append("█" * round(probability * _BAR) or "▏", "green" if chosen else "blue")
+    line.append(f" {probability:.1%}")
+    if step.draw is None:  # greedy: nothing was drawn, the likeliest was taken
+        return line
+    if candidate.probability == 0:
+        line.append("  removed", "dim")
+    elif abs(candidate.probability - probability) > 0.0005:
+        line.append(f"  → {candidate.probability:.1%}", "dim")
+    return line
 
 
 def closing_line(generation: Generation) -> str:

@@ -6,14 +6,18 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from unspool.cli import options as o
 
 if TYPE_CHECKING:
+    import socket
     from concurrent.futures import Future
 
     from unspool.language_model import LanguageModel
+    from unspool.serve.core.registry import ModelEntry
     from unspool.serve.http.settings import ServeSettings
 
 
@@ -31,24 +35,28 @@ class Starting:
     """Models that are here; the first loads already, while the web framework is imported."""
 
     def __init__(self, chosen: list[o.ModelChoice], memory: int | None = None) -> None:
+        for model in chosen:
+            model.check()
         self._located = [_located(model, memory) for model in chosen]
         self._preload = _Preload(self._located[0].choice)
 
     def run(
         self,
         settings: ServeSettings,
+        bound: socket.socket,
         started: Callable[[str, list[str]], None],
         *,
         model_memory: int | None = None,
         unload_after: float | None = None,
+        others: bool = False,
     ) -> None:
-        """Serve until asked to stop; `started` is called with the address and the models."""
+        """Serve until asked to stop; `started` is called with the address and the models. With
+        `others`, whatever models are on this machine can be asked for too."""
         from unspool.serve.core.registry import ModelEntry, ModelRegistry
         from unspool.serve.http import server
         from unspool.serve.http.app import create_app
         from unspool.serve.http.logs import log_event
 
-        bound = server.bound_socket(settings)
         loads = [self._preload.load, *(model.choice.load for model in self._located[1:])]
         entries = [
             ModelEntry(model.name, load, model.size)
@@ -67,8 +75,32 @@ class Starting:
             names = list(registry.entries)
             log_event("started", address=address, models=names, keys=len(settings.api_keys))
             started(address, names)
+            if others:  # looking for them takes a moment, and nobody waits for it
+                Thread(target=lambda: registry.add(self._others()), daemon=True).start()
 
         server.run(app, settings, bound, stopping=stopping, started=on_started)
+
+    def _others(self) -> list[ModelEntry]:
+        """The models on this machine that were not chosen; loaded when somebody picks one."""
+        from unspool.model.hub import cached_models
+        from unspool.serve.core.registry import ModelEntry
+
+        options = self._located[0].choice.options
+        chosen = {Path(model.choice.model or "").resolve() for model in self._located}
+        try:
+            found = [each for each in cached_models() if each.path.resolve() not in chosen]
+        except Exception as error:  # a damaged store is no reason not to start
+            o.say(f"the models on this machine could not be looked through: {error}")
+            return []
+        return [
+            ModelEntry(
+                each.name,
+                o.ModelChoice(str(each.path), options).load,
+                each.bytes,
+                getattr(each, "source", ""),
+            )
+            for each in found
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +134,18 @@ class _Preload:
 
 def _located(chosen: o.ModelChoice, memory: int | None) -> _LocatedModel:
     """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded."""
+    from unspool.model.gguf import part_paths
     from unspool.model.hub import find_model
+    from unspool.model.names import display_name
 
     given = chosen.model or ""
     name, _, where = given.rpartition("=")
     offline = bool(chosen.options.get("offline"))
     path = find_model(where or None, offline=offline)
     chosen = replace(chosen, model=str(path), options={**chosen.options, "memory": memory})
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    return _LocatedModel(name or path.stem, chosen, sum(file.stat().st_size for file in files))
+    folder = [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    size = sum(file.stat().st_size for file in (part_paths(path) if path.is_file() else folder))
+    return _LocatedModel(name or display_name(where, path), chosen, size)
 
 
 def _model_memory() -> int:

@@ -39,6 +39,7 @@ def tokenize(
       unspool tokenize --ids < notes.txt
     """
     from unspool.cli.run import read_prompt
+    from unspool.text.tokenizer.characters import readable_pieces
 
     given = read_prompt(text)
     tokenizer = _open(model, vocabulary, offline)
@@ -46,9 +47,10 @@ def tokenize(
     if ids:
         print(*found)
     elif as_json:
-        pieces = [(token, tokenizer.token_bytes(token)) for token in found]
+        pieces = list(map(tokenizer.token_bytes, found))
         rows = [
-            {"id": i, "text": b.decode("utf-8", "replace"), "bytes": list(b)} for i, b in pieces
+            {"id": token, "text": shown, "bytes": list(piece)}
+            for token, piece, shown in zip(found, pieces, readable_pieces(pieces), strict=True)
         ]
         print(json.dumps(rows, ensure_ascii=False))
     elif merges:
@@ -67,7 +69,7 @@ def _open(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer
         if vocabulary.endswith(".json"):
             return Tokenizer.from_file(vocabulary)
         return Tokenizer.from_tiktoken(vocabulary)
-    from unspool.cli.models import find_checkpoint
+    from unspool.cli.model_info import find_checkpoint
     from unspool.loading import open_tokenizer
 
     checkpoint = find_checkpoint(model, offline)
@@ -84,6 +86,7 @@ def _show_pieces(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style, quoted
+    from unspool.text.tokenizer.characters import readable_pieces
     from unspool.text.tokenizer.stream import TextStream
 
     console = out()
@@ -93,10 +96,10 @@ def _show_pieces(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     line.append(stream.finish())
     console.print(line)
     table = Table("id", "piece", "bytes", box=None)
-    for number, token in enumerate(ids):
-        piece = tokenizer.token_bytes(token)
-        shown = Text(quoted(piece.decode("utf-8", "replace")), piece_style(number))
-        table.add_row(str(token), shown, piece.hex(" "))
+    pieces = list(map(tokenizer.token_bytes, ids))
+    for number, shown in enumerate(readable_pieces(pieces)):
+        told = Text(quoted(shown), piece_style(number))
+        table.add_row(str(ids[number]), told, pieces[number].hex(" "))
     console.print(table)
     characters = max(1, len(ids))
     console.print(
@@ -109,12 +112,13 @@ def _show_merges(tokenizer: Tokenizer, text: str) -> None:
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style, quoted
+    from unspool.text.tokenizer.characters import readable_pieces
     from unspool.text.tokenizer.merges import merge_steps
 
     def drawn(pieces: tuple[bytes, ...]) -> Text:
         line = Text()
-        for number, piece in enumerate(pieces):
-            line.append(quoted(piece.decode("utf-8", "replace")), piece_style(number))
+        for number, shown in enumerate(readable_pieces(pieces)):
+            line.append(quoted(shown), piece_style(number))
             line.append(" ")
         return line
 

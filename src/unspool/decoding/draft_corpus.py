@@ -27,6 +27,13 @@ _VOTERS = 64  # places asked for what follows, where many are alike
 _BORDER = -1  # between documents: no text holds it, so no match and no draft crosses it
 
 
+def corpus_file(path: str | Path) -> Path:
+    """The path of a file that is there."""
+    if not Path(path).is_file():
+        raise SettingsError(f"{path}: there is no such file to take drafts from")
+    return Path(path)
+
+
 class Corpus:
     """Token ids of many documents, ordered for looking up; never changes, shared by requests."""
 
@@ -47,9 +54,7 @@ class Corpus:
     @classmethod
     def from_file(cls, path: str | Path, tokenizer: Any) -> Corpus:
         """A text file, or a .npy file of token ids."""
-        file = Path(path)
-        if not file.is_file():
-            raise SettingsError(f"{file}: there is no such file to take drafts from")
+        file = corpus_file(path)
         if file.suffix == ".npy":
             try:
                 return cls([np.load(file, allow_pickle=False)])

@@ -21,7 +21,7 @@ import numpy as np
 
 from unspool.backends.one_text import OneText
 from unspool.decoding.adaptive import LONGEST, Adaptive
-from unspool.decoding.draft_corpus import Corpus, CorpusDrafter
+from unspool.decoding.draft_corpus import Corpus, CorpusDrafter, corpus_file
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.scheduler import PREFILL_TOKENS
 from unspool.errors import ModelFileError, SettingsError
@@ -262,21 +262,29 @@ def drafter_from(
 
     Reads the corpus or loads the model (by `load`) here and now, once for all requests.
     """
-    kind, _, what = spec.partition(":")
-    what, most = _with_count(what, spec)
-    if kind == "lookup" and not what:
+    kind, what, most = check_drafter(spec)
+    if kind == "lookup":
         return lambda request: Adaptive(PromptLookup(most=most), longest=most)
-    if kind == "corpus" and what:
+    if kind == "corpus":
         tokenizer = None if what.endswith(".npy") else lm.tokenizer
         corpus = Corpus.from_file(what, tokenizer)
         return lambda request: Adaptive(CorpusDrafter(corpus, most=most), longest=most)
-    if kind == "model" and what:
-        if load is None:
-            raise SettingsError(f"speculate is {spec!r}, and there is nothing to load models with")
-        model = load(what)
-        check_same_vocabulary(model, lm)
-        return lambda request: Adaptive(ModelDrafter(model, request, most=most), longest=most)
-    raise SettingsError(f"speculate is {spec!r}; it may be {KINDS}")
+    if load is None:
+        raise SettingsError(f"speculate is {spec!r}, and there is nothing to load models with")
+    model = load(what)
+    check_same_vocabulary(model, lm)
+    return lambda request: Adaptive(ModelDrafter(model, request, most=most), longest=most)
+
+
+def check_drafter(spec: str) -> tuple[str, str, int]:
+    """What a word for `speculate` says: the kind, the file or model, the longest draft."""
+    kind, _, what = spec.partition(":")
+    what, most = _with_count(what, spec)
+    if kind not in ("lookup", "corpus", "model") or bool(what) == (kind == "lookup"):
+        raise SettingsError(f"speculate is {spec!r}; it may be {KINDS}")
+    if kind == "corpus":
+        corpus_file(what)
+    return kind, what, most
 
 
 def _with_count(what: str, spec: str) -> tuple[str, int]:

@@ -118,11 +118,14 @@ class Line:
         limits, prompt = self.start.request.limits, len(self.start.prompt)
         position = prompt + len(self.steps)
         ending = self.ending.copy() if self.ending else Ending(limits, prompt)
+        begun = ending.text.half
         shown, finish = ending.push(pick.token, self.token_bytes(pick.token), position + 1)
         if finish:
             shown += ending.finish()
         now = perf_counter()
-        step = explained_step(pick, position, shown, self.token_bytes, now - self.since, finish)
+        step = explained_step(
+            pick, position, shown, self.token_bytes, now - self.since, finish, begun=begun
+        )
         return Line(self.start, self.token_bytes, (*self.steps, step), ending, now)
 
     def generation(self) -> Generation:

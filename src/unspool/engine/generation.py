@@ -193,7 +193,7 @@ class Generation:
     def _repr_html_(self) -> str:
         from unspool.notebook import legend, note, picture, steps_table, text_html
 
-        pieces = [step.piece() for step in self.steps]
+        pieces = [step.as_piece() for step in self.steps]
         seconds = self.usage.total_seconds
         told = f"{len(pieces)} tokens, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
         return picture(text_html(pieces), note(told), legend(), steps_table(pieces))
@@ -228,16 +228,16 @@ def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
 
     shown: list[str] = []
     for text, label in zip(texts, labels, strict=True):
-        shown += [note(label), text_html([step.piece() for step in text.steps])]
+        shown += [note(label), text_html([step.as_piece() for step in text.steps])]
     return picture(*shown, legend())
 
 
 def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:
     """Steps with the text that each makes certain, when so much is known of what may follow."""
-    texts = [stream.push(step.bytes) for step in steps]
-    if ended and texts:
-        texts[-1] += stream.finish()
+    told = [(stream.half, stream.push(step.bytes)) for step in steps]
+    if ended and told:
+        told[-1] = (told[-1][0], told[-1][1] + stream.finish())
     return [
-        step if step.text == text else replace(step, text=text)
-        for step, text in zip(steps, texts, strict=True)
+        step if (step.begun, step.text) == (begun, text) else replace(step, begun=begun, text=text)
+        for step, (begun, text) in zip(steps, told, strict=True)
     ]

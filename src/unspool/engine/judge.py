@@ -10,10 +10,11 @@ from dataclasses import replace
 from unspool.backends.step import Logits
 from unspool.engine.engine import Engine
 from unspool.engine.request import Request
-from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step, readable
+from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step
 from unspool.engine.tree import Branch
 from unspool.sampling import Chain, RowInput
 from unspool.sampling import score as score_logits
+from unspool.text.tokenizer.characters import unfinished
 
 _AT_ONCE = 256  # rows of logits: bounds the memory that a long text needs
 
@@ -25,7 +26,7 @@ def judge(
     *,
     top: int,
     lead: int,
-    readable: Callable[[int], str],
+    readable: Callable[[int, bytes], str],
 ) -> Score:
     """Score every token but the first `lead` ones, which are only read.
 
@@ -33,7 +34,8 @@ def judge(
     """
     positions: list[TokenScore] = []
     if not lead:
-        positions.append(TokenScore(ids[0], readable(ids[0]), None, None, None))
+        positions.append(TokenScore(ids[0], readable(ids[0], b""), None, None, None))
+    begun = unfinished(engine.token_bytes(ids[0]))
     for start in range(0, len(ids) - 1, _AT_ONCE):
         end = min(start + _AT_ONCE, len(ids) - 1)
         targets = ids[start + 1 : end + 1]
@@ -44,15 +46,17 @@ def judge(
             positions.append(
                 TokenScore(
                     token=token,
-                    text=readable(token),
+                    text=readable(token, begun),
                     logprob=float(found.logprobs[row]),
                     rank=int(found.ranks[row]),
                     entropy=float(found.entropies[row]),
                     candidates=tuple(
-                        Candidate(int(t), readable(int(t)), float(p), math.exp(p)) for t, p in best
+                        Candidate(int(t), readable(int(t), begun), float(p), math.exp(p))
+                        for t, p in best
                     ),
                 )
             )
+            begun = unfinished(begun + engine.token_bytes(token))
     return Score(positions)
 
 
@@ -66,7 +70,7 @@ def chosen_steps(
         Step(
             token=token,
             bytes=token_bytes(token),
-            text=readable(token_bytes(token)),
+            text=token_bytes(token).decode("utf-8", "replace"),
             logprob=float(found.logprobs[row]),
             position=position + row,
             rank=int(found.ranks[row]),
@@ -101,7 +105,7 @@ def explain(
             history.append(step.token)
             made = explained_step(
                 pick, step.position, step.text, engine.token_bytes, step.seconds,
-                step.finish_reason, step.draft, step.retracts,
+                step.finish_reason, step.draft, step.retracts, begun=step.begun,
             )  # fmt: skip
             if pick.token != step.token:
                 made = replace(

@@ -40,11 +40,14 @@ def write(
         pick = chain.pick(logits[None], [row], top=limits.top, explain=limits.explain)[0]
         tokens, state = [pick.token], pick.state
         history.append(pick.token)
+        begun = ending.text.half
         shown, finish = ending.push(pick.token, token_bytes(pick.token), len(history))
         if finish:
             shown += ending.finish()
         now = perf_counter()
-        yield explained_step(pick, len(history) - 1, shown, token_bytes, now - started, finish)
+        yield explained_step(
+            pick, len(history) - 1, shown, token_bytes, now - started, finish, begun=begun
+        )
         if finish:
             return
         started = now

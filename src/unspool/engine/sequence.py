@@ -262,6 +262,7 @@ class Sequence(Task):
         piece = self.token_bytes(token)
         must_end = self.grammar is not None and self.grammar.must_end
         before = self.ending.copy() if self.guard is not None else self.ending
+        begun = self.ending.text.half
         shown, finish = self.ending.push(token, piece, self.length, must_end)
         if self.guard is not None:
             assert pick is not None
@@ -283,13 +284,16 @@ class Sequence(Task):
         seconds, self.since = now - self.since, now
         position, retracted = self.length - 1, self.retracted
         if pick is None:
-            step = Step(token, piece, shown, logprob, position, seconds, finish, draft=drafted)
+            step = Step(
+                token, piece, shown, logprob, position, seconds, finish, draft=drafted, begun=begun
+            )
         else:
             if self.marks is not None:
                 self._remember(pick.state)
             step = explained_step(
-                pick, position, shown, self.token_bytes, seconds, finish, drafted, retracted
-            )
+                pick, position, shown, self.token_bytes, seconds, finish, drafted, retracted,
+                begun=begun,
+            )  # fmt: skip
             self.retracted = 0
         self.queue.put(step)
         if finish:

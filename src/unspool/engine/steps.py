@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from unspool.sampling.records import Draw, Pick, StageReport
+from unspool.text.tokenizer.characters import readable
+
+_Bytes = bytes  # where `Step.bytes` hides the type
 
 if TYPE_CHECKING:  # a notebook alone needs it
     from unspool.notebook import Piece
@@ -51,13 +54,21 @@ class Step:
     draft: str | None = None  # `accepted` or `rejected`, where a draft had guessed this token
     retracts: int = 0  # how many steps before this one were taken back by a guard
     chosen: bool = False  # by a person, not by the model
+    # Of a character that the tokens before left unfinished: follows from them, and is not saved.
+    begun: _Bytes = field(default=b"", compare=False)
+
+    @property
+    def piece(self) -> str:
+        """This token for people to read: a character that it completes is shown whole, bytes that
+        are none stand in ⟨⟩."""
+        return readable(self.bytes, self.begun)
 
     def __repr__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
         chance = math.exp(self.logprob)
-        return f"<Step {readable(self.bytes)!r} ({self.token}), p {chance:.3g}{rank}>"
+        return f"<Step {self.piece!r} ({self.token}), p {chance:.3g}{rank}>"
 
-    def piece(self) -> Piece:
+    def as_piece(self) -> Piece:
         """The step for a notebook."""
         from unspool.notebook import Piece, percent
 
@@ -73,12 +84,12 @@ class Step:
         chance = math.exp(self.logprob)
         # A control token has no text, and half a character none yet.
         shown = self.text or ("" if self.bytes else f"⟨{self.token}⟩")
-        return Piece(readable(self.bytes), chance, facts, shown)
+        return Piece(self.piece, chance, facts, shown)
 
     def _repr_html_(self) -> str:
         from unspool.notebook import note, picture, text_html
 
-        piece = self.piece()
+        piece = self.as_piece()
         return picture(
             text_html([replace(piece, shown=None if self.bytes else piece.shown)]),
             *map(note, piece.facts),
@@ -91,7 +102,9 @@ class Step:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; bytes as a list of numbers."""
-        return {**asdict(self), "bytes": list(self.bytes)}
+        told = {**asdict(self), "bytes": list(self.bytes)}
+        del told["begun"]  # what the bytes of the steps before say
+        return told
 
 
 def explained_step(
@@ -103,6 +116,8 @@ def explained_step(
     finish_reason: str | None,
     draft: str | None = None,
     retracts: int = 0,
+    *,
+    begun: _Bytes = b"",
 ) -> Step:
     """A step with all that sampling knows of a pick."""
     return Step(
@@ -118,12 +133,13 @@ def explained_step(
         pick.probability,
         pick.draw,
         tuple(
-            Candidate(c.token, readable(token_bytes(c.token)), c.logprob, c.probability)
+            Candidate(c.token, readable(token_bytes(c.token), begun), c.logprob, c.probability)
             for c in pick.candidates
         ),
         pick.stages,
         draft,
         retracts,
+        begun=begun,
     )
 
 
@@ -131,11 +147,6 @@ def _weighed(candidate: Candidate) -> str:
     from unspool.notebook import percent
 
     return f"{candidate.text!r} {percent(math.exp(candidate.logprob))}"
-
-
-def readable(piece: bytes) -> str:
-    """A token's bytes as text for people."""
-    return piece.decode("utf-8", "replace")
 
 
 def brief(text: str, most: int = 48) -> str:
@@ -180,7 +191,7 @@ class TokenScore:
         told = "" if self.logprob is None else f", p {math.exp(self.logprob):.3g}, rank {self.rank}"
         return f"<TokenScore {self.text!r} ({self.token}){told}>"
 
-    def piece(self) -> Piece:
+    def as_piece(self) -> Piece:
         """The token for a notebook."""
         from unspool.notebook import Piece, percent
 
@@ -228,7 +239,7 @@ class Score:
     def _repr_html_(self) -> str:
         from unspool.notebook import legend, note, picture, steps_table, text_html
 
-        pieces = [position.piece() for position in self.positions]
+        pieces = [position.as_piece() for position in self.positions]
         told = note(f"log-probability {self.total:.2f}, perplexity {self.perplexity:.4g}")
         return picture(text_html(pieces), told, legend(), steps_table(pieces))
 

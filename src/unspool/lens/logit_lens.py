@@ -94,7 +94,7 @@ def logit_lens(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise SettingsError(f"top is {top!r}; it may be a whole number from 0 up")
-    token = followed(lm, seen, token)
+    token, begun = followed(lm, seen, token), lm.begun(seen.tokens)
     layers: list[LayerSaid] = []
     logprobs: list[Floats] = []
     for start in range(0, len(seen.residuals), _LAYERS_AT_ONCE):
@@ -112,13 +112,13 @@ def logit_lens(
                     logprob=logprob,
                     rank=int(found.ranks[row]),
                     entropy=max(0.0, float(found.entropies[row])),
-                    candidates=tuple(_candidate(lm, int(t), float(p)) for t, p in best),
+                    candidates=tuple(_candidate(lm, int(t), float(p), begun) for t, p in best),
                 )
             )
     return LogitLens(
         position=seen.position,
         token=token,
-        text=lm.readable(token),
+        text=lm.readable(token, begun),
         layers=tuple(layers),
         logprobs=np.concatenate(logprobs) if whole else None,
     )
@@ -131,5 +131,5 @@ def followed(lm: Session, seen: Look, token: int | None) -> int:
     return seen.likeliest if seen.picked is None else seen.picked
 
 
-def _candidate(lm: Session, token: int, logprob: float) -> Candidate:
-    return Candidate(token, lm.readable(token), logprob, math.exp(logprob))
+def _candidate(lm: Session, token: int, logprob: float, begun: bytes) -> Candidate:
+    return Candidate(token, lm.readable(token, begun), logprob, math.exp(logprob))

@@ -128,7 +128,7 @@ def look(lm: Session, text: Text, position: int = -1) -> Look:
     return Look(
         position=position,
         tokens=tuple(read),
-        texts=tuple(map(lm.readable, read)),
+        texts=tuple(lm.readable_all(read)),
         picked=tokens[position + 1] if position + 1 < len(tokens) else None,
         attention=inside.attention[0],
         residuals=inside.residuals[:, 0],

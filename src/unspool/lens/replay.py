@@ -244,7 +244,7 @@ def _brief(step: Step | None) -> dict[str, Any] | None:
         return None
     return {
         "token": step.token,
-        "text": step.bytes.decode("utf-8", "replace"),
+        "text": step.piece,
         "logprob": step.logprob if math.isfinite(step.logprob) else None,
         "finish_reason": step.finish_reason,
     }
@@ -253,6 +253,6 @@ def _brief(step: Step | None) -> dict[str, Any] | None:
 def _described(step: Step | None) -> str:
     if step is None:
         return "nothing more"
-    piece = repr(step.bytes.decode("utf-8", "replace")) if step.bytes else f"token {step.token}"
+    piece = repr(step.piece) if step.bytes else f"token {step.token}"
     ended = f", then the end ({step.finish_reason!r})" if step.finish_reason else ""
     return f"{piece} (log-probability {step.logprob:.4f}){ended}"

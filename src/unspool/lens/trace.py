@@ -115,10 +115,15 @@ def trace_of(lm: Session, generation: Generation) -> Trace:
     )
 
 
+def saved_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    """Without those that follow from others."""
+    return [each for each in dataclasses.fields(kind) if each.init and each.compare]
+
+
 def _plain(value: Any) -> Any:
     """A value as JSON can say it; `trace_from` reads it back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {f.name: _plain(getattr(value, f.name)) for f in saved_fields(value)}
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, frozenset):

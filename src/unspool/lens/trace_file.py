@@ -36,7 +36,7 @@ from pydantic import (
 from unspool.engine.ending import Limits
 from unspool.engine.steps import Candidate, Step
 from unspool.errors import UnspoolError
-from unspool.lens.trace import FORMAT, GUARD_NAMES, VERSION, Trace
+from unspool.lens.trace import FORMAT, GUARD_NAMES, VERSION, Trace, saved_fields
 from unspool.sampling import SamplingSettings, StageReport
 from unspool.sampling.guards import GuardPolicy
 
@@ -122,7 +122,7 @@ def _read(kind: Any, whole: Any = _Count) -> Any:
     """The type that reads values of this type; `whole`: what a whole number may be."""
     if dataclasses.is_dataclass(kind):
         hints, own, whole = get_type_hints(kind), _FIELDS.get(kind, {}), _WHOLE.get(kind, whole)
-        names = [field.name for field in dataclasses.fields(kind) if field.init]
+        names = [field.name for field in saved_fields(kind)]
         fields: dict[str, Any] = {
             name: (own.get(name) or _read(hints[name], whole), ...) for name in names
         }

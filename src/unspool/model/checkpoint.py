@@ -27,7 +27,7 @@ from unspool.model.config_gguf import config_from_gguf, rules_for_gguf
 from unspool.model.config_hf import config_from_hf, config_to_hf, read_json
 from unspool.model.families import FAMILIES
 from unspool.model.gguf import GGUFFile
-from unspool.model.hub_repo import PICKLES
+from unspool.model.hub_files import PICKLES
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.stored import Stored
 from unspool.model.weights import Rule, parameter_count, read_weights, shapes, write_weights

@@ -15,6 +15,7 @@ a damaged or hostile file ends in a sentence instead of a crash or a giant alloc
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ _SCALARS = {
     12: ("d", "<f8"),
 }
 _STRING, _ARRAY = 8, 9
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_MOST_PARTS = 1000
 _DEEPEST_ARRAY = 4  # arrays of arrays exist in theory; nobody nests further
 
 
@@ -101,22 +104,28 @@ class GGUFTensor:
 class GGUFFile:
     """A memory-mapped GGUF file, its header parsed and checked."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, glance: bool = False) -> None:
+        """Read the header; with `glance` only what stands before the vocabulary, in no time."""
         self.path = Path(path)
         self._map = mapped(self.path)
+        self._parts: dict[str, GGUFFile] = {}  # tensors that lie in further files
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
         try:
-            self._parse()
+            self._parse(glance)
         except struct.error as error:
             raise self._broken("it ends in the middle of its header") from error
         except UnicodeDecodeError as error:
             raise self._broken("a text in its header is not UTF-8") from error
+        if not glance:
+            self._join_parts()
 
     def _broken(self, why: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: not a usable GGUF file: {why}; download it again")
 
     # -- the header -------------------------------------------------------------------------
 
-    def _parse(self) -> None:
+    def _parse(self, glance: bool) -> None:
         if self._map[:4] != b"GGUF":
             raise self._broken(f"it begins with {self._map[:4]!r} instead of b'GGUF'")
         (self.version,) = struct.unpack_from("<I", self._map, 4)
@@ -126,14 +135,14 @@ class GGUFFile:
         tensor_count, key_count = struct.unpack_from("<QQ", self._map, 8)
         self._at = 24
         self._room_for(key_count, 13, "metadata entries")
-        self.metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = self._string()
             if key in self.metadata:
                 raise self._broken(f"the key {key!r} stands twice in its metadata")
+            if glance and key == "tokenizer.ggml.tokens":
+                return
             self.metadata[key] = self._value(self._number("<I"))
         self._room_for(tensor_count, 24, "tensors")
-        self.tensors: dict[str, GGUFTensor] = {}
         entries = [self._tensor_entry() for _ in range(tensor_count)]
         self._place(entries)
 
@@ -219,12 +228,23 @@ class GGUFFile:
                     raise self._broken(f"tensor {name!r} reaches past its end: it was cut short")
             self.tensors[name] = tensor
 
+    # -- several files ----------------------------------------------------------------------
+
+    def _join_parts(self) -> None:
+        """Of a model in several files the first has the settings, and each has some tensors."""
+        for path in part_paths(self.path)[1:]:
+            if not path.exists():
+                raise self._broken(f"it is the first of several files, and {path.name} is missing")
+            part = GGUFFile(path)
+            self._parts.update(dict.fromkeys(part.tensors, part))
+            self.tensors.update(part.tensors)
+
     # -- the tensors ------------------------------------------------------------------------
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The packed bytes of a tensor, one row of blocks a row; a view into the file."""
-        tensor = self.tensors[name]
-        flat = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start)
+        tensor, file = self.tensors[name], self._parts.get(name, self)
+        flat = np.frombuffer(file._map, np.uint8, tensor.nbytes, tensor.start)
         return flat.reshape(*tensor.shape[:-1], -1)
 
     def stored(self, name: str) -> Stored:
@@ -240,6 +260,19 @@ class GGUFFile:
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor as 32-bit floats: a view where it is stored so, else dequantized."""
         return self.stored(name).float32()
+
+
+def part_paths(path: Path) -> list[Path]:
+    """All files of a model that is split as llama.cpp does it, `...-00001-of-00003.gguf`; or one.
+
+    The files are told by their names, and lie in one folder.
+    """
+    split = _PART.fullmatch(path.name)
+    if split is None or int(split[2]) != 1 or int(split[3]) > _MOST_PARTS:
+        return [path]
+    count = int(split[3])
+    names = (f"{split[1]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
+    return [path.with_name(name) for name in names]
 
 
 def _type_name(number: int) -> str:

@@ -1,135 +1,93 @@
 """A repository on the Hugging Face hub: choose its weights, fetch them, find them again offline.
 
-Only formats that cannot run code are taken: safetensors and GGUF. What is fetched lies in the
-library's own cache (HF_HOME), shared with other programs; HF_ENDPOINT, HF_TOKEN and
-HF_HUB_OFFLINE mean what they mean there.
+What is fetched lies in the library's own cache (HF_HOME), shared with other programs; HF_ENDPOINT,
+HF_TOKEN and HF_HUB_OFFLINE mean what they mean there.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unspool.errors import ModelFileError, UnspoolError
-
-_BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|jinja|tiktoken|model|txt)")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_NAME = re.compile(
-    r"(?P<repo>[\w.-]+/[\w.-]+)(?P<file>(?:/[^/@:]+)+)?(?:@(?P<revision>[^@:]+))?(?::(?P<tag>[\w.-]+))?"
-)
+from unspool.errors import UnspoolError
+from unspool.model.hub_files import Chosen, RepoName, choose_files
+from unspool.model.kinds import kind_in_name
+from unspool.model.memory import free_memory, in_words, memory_needed
 
 
 @dataclass(frozen=True)
-class RepoName:
-    """`org/name`, with `/file.gguf` or `:Q4_K_M` to choose a file and `@revision`."""
+class Wanted:
+    """A model of the hub, as somebody asked for it."""
 
-    repo: str
-    file: str | None
-    revision: str | None
-    tag: str | None
+    name: RepoName
+    label: str | None = None  # its short name, if it was asked for by that
+    text: int | None = None  # memory that a long text takes, if that is known
 
-    @classmethod
-    def parse(cls, name: str) -> RepoName | None:
-        match = _NAME.fullmatch(name)
-        if match is None or match["repo"].endswith((".gguf", ".safetensors")):
-            return None
-        if any(part in (".", "..") for part in match["repo"].split("/")):
-            return None
-        file = match["file"].lstrip("/") if match["file"] else None
-        return cls(match["repo"], file, match["revision"], match["tag"])
-
-
-def choose_files(name: RepoName, files: Sequence[str]) -> tuple[list[str], str | None]:
-    """Which files to fetch, and which one is the model (None: the folder is)."""
-    ggufs = sorted(f for f in files if f.lower().endswith(".gguf") and "mmproj" not in f.lower())
-    tensors = [file for file in files if re.fullmatch(r"[^/]+\.safetensors", file)]
-    if name.file is not None:
-        if name.file not in files:
-            raise ModelFileError(
-                f"{name.repo} has no file {name.file}{_choices('; it has', [*ggufs, *tensors])}"
-            )
-        if name.file.lower().endswith(PICKLES):
-            raise ModelFileError(_pickle_reason(name.repo, [name.file]))
-        return _all_shards(name.file, files), name.file
-    if name.tag is not None:
-        chosen = [f for f in ggufs if re.search(rf"(^|[-._/]){re.escape(name.tag)}[-._]", f, re.I)]
-        firsts = _one_per_model(chosen)
-        if len(firsts) != 1:
-            what = "no GGUF file" if not firsts else "several GGUF files"
-            raise ModelFileError(
-                f"{name.repo} has {what} of kind {name.tag}{_choices('; choose from', ggufs)}"
-            )
-        return _all_shards(firsts[0], files), firsts[0]
-    if tensors:
-        main = [file for file in tensors if file.startswith("model")] or tensors
-        beside = [file for file in files if _BESIDE_WEIGHTS.fullmatch(file)]
-        return [*beside, *main], None
-    firsts = _one_per_model(ggufs)
-    if len(firsts) == 1:
-        return _all_shards(firsts[0], files), firsts[0]
-    if firsts:
-        raise ModelFileError(
-            f"{name.repo} has {len(firsts)} GGUF files: choose one, such as"
-            f" {name.repo}/{firsts[0]}{_choices('; there are', firsts)}"
-        )
-    pickles = [file for file in files if file.lower().endswith(PICKLES)]
-    if pickles:
-        raise ModelFileError(_pickle_reason(name.repo, pickles))
-    raise ModelFileError(f"{name.repo} has no weights as safetensors or GGUF: choose another")
+    def say(self, chosen: Chosen, sizes: dict[str, int]) -> None:
+        """One line about what was chosen, where there was a choice."""
+        if self.label is None and chosen.among == 1:
+            return
+        repo, size = self.name.repo, sum(sizes[file] for file in chosen.files)
+        kind = kind_in_name(chosen.file) if chosen.file else None
+        words = [kind] if kind else []
+        if self.label is None:
+            words = [f"{kind} of its {chosen.among} GGUF files"]
+        else:
+            words.insert(0, repo)
+        if size:
+            needs, free = memory_needed(size, kind, self.text), free_memory()
+            words += [in_words(size), f"needs about {in_words(needs)}"]
+            if needs > free:
+                words.append(f"and only {in_words(free)} of memory are free")
+        print(f"{self.label or repo}: {', '.join(words)}", file=sys.stderr, flush=True)
 
 
-def _one_per_model(ggufs: Sequence[str]) -> list[str]:
-    return [f for f in ggufs if not (s := re.search(r"-(\d+)-of-\d+\.gguf$", f)) or int(s[1]) == 1]
+def find_in_hub(
+    wanted: Wanted, *, offline: bool, progress: bool, cached_first: bool = False
+) -> Path:
+    """The file or folder of a repository, fetched if needed.
 
-
-def _all_shards(file: str, files: Sequence[str]) -> list[str]:
-    shard = re.fullmatch(r"(.*-)\d+(-of-\d+\.\w+)", file)
-    if shard is None:
-        return [file]
-    return [f for f in files if f.startswith(shard[1]) and f.endswith(shard[2])]
-
-
-def _choices(lead: str, files: Sequence[str]) -> str:
-    shown = ", ".join(files[:30]) + (", ..." if len(files) > 30 else "")
-    return f"{lead}: {shown}" if files else ""
-
-
-def _pickle_reason(repo: str, files: Sequence[str]) -> str:
-    return (
-        f"{repo} has its weights only as pickle ({files[0]}), which can run any code when it is"
-        " opened: choose a repository with safetensors or GGUF"
-    )
-
-
-def find_in_hub(name: RepoName, *, offline: bool, progress: bool) -> Path:
-    """The file or folder of a repository, fetched if needed."""
+    With `cached_first` the hub is not asked for what is here already.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 
+    name = wanted.name
     with _in_words(name), _progress_bars(progress):
         if offline or constants.HF_HUB_OFFLINE:
-            return _find_cached(name)
+            return _find_cached(wanted, progress)
+        if cached_first and (found := _cached_or_none(wanted, progress)):
+            return found
         try:
-            info = huggingface_hub.HfApi().model_info(name.repo, revision=name.revision)
+            info = huggingface_hub.HfApi().model_info(
+                name.repo, revision=name.revision, files_metadata=True
+            )
         except Exception as error:
             if not _is_network_problem(error):
                 raise
             try:  # no network, but perhaps it is here already
-                return _find_cached(name)
+                return _find_cached(wanted, progress)
             except UnspoolError:
                 raise
             except Exception:
                 raise error from None
-        chosen, file = choose_files(name, [each.rfilename for each in info.siblings or []])
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
+        here = {file for file in sizes if _is_here(name, file)}
+        chosen = choose_files(name, sizes, here=here, text=wanted.text)
+        if progress:
+            wanted.say(chosen, sizes)
         folder = huggingface_hub.snapshot_download(
-            name.repo, revision=name.revision, allow_patterns=[_literal(each) for each in chosen]
+            name.repo,
+            revision=name.revision,
+            allow_patterns=[_literal(each) for each in chosen.files],
         )
-        return Path(folder) / file if file else Path(folder)
+        return Path(folder) / chosen.file if chosen.file else Path(folder)
 
 
 def _literal(file: str) -> str:
@@ -137,24 +95,46 @@ def _literal(file: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", file)
 
 
-def _find_cached(name: RepoName) -> Path:
+def _is_here(name: RepoName, file: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    if not file.lower().endswith(".gguf"):
+        return False
+    return isinstance(try_to_load_from_cache(name.repo, file, revision=name.revision), str)
+
+
+def _cached_or_none(wanted: Wanted, progress: bool) -> Path | None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _find_cached(wanted, progress)
+    except (UnspoolError, LocalEntryNotFoundError):
+        return None
+
+
+def _find_cached(wanted: Wanted, progress: bool) -> Path:
     import huggingface_hub
 
+    name = wanted.name
     folder = Path(
         huggingface_hub.snapshot_download(
             name.repo, revision=name.revision, local_files_only=True, allow_patterns=[]
         )
     )
-    files = [str(f.relative_to(folder).as_posix()) for f in folder.rglob("*") if f.is_file()]
-    wanted = {name.file} if name.file else set()
+    sizes = {
+        f.relative_to(folder).as_posix(): f.stat().st_size for f in folder.rglob("*") if f.is_file()
+    }
+    needed = {name.file} if name.file else set()
     for index in folder.glob("*.safetensors.index.json"):
-        wanted |= set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-    if wanted - set(files) or not any(each.endswith((".gguf", ".safetensors")) for each in files):
+        needed |= set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    if needed - set(sizes) or not any(each.endswith((".gguf", ".safetensors")) for each in sizes):
         raise UnspoolError(
             f"{name.repo} is only partly in the cache and the network is off: run once with it"
         )
-    _, file = choose_files(name, files)
-    return folder / file if file else folder
+    chosen = choose_files(name, sizes, text=wanted.text)
+    if progress:
+        wanted.say(chosen, sizes)
+    return folder / chosen.file if chosen.file else folder
 
 
 def _is_network_problem(error: Exception) -> bool:

@@ -58,8 +58,10 @@ _paths: dict[str, Path] = {}  # what may be asked for: name in the address, and 
 _read: dict[str, _File] = {}
 
 
-@router.get("/", include_in_schema=False)
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def page(request: Request) -> Response:
+    if request.headers.get("user-agent", "").startswith("ollama"):
+        return Response("Ollama is running", media_type="text/plain")  # they ask before all else
     return _sent("index.html", request)
 
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from unspool.errors import SettingsError
+from unspool.sampling.json_schema import SchemaError, prepare_schema
 
 Kind = Literal["json", "json_schema", "regex", "choice", "lark", "gbnf"]
 
@@ -54,6 +55,16 @@ allows only one of its spellings in tokens, and what may be chosen would differ 
 
 _RULE = re.compile(r"\b\w+\s*(?:\[[^\]\n]*\]|\{[^}\n]*\})?\s*:(?!:)|::=")
 _REF = re.compile(r'"\$ref"\s*:\s*("(?:[^"\\]|\\.)*")')
+# The compiler's words for a schema's faults, and what they mean to its author.
+_SCHEMA_WORDS = {
+    r"^Unimplemented keys: \[(.*)\]$": r"it uses \1, which is not known here; leave that out",
+    r"^Unsatisfiable schema: ": "nothing can fit it: ",
+    r"^Invalid type: (.*)$": r"it has the type '\1'; there are object, array, string, number,"
+    " integer, boolean and null",
+    r"^Anchor '(.*)' does not exist$": r"it refers to '#\1', which is not in it",
+    r"^look-around, .* is not supported$": "a pattern in it looks ahead or behind, which a grammar"
+    " cannot; write what the whole text is",
+}
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.S)
 
 
@@ -63,6 +74,7 @@ class GrammarSpec:
 
     kind: Kind
     source: str = ""
+    notes: tuple[str, ...] = field(default=(), compare=False)  # where more fits than was asked for
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -89,20 +101,31 @@ class GrammarSpec:
 
     @classmethod
     def json_schema(cls, schema: Any) -> GrammarSpec:
-        """JSON that a schema describes: a dict, JSON text, or a class with `model_json_schema`."""
+        """JSON that a schema describes: a dict, JSON text, or a class with `model_json_schema`.
+
+        Objects have the properties that the schema names and no others (see `json_schema.py`).
+        """
         describe = getattr(schema, "model_json_schema", None)
         if callable(describe):  # pydantic's way; unspool itself does not need pydantic
             schema = describe()
         try:
             if isinstance(schema, str | bytes):
                 schema = json.loads(schema)
-            text = json.dumps(schema, allow_nan=False)
+            given = cls("json_schema", json.dumps(schema, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, SettingsError):
+                raise
             raise SettingsError(f"the JSON schema is not JSON: {_one_line(str(error))}") from None
         if not isinstance(schema, dict | bool):
             kind = type(schema).__name__
             raise SettingsError(f"the JSON schema is a {kind}; it must be an object, or true")
-        return cls("json_schema", text)
+        try:
+            ready, notes = prepare_schema(json.loads(given.source))
+        except SchemaError as error:
+            raise given.refuse(f"it {error}") from None
+        except RecursionError:
+            raise given.refuse("it is nested too deep") from None
+        return cls("json_schema", json.dumps(ready), tuple(notes))
 
     @classmethod
     def regex(cls, pattern: str) -> GrammarSpec:
@@ -145,6 +168,9 @@ class GrammarSpec:
         gist = re.sub(r"^panic: ", "it is too large, or of a form not supported: ", gist)
         if self.kind not in ("lark", "gbnf"):  # lines of a grammar that the user has not seen
             gist = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", gist)
+        if self.kind == "json_schema":
+            for theirs, ours in _SCHEMA_WORDS.items():
+                gist = re.sub(theirs, ours, gist)
         return self.refuse(_one_line(gist))
 
     def to_lark(self) -> str:
@@ -223,7 +249,8 @@ def _schema_to_lark(schema: Any) -> str:
     if isinstance(schema, dict):
         own = schema.get("x-guidance", {})
         if isinstance(own, dict) and "whitespace_flexible" not in own:
-            schema = schema | {"x-guidance": {"whitespace_pattern": _WHITESPACE} | own}
+            usual = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+            schema = schema | {"x-guidance": usual | own}
     return f"start: %json {json.dumps(schema)}{_NO_FORCING}"
 
 

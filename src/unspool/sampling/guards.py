@@ -110,8 +110,8 @@ def _parse_item(item: str) -> tuple[Guard, str | None]:
     named, equals, value = body.partition("=")
     if named not in _KINDS:
         near = difflib.get_close_matches(named, _KINDS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise SettingsError(f"there is no guard {named!r}{hint} There are {_FORMS}")
+        hint = f"; did you mean {near[0]!r}? There are" if near else "; there are"
+        raise SettingsError(f"there is no guard {named!r}{hint} {_FORMS}")
     if bool(equals and value) != (named != "loop"):
         raise SettingsError(f"{item!r} cannot be read as a guard; there are {_FORMS}")
     return _KINDS[named](value), action or None

@@ -16,6 +16,7 @@ from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import new_router
 from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message, tools_of
 from unspool.serve.openai.chat_schema import FunctionTool, Message
+from unspool.text.tokenizer.characters import readable_pieces
 from unspool.text.tokenizer.merges import merge_steps
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -86,13 +87,10 @@ def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": ids, "count": len(ids)}
     found["max_model_len"] = call.served.lm.context
     if body.with_pieces:
+        pieces = list(map(tokenizer.token_bytes, ids))
         found["pieces"] = [
-            {
-                "id": token,
-                "text": tokenizer.token_text(token),
-                "bytes": list(tokenizer.token_bytes(token)),
-            }
-            for token in ids
+            {"id": token, "text": shown, "bytes": list(piece)}
+            for token, piece, shown in zip(ids, pieces, readable_pieces(pieces), strict=True)
         ]
     if body.merges:
         found["words"] = _merged(tokenizer, text)

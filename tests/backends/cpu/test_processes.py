@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import select
 import signal
@@ -246,7 +247,58 @@ def reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert "no C++ compiler was found" in reason(tmp_path / "none.so", monkeypatch)
+    """A compiler is to blame only where there is none."""
+    file = tmp_path / "none.so"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    words = reason(file, monkeypatch)
+    assert str(file) in words and "there is no C++ compiler" in words
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    words = reason(file, monkeypatch)
+    assert str(file) in words and "though there is a C++ compiler here" in words
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
+def test_a_library_of_another_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = bytearray(native.path().read_bytes())
+    data[18:20] = (183 if data[18] == 62 else 62).to_bytes(2, "little")
+    (tmp_path / "it.so").write_bytes(data)
+    words = reason(tmp_path / "it.so", monkeypatch)
+    other = "aarch64" if platform.machine() == "x86_64" else "x86_64"
+    assert f"built for {other}, and this is {platform.machine()}" in words
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_a_library_for_a_newer_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that wants a symbol of a glibc to come, as if it had been built on such a system."""
+    data = native.path().read_bytes()
+    wanted = sorted(set(re.findall(rb"GLIBC_2\.\d\d\0", data)))[-1]
+    # The loader compares hashes of versions, and their names only to tell of them.
+    changed = data.replace(elf_hash(wanted[:-1]), elf_hash(b"GLIBC_2.99"))
+    (tmp_path / "it.so").write_bytes(changed.replace(wanted, b"GLIBC_2.99\0"))
+    words = reason(tmp_path / "it.so", monkeypatch)
+    assert "they need GLIBC_2.99, which is newer than what this system has" in words
+
+
+def elf_hash(name: bytes) -> bytes:
+    found = 0
+    for byte in name:
+        found = (found << 4) + byte
+        top = found & 0xF0000000
+        found = (found ^ (top >> 24)) & ~top
+    return found.to_bytes(4, "little")
+
+
+def test_what_the_loader_says_is_told_in_words(tmp_path: Path):
+    file = tmp_path / "it.so"
+    file.write_bytes(b"")
+    for said, words in (
+        ("libstdc++.so.6: cannot open shared object file: No such file", "need libstdc++.so.6"),
+        (f"{file}: failed to map segment from shared object", "noexec"),
+        (f"{file}: file too short", "file too short; install Unspool again"),
+    ):
+        assert words in native._why_not_loaded(file, said)
 
 
 def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

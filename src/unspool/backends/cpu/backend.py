@@ -25,6 +25,7 @@ from unspool.backends.cpu.structures import (
     contiguous,
     functions,
 )
+from unspool.backends.cpu.threads import FORKED
 from unspool.backends.memory import free_memory, pages_in
 from unspool.backends.step import (
     BlockTable,
@@ -47,7 +48,6 @@ PAGE_SIZE = 16
 _NO_LOGPROBS = np.empty(0)
 LANES = 16
 _FIRST_ANGLES = 512  # positions whose angles are worked out at first; then twice as many, and so on
-FORKED = "this model was loaded before the process was forked; load it in the child process"
 _FAULTS = {
     1: "there is not enough memory for a batch of {count} tokens; allow less at once",
     2: "the system gave no more threads; ask for fewer with threads=1",

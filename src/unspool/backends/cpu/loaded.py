@@ -15,22 +15,24 @@ import math
 import os
 import threading
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unspool.backends.cpu.backend import FORKED, CpuBackend
 from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error, slices
 from unspool.backends.cpu.plan import Plan, build_plan
 from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
-from unspool.backends.cpu.threads import choose_threads
-from unspool.backends.step import Floats, Ints
+from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.positions import sinusoidal
 from unspool.model.stored import Stored
 from unspool.model.weights import shapes
+
+if TYPE_CHECKING:
+    from unspool.backends.cpu.backend import CpuBackend
+    from unspool.backends.step import Floats, Ints
 
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLED = 64  # numbers of each weight that go into the fingerprint
@@ -171,6 +173,9 @@ class CpuModel:
     # -- running ------------------------------------------------------------------------------
 
     def backend(self, *, memory: int | None, context: int) -> CpuBackend:
+        # Imported late: weights are on their way already while this is read.
+        from unspool.backends.cpu.backend import CpuBackend
+
         return CpuBackend(self.wait(), memory=memory, context=context)
 
     def new_runner(self) -> Runner:

@@ -247,8 +247,6 @@ class _Task:
                 self._source = None
                 if self.release:
                     release_pages(self.stored.data)
-                if self.release:
-                    release_pages(self.stored.data)
 
     def _prepare(self) -> None:
         """The rows one after the other in memory, as floats if the packed form has floats."""

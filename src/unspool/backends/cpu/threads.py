@@ -11,6 +11,8 @@ from pathlib import Path
 
 from unspool.errors import SettingsError
 
+FORKED = "this model was loaded before the process was forked; load it in the child process"
+
 
 def choose_threads(wanted: int | None, root: Path = Path("/")) -> int:
     """The number asked for, checked, or the number of cores we may use."""

@@ -52,7 +52,9 @@ export async function connect() {
   clearTimeout(waiting);
   try {
     const { data } = await api.get("/v1/models");
-    state.models = data;
+    // What is known of a model that was put out of memory meanwhile stays known.
+    const before = new Map(state.models.map((model) => [model.id, model.unspool]));
+    state.models = data.map((model) => ({ ...model, unspool: { ...before.get(model.id), ...model.unspool } }));
     if (!data.some((model) => model.id === state.model)) state.model = data[0]?.id ?? null;
     Object.assign(state.server, { ready: true, asking: false, keyNeeded: false });
     if (state.fault?.status === 0 || state.fault?.status === 401) clearFault();
@@ -161,12 +163,15 @@ export async function say(words) {
 
 /** Which of the steps of a turn are the template's: those in which the words do not stand. */
 function markTurn(branch, from, words) {
-  const pieces = branch.steps.slice(from).map((step) => step.piece);
-  const start = pieces.join("").indexOf(words.trim());
+  // Byte by byte, each as one letter: a character may be spread over several tokens.
+  const spread = (bytes) => String.fromCharCode(...bytes);
+  const pieces = branch.steps.slice(from).map((step) => spread(step.bytes));
+  const wanted = spread(new TextEncoder().encode(words.trim()));
+  const start = pieces.join("").indexOf(wanted);
   let at = 0;
   branch.added ??= new Set();
   pieces.forEach((piece, number) => {
-    const inside = start >= 0 && at + piece.length > start && at < start + words.trim().length;
+    const inside = start >= 0 && at + piece.length > start && at < start + wanted.length;
     if (!inside) branch.added.add(from + number);
     at += piece.length;
   });
@@ -266,12 +271,21 @@ export function adoptEvent(event, data) {
 
 export function select(position) {
   state.selected = position;
-  changed("selection");
+  state.sheet = position !== null;
+  changed("selection", "panel");
 }
 
 export function show(panel) {
   state.panel = panel;
+  state.sheet = true;
   changed("panel");
+}
+
+/** Put the sheet of a narrow screen away; the text has the keys again. */
+export function closeSheet() {
+  state.sheet = false;
+  changed("panel");
+  document.getElementById("text")?.focus({ preventScroll: true });
 }
 
 export function open(view) {

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef } from "./lib.js";
 import { state } from "./state.js";
-import { goOn, open, pause, redo, select, show, stepOnce, stop, undo } from "./actions.js";
+import { closeSheet, goOn, open, pause, redo, select, show, stepOnce, stop, undo } from "./actions.js";
 
 const KEYS = [
   ["Enter", "in the prompt: write; Shift+Enter makes a new line"],
@@ -13,7 +13,7 @@ const KEYS = [
   ["Ctrl+Z", "undo; with Shift: do it again"],
   ["1 – 5", "the panels: step, inside, map, costs, settings"],
   ["/", "to the prompt"],
-  ["Escape", "let go of the token"],
+  ["Escape", "out of a field; let go of the token, put the panel away"],
   ["?", "this list"],
 ];
 const PANELS = ["step", "inside", "map", "costs", "settings"];
@@ -21,6 +21,7 @@ const PANELS = ["step", "inside", "map", "costs", "settings"];
 /** Listen; gives the function that ends it. */
 export function onKey({ help }) {
   const heard = (event) => {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) leaveField(event);
     const isUndo = (event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "z";
     if (inField(event.target) || document.querySelector("dialog[open]")) return;
     if (isUndo) (event.shiftKey ? redo : undo)();
@@ -29,6 +30,12 @@ export function onKey({ help }) {
   };
   document.addEventListener("keydown", heard);
   return () => document.removeEventListener("keydown", heard);
+}
+
+/** Out of a field, to where the keys are heard. */
+function leaveField({ target }) {
+  if (target.closest(".composer, .reply")) document.getElementById("text")?.focus({ preventScroll: true });
+  else if (inField(target) && target.closest(".side")) closeSheet();
 }
 
 const inField = (target) => target.closest?.("input:not([type=range]):not([type=checkbox]), textarea, select, [contenteditable]");
@@ -46,7 +53,10 @@ function act(event, help) {
   else if (event.key === "/") {
     open("write");
     document.getElementById("prompt")?.focus();
-  } else if (event.key === "Escape" && state.selected !== null) select(null);
+  } else if (event.key === "Escape" && (state.selected !== null || state.sheet)) {
+    select(null);
+    closeSheet();
+  }
   else if (PANELS[event.key - 1] && !onControl?.matches("input")) show(PANELS[event.key - 1]);
   else return false;
   return true;

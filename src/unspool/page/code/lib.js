@@ -93,6 +93,9 @@ export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
 const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/;
 
+// How the server shows bytes that are no character (⟨F0 9F⟩), or else one character.
+const BYTES_OR_LETTER = /⟨[0-9A-F]{2}(?: [0-9A-F]{2})*⟩|[^]/gu;
+
 /** Cut into runs of ordinary text and marks for what the eye would not see. */
 export function marked(text) {
   const runs = [];
@@ -101,8 +104,9 @@ export function marked(text) {
     if (!mark && last && !last.mark) last.shown += shown;
     else runs.push({ shown, mark });
   };
-  for (const letter of text) {
-    if (letter === " ") put("␣", true);
+  for (const letter of text.match(BYTES_OR_LETTER) ?? []) {
+    if (letter.length > 2) put(letter, true);
+    else if (letter === " ") put("␣", true);
     else if (letter === "\n") put("⏎", true);
     else if (letter === "\t") put("⇥", true);
     else if (letter === "\u00a0") put("⍽", true);
@@ -119,12 +123,26 @@ export const spelled = (text) => marked(text).map((run) => run.shown).join("");
 /** Whether nothing of it would be seen: blanks, controls, characters without a shape. */
 export const isBlank = (text) => !/[^\p{C}\p{Z}\s]/u.test(text);
 
+/**
+ * The space before a word goes with the line before it, and is not drawn at its end: no colored sliver.
+ * At the start of a line it is an indent, and stays.
+ */
+export const isWord = (text, before) => /^ \S/.test(text) && /[^\n]$/.test(before ?? "");
+
 /** A token as a chip in which spaces and line breaks can be seen. */
 export function Piece({ text, ...rest }) {
   const runs = marked(text ?? "");
   return html`<span class="piece" dir="auto" ...${rest}>${
     runs.length ? runs.map(({ shown, mark }) => (mark ? html`<i>${shown}</i>` : shown)) : html`<i>∅</i>`
   }</span>`;
+}
+
+/** Children of which those with the class `folds` are put away on a narrow screen, and a button that shows them. */
+export function Fold({ as = "div", name, children, ...rest }) {
+  const [isOpen, setOpen] = useState(false);
+  return html`<${as} ...${rest} class=${`${rest.class} fold ${isOpen ? "unfolded" : ""}`}>${children}
+    <button type="button" class="button plain unfolds" aria-expanded=${isOpen} aria-label=${name} title=${name}
+      onClick=${() => setOpen(!isOpen)}>⋯</button><//>`;
 }
 
 /** A row of tabs, `{id: title}`; arrow keys go from one to the next. */
@@ -164,6 +182,9 @@ export function save(name, blob) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
+
+/** Where the panel is a sheet at the bottom; as in write.css. */
+export const isNarrow = () => matchMedia("(max-width: 60rem)").matches;
 
 export const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 

@@ -1,11 +1,13 @@
 // The shell: header, the three views, what is wrong said in place, and the keys.
 
-import { html, kept, render, useChanges, useEffect, useState } from "./lib.js";
+import { Fold, html, kept, render, useChanges, useEffect, useState } from "./lib.js";
 import { api } from "./api.js";
 import { changed, on, state } from "./state.js";
 import { connect, open } from "./actions.js";
 import { onKey, KeysDialog } from "./keys.js";
 import { Lazy } from "./lazy.js";
+import { shortName } from "./models/name.js";
+import { restoreModel } from "./models/picking.js";
 import { listenForFiles } from "./share/drop.js";
 import { keepSession, restoreSession } from "./session.js";
 import { WriteView } from "./write/view.js";
@@ -16,11 +18,12 @@ function App() {
   useChanges("view");
   const [shares, setShares] = useState(false);
   const [asksKeys, setAsksKeys] = useState(false);
+  const [picks, setPicks] = useState(false);
   useEffect(() => onKey({ help: () => setAsksKeys(true) }), []);
   useEffect(() => listenForFiles(() => setShares(true)), []);
   return html`
     <a class="skip" href="#view">To the text</a>
-    <${Header} share=${() => setShares(true)} keys=${() => setAsksKeys(true)} />
+    <${Header} share=${() => setShares(true)} keys=${() => setAsksKeys(true)} models=${() => setPicks(true)} />
     <${ServerState} />
     <main id="view" class=${`view-${state.view}`} tabindex="-1">
       ${state.view === "write" && html`<${WriteView} />`}
@@ -28,25 +31,26 @@ function App() {
       ${state.view === "compare" && html`<${Lazy} file="./compare/view.js" name="CompareView" />`}
     </main>
     ${shares && html`<${Lazy} file="./share/dialog.js" name="ShareDialog" open=${shares} close=${() => setShares(false)} />`}
+    ${picks && html`<${Lazy} file="./models/dialog.js" name="ModelDialog" close=${() => setPicks(false)} />`}
     <${KeysDialog} open=${asksKeys} close=${() => setAsksKeys(false)} />
     <${Lazy} file="./tour/tour.js" name="Tour" quiet />`;
 }
 
-function Header({ share, keys }) {
-  useChanges("view", "models");
-  return html`<header class="head">
-    <h1><a href="/" aria-label="Unspool"><img src="/page/icon.svg" alt="" width="26" height="26" /> Unspool</a></h1>
+function Header({ share, keys, models }) {
+  useChanges("view");
+  return html`<${Fold} as="header" class="head" name="Menu">
+    <h1><a href="/" aria-label="Unspool"><img src="/page/icon.svg" alt="" width="26" height="26" /> <span>Unspool</span></a></h1>
     <nav class="segments" aria-label="Views">
       ${Object.entries(VIEWS).map(([view, name]) => html`<button aria-pressed=${state.view === view}
         id=${`view-${view}`} onClick=${() => open(view)}>${name}</button>`)}
     </nav>
     <span class="grow"></span>
-    <${ModelChoice} />
-    <button class="button plain" id="share" onClick=${share}>Share</button>
-    <button class="button plain" id="tour" onClick=${startTour}>Tour</button>
-    <button class="button plain" id="keys" onClick=${keys} aria-label="Keys" title="Keys (?)">?</button>
+    <${ModelChoice} pick=${models} />
+    <button class="button plain folds" id="share" onClick=${share}>Share</button>
+    <button class="button plain folds" id="tour" onClick=${startTour}>Tour</button>
+    <button class="button plain folds" id="keys" onClick=${keys} aria-label="Keys" title="Keys (?)">?</button>
     <${ThemeChoice} />
-  </header>`;
+  <//>`;
 }
 
 async function startTour() {
@@ -54,17 +58,13 @@ async function startTour() {
   start();
 }
 
-function ModelChoice() {
+/** Which model writes; a click shows the others on this machine. */
+function ModelChoice({ pick }) {
   useChanges("models");
-  const choose = (event) => {
-    state.model = event.target.value;
-    changed("models");
-  };
-  if (state.models.length < 2) {
-    return html`<span class="quiet small model-name" title="The model that writes">${state.model ?? ""}</span>`;
-  }
-  return html`<label><span class="visually-hidden">Model</span><select class="field" id="model" value=${state.model} onChange=${choose}>
-    ${state.models.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select></label>`;
+  const id = state.loading?.id ?? state.model;
+  return html`<button class="button plain small model-name folds" id="model" onClick=${pick} aria-haspopup="dialog"
+    title="The model that writes; pick another">${id && html`<span class="visually-hidden">Model: </span>`}<span>${
+      shortName(id)}</span>${state.loading && html` <span class="quiet">loading …</span>`}</button>`;
 }
 
 const THEMES = { system: "As the system", light: "Light", dark: "Dark" };
@@ -77,7 +77,7 @@ function ThemeChoice() {
     kept.set("theme", theme);
     changed("theme", "layout");
   }, [theme]);
-  return html`<label><span class="visually-hidden">Theme</span>
+  return html`<label class="folds"><span class="visually-hidden">Theme</span>
     <select class="field" id="theme" value=${theme} onChange=${(event) => setTheme(event.target.value)}>
       ${Object.entries(THEMES).map(([value, name]) => html`<option value=${value}>${name}</option>`)}
     </select></label>`;
@@ -95,7 +95,7 @@ function ServerState() {
   const give = (event) => {
     event.preventDefault();
     api.useKey(event.target.elements.key.value);
-    connect().then((ok) => ok && restoreSession());
+    connect().then((ok) => ok && restore());
   };
   return html`<form class="notice row" onSubmit=${give}>
     <label for="key">This server wants a key.</label>
@@ -105,6 +105,11 @@ function ServerState() {
   </form>`;
 }
 
+async function restore() {
+  await restoreSession();
+  await restoreModel();
+}
+
 keepSession(on);
 render(html`<${App} />`, document.getElementById("app"));
-if (await connect()) await restoreSession();
+if (await connect()) await restore();

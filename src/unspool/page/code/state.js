@@ -7,6 +7,7 @@ export const state = {
   server: { ready: false, asking: true, keyNeeded: false },
   models: [],
   model: null,
+  loading: null, // {id, since}: a model that is on its way into memory
   mode: "chat",
   draft: "", // what stands in the composer
   system: null, // the system message of a chat; null: the template's own
@@ -21,6 +22,7 @@ export const state = {
   tint: "probability",
   speed: null, // tokens a second; null: as fast as may be; 0: one step a key press
   panel: "step",
+  sheet: false, // on a narrow screen: whether the panel is up
   view: "write",
   fault: null,
 };
@@ -107,7 +109,10 @@ function share(branch, parent, length) {
 }
 
 export const branchNow = () => state.branches.get(state.current) ?? null;
-export const modelNow = () => state.models.find((model) => model.id === state.model) ?? null;
+const modelNamed = (name) => state.models.find((model) => model.id === name) ?? null;
+export const modelNow = () => modelNamed(state.model);
+/** The model of a text: another one may have been picked since. */
+export const modelOf = (branch) => modelNamed(branch?.model) ?? modelNow();
 export const promptLength = (branch) => branch.prompt?.tokens.length ?? branch.prompt_tokens;
 export const textLength = (branch) => promptLength(branch) + branch.steps.length;
 
@@ -119,7 +124,8 @@ export function stepAt(branch, position) {
 export function tokenAt(branch, position) {
   const step = stepAt(branch, position);
   if (step) return { id: step.token, text: step.piece, added: false };
-  return branch?.prompt?.tokens[position] ?? null;
+  const token = branch?.prompt?.tokens[position];
+  return token ? { ...token, text: token.piece ?? token.text } : null;
 }
 
 /** How many tokens two texts have in common before they part. */

@@ -147,7 +147,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(ge=1, lt=1 << 31)
     stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=1)
+    temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
     stop_sequences: list[str] | None = None

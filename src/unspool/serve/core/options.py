@@ -8,29 +8,34 @@ from typing import Any
 from unspool.decoding.adaptive import Adaptive
 from unspool.decoding.draft_corpus import Corpus, PredictedText
 from unspool.engine.request import Drafter, Request
-from unspool.serve.core.schema import SamplingRequest, biases, stops
+from unspool.sampling import GrammarSpec
+from unspool.serve.core.schema import Constraints, SamplingRequest, biases, stops
+from unspool.serve.core.state import Call
 from unspool.serve.http.errors import bad_request
 from unspool.session import Session
 
 _GRAMMARS = ("json", "json_schema", "regex", "grammar", "choice")
 
 
-def sampling_options(body: SamplingRequest, *, top: int, **more: Any) -> dict[str, Any]:
+def sampling_options(
+    lm: Session, body: SamplingRequest, *, top: int, **more: Any
+) -> dict[str, Any]:
     """What completions and chats share; `more` are further options."""
-    penalized = body.frequency_penalty or body.presence_penalty
-    given = dict(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
+    given = {name: getattr(body, name) for name in Constraints.model_fields if name != "end"}
+    if (body.frequency_penalty or body.presence_penalty) and body.repetition_penalty is None:
         # OpenAI counts what was sampled, not what was given.
-        penalize_prompt=False if penalized else None,
-        seed=body.seed,
-        logit_bias=biases(body.logit_bias) if body.logit_bias else None,
-        **more,
-    )
+        given["penalize_prompt"] = given["penalize_prompt"] or False
+    given |= more
+    if body.stages is not None:
+        given["stages"] = tuple(body.stages)
+    if body.dry_sequence_breakers is not None:
+        runs = [lm.tokenizer.encode(text) for text in body.dry_sequence_breakers]
+        given["dry_breakers"] = [run for run in runs if run]
     options: dict[str, Any] = {"top": top, "explain": False, "stop": stops(body.stop)}
     options |= {name: value for name, value in given.items() if value is not None}
+    options |= {} if body.seed is None else {"seed": body.seed}
+    options |= {"logit_bias": biases(body.logit_bias)} if body.logit_bias else {}
+    options |= {} if body.end else {"end": False}
     if body.unspool is None:
         return options
     own = body.unspool.options()
@@ -49,21 +54,13 @@ def check_one_grammar(options: dict[str, Any], because: str) -> None:
             raise bad_request(f"{name} cannot be combined with {because}")
 
 
-def strict_schema(schema: Any, strict: bool | None) -> Any:
-    """A schema under `strict`: its objects have the properties that it names and no others.
-
-    OpenAI insists that a strict schema says so itself; here, one that does not say is read so.
-    """
-    if not strict:
-        return schema
-    if isinstance(schema, list):
-        return [strict_schema(item, True) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: strict_schema(value, True) for name, value in schema.items()}
-    if isinstance(schema.get("properties"), dict):
-        found.setdefault("additionalProperties", False)
-    return found
+def read_schema(call: Call, options: dict[str, Any]) -> None:
+    """A schema among the options as a grammar, with what must be said about it."""
+    if options.get("json_schema") is not None:
+        check_one_grammar({**options, "json_schema": None}, "a JSON schema")
+        spec = GrammarSpec.json_schema(options.pop("json_schema"))
+        call.note(*spec.notes)
+        options["grammar"] = spec
 
 
 def check_stream_options(body: Any) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,6 +35,7 @@ class ModelEntry:
     name: str
     load: Callable[[], Session]
     size: int  # bytes it is expected to take, keys and values not counted
+    source: str = ""  # whose store it was found in
 
 
 @dataclass(eq=False)
@@ -43,6 +46,7 @@ class ServedModel:
     lm: Session
     fingerprint: str  # `system_fingerprint`: the same one, the same seed, the same text
     tools: ToolFormat
+    keep_alive: float | None  # seconds it stays when nobody uses it; None: until room is needed
     users: int = 0
     used: float = field(default_factory=time.monotonic)
 
@@ -50,6 +54,12 @@ class ServedModel:
     def is_alive(self) -> bool:
         """False once the engine was closed or its thread is gone: it takes no requests then."""
         return self.lm.engine.loop.alive
+
+    @property
+    def due(self) -> float:
+        """When it is to go, by time.monotonic()."""
+        forever = self.users or self.keep_alive is None
+        return math.inf if forever else self.used + (self.keep_alive or 0.0)
 
     @cached_property
     def longest_token(self) -> int:
@@ -75,21 +85,39 @@ class ModelRegistry:
         self.created = int(time.time())
         self._loading = asyncio.Lock()
         self._tasks: dict[str, asyncio.Future[None]] = {}  # of models that are being loaded
-        self._freed = asyncio.Event()  # a model lost its last user
+        self._freed = asyncio.Event()  # a model lost its last user: for who waits for room ...
+        self._released = asyncio.Event()  # ... and for who lets unused models go
+
+    def add(self, entries: Sequence[ModelEntry]) -> None:
+        """More models, found later; on any thread. A name that is taken keeps its model."""
+        new = {entry.name: entry for entry in entries if entry.name not in self.entries}
+        self.entries = {**self.entries, **new}
+
+    def is_loading(self, name: str) -> bool:
+        return name in self._tasks
 
     def entry(self, name: str | None) -> ModelEntry:
         """What a request means by a model's name; without one, the first model."""
         if name is None:
             return self.entries[self.first]
-        if name not in self.entries:
-            known = ", ".join(self.entries)
-            raise ApiError(
-                404,
-                f"there is no model {name[:100]!r}; there is {known}",
-                param="model",
-                code="model_not_found",
-            )
-        return self.entries[name]
+        found = [name] if name in self.entries else self._meant_by(name.lower())
+        if len(found) != 1:
+            known = ", ".join(found or self.entries)
+            wrong = "several models are" if found else "there is no model"
+            message = f"{wrong} {name[:100]!r}; there is {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return self.entries[found[0]]
+
+    def _meant_by(self, name: str) -> list[str]:
+        """Models that a shorter name may mean, or one as Ollama writes it: `name:tag`."""
+        wanted = re.sub("[:.]", "-", name.removesuffix(":latest"))
+        known = {own: re.sub("[:.]", "-", own.lower()) for own in self.entries}
+        same = [own for own, spelled in known.items() if spelled == wanted]
+        return same or [
+            own
+            for own, spelled in known.items()
+            if re.match(re.escape(wanted) + "[^a-z0-9]", spelled)
+        ]
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
@@ -103,6 +131,7 @@ class ModelRegistry:
             served.used = time.monotonic()
             if not served.users:
                 self._freed.set()
+                self._released.set()
 
     async def _loaded(self, name: str | None) -> ServedModel:
         entry = self.entry(name)
@@ -117,7 +146,7 @@ class ModelRegistry:
         try:
             async with self._loading:
                 await self._make_room(entry)
-                self.loaded[entry.name] = await in_thread(_load_model, entry)
+                self.loaded[entry.name] = await in_thread(_load_model, entry, self.idle)
         finally:
             del self._tasks[entry.name]
 
@@ -139,21 +168,32 @@ class ModelRegistry:
         self.loaded.pop(served.name, None)
         await in_thread(served.lm.close)
 
+    def unload(self, name: str) -> None:
+        """Have a model closed as soon as nobody uses it."""
+        served = self.loaded.get(self.entry(name).name)
+        if served is not None:
+            served.keep_alive = 0.0
+            self._released.set()
+
     async def close_idle(self) -> None:
-        """Close what has not been used for `idle` seconds; for ever, as long as the server runs."""
-        while self.idle is not None:
-            await asyncio.sleep(min(self.idle, 10.0))
-            now = time.monotonic()
+        """Close what has not been used for its time; for ever, as long as the server runs."""
+        while True:
+            self._released.clear()
             for served in list(self.loaded.values()):
-                if not served.users and now - served.used >= self.idle:
+                if served.due <= time.monotonic():
                     await self.close(served)
+            due = min((served.due for served in self.loaded.values()), default=math.inf)
+            with suppress(TimeoutError):
+                left = None if due == math.inf else max(0.0, due - time.monotonic())
+                async with asyncio.timeout(left):
+                    await self._released.wait()
 
     async def close_all(self) -> None:
         for served in list(self.loaded.values()):
             await self.close(served)
 
 
-def _load_model(entry: ModelEntry) -> ServedModel:
+def _load_model(entry: ModelEntry, keep_alive: float | None) -> ServedModel:
     lm = entry.load()
     lm.engine  # noqa: B018  starts the engine, so that the first request need not wait for it
     source = lm.tokenizer.chat_template
@@ -163,4 +203,5 @@ def _load_model(entry: ModelEntry) -> ServedModel:
         lm,
         fingerprint="fp_" + hashlib.sha256(print_of.encode()).hexdigest()[:12],
         tools=tool_format(source, lm.tokenizer),
+        keep_alive=keep_alive,
     )

@@ -1,28 +1,32 @@
 """What the requests of several endpoints have in common.
 
-Unspool's own settings are under one key, `unspool`:
-{"model": ..., "messages": [...], "unspool": {"min_p": 0.1, "guard": ["loop"], "trace": true}}
+Sampling settings stand beside the rest, or under one key, `unspool`, with what only Unspool has:
+{"model": ..., "messages": [...], "min_p": 0.1, "unspool": {"guard": ["loop"], "trace": true}}
 
 OpenAI's and Anthropic's APIs have more than is here. A parameter that they know and this server
-does not have is refused by its name and with the reason, unless its value asks for nothing.
+does not have is refused by its name and with the reason, unless its value asks for nothing. What
+other servers know is in `foreign.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     StringConstraints,
     model_validator,
 )
 
 from unspool.sampling.settings import STAGE_SETTINGS, SamplingSettings
-from unspool.serve.http.errors import bad_request, unsupported
+from unspool.serve.core.foreign import in_our_words
+from unspool.serve.http.errors import bad_request, known_names, unsupported
 
 LARGEST_SEED = (1 << 63) - 1
 
@@ -31,6 +35,10 @@ class Strict(BaseModel):
     """A request in which an unknown parameter is refused, never ignored."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        known_names.update(cls.model_fields)  # to tell who mistyped one which was meant
 
 
 ShortText = Annotated[str, StringConstraints(max_length=1000)]
@@ -156,16 +164,22 @@ class Sampling(Strict):
 assert {*SamplingSettings.__dataclass_fields__} == {*Sampling.model_fields, "seed", "logit_bias"}
 
 
-class Extension(Sampling):
+class Constraints(Sampling):
+    """Sampling settings, and what the text may be."""
+
+    regex: str | None = Field(None, description="the text must match this")
+    grammar: str | None = Field(None, description="a Lark or GBNF grammar")
+    choice: list[str] | None = Field(None, description="the text must be one of these")
+    json_schema: dict[str, Any] | None = Field(None, description="the text must be such JSON")
+    end: bool = Field(True, description="false: go on where the model would end")
+
+
+class Extension(Constraints):
     """Sampling stages and their order, guards, grammars, and how much of each step to tell."""
 
     guard: GuardText | list[GuardText] | None = Field(
         None, description="loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; each also :stop"
     )
-    regex: str | None = Field(None, description="the text must match this")
-    grammar: str | None = Field(None, description="a Lark or GBNF grammar")
-    choice: list[str] | None = Field(None, description="the text must be one of these")
-    json_schema: dict[str, Any] | None = Field(None, description="the text must be such JSON")
     speculate: Literal["lookup"] | None = Field(
         None, description="guess ahead from what stands in the text already"
     )
@@ -174,7 +188,6 @@ class Extension(Sampling):
     cache: bool = Field(
         True, description="false: the whole text is read again for every token, to see the cost"
     )
-    end: bool = Field(True, description="false: go on where the model would end")
     sample: int = Field(0, ge=0, lt=1 << 31, description="which of the seed's many texts")
     priority: int = Field(0, ge=-100, le=100)
 
@@ -233,19 +246,43 @@ def by_type(models: Mapping[str, str], default: str = "") -> Discriminator:
     return Discriminator(tag_of, custom_error_type="wrong_type", custom_error_message=expected)
 
 
-class SamplingRequest(PartialApi):
+class ForeignRequest(PartialApi):
+    """A request in which the words of other servers are understood."""
+
+    keep_alive: float | ShortText | None = Field(
+        None, description="how long the model stays when nobody uses it: seconds, or 5m; 0: unload"
+    )
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _translate(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(given, dict):
+            return read(given)
+        ours, ignored = cls._translated(given)
+        found = read(ours)
+        found._ignored += ignored
+        return found
+
+    @classmethod
+    def _translated(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        return in_our_words(given, keep={*cls.model_fields, *cls.unsupported_fields})
+
+    @property
+    def ignored(self) -> list[str]:
+        """What was asked for, and is of no meaning here."""
+        return self._ignored
+
+
+class SamplingRequest(ForeignRequest, Constraints):
     """What chats and completions have in common."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Bias | None = None
     stop: StopStrings | None = None
     seed: Seed | None = None
-    user: ShortText | None = None
+    dry_sequence_breakers: list[ShortText] | None = Field(None, max_length=64)
     unspool: Extension | None = None

@@ -20,13 +20,16 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from unspool.serve.core.foreign import keep_alive_seconds
 from unspool.serve.core.registry import ModelRegistry, ServedModel
+from unspool.serve.core.schema import ForeignRequest
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.admission import Admission
 from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import ApiError, bad_request
 from unspool.serve.http.events import EventStream, event
 from unspool.serve.http.metrics import Metrics
+from unspool.serve.http.notes import ignore, note
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.threads import in_thread
@@ -93,6 +96,16 @@ class Call:
     @property
     def settings(self) -> ServeSettings:
         return self.state.settings
+
+    def heed(self, body: ForeignRequest) -> None:
+        """What a request says beside what is to be written."""
+        ignore(self.request, *body.ignored)
+        if body.keep_alive is not None:
+            self.served.keep_alive = keep_alive_seconds(body.keep_alive)
+
+    def note(self, *notes: str) -> None:
+        """Tell the client something beside the answer: in a header."""
+        note(self.request, *notes)
 
     async def hold(self, resource: AbstractAsyncContextManager[Held]) -> Held:
         """Enter a context that is left with the call."""
@@ -170,6 +183,12 @@ class Call:
     ) -> Response:
         """The answer as events, sent as they come."""
         return EventStream(events, until=self.until, failed=failed)
+
+    def stream_lines(
+        self, lines: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes]
+    ) -> Response:
+        """The answer as lines of JSON, sent as they come."""
+        return EventStream(lines, until=self.until, failed=failed, is_lines=True)
 
     def _end(self, texts: Texts) -> None:
         texts.close()

@@ -10,7 +10,7 @@ from unspool.engine.steps import Candidate, Step
 from unspool.sampling.records import StageReport
 from unspool.serve.core.texts import Text, Texts
 
-Readable = Callable[[int], str]
+Readable = Callable[[int, bytes], str]  # a token, and what of a character stands before it
 
 
 def texts_json(texts: Texts, trace: bool) -> dict[str, Any]:
@@ -41,11 +41,12 @@ def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
     As `Step.to_dict`, with its number behind the `prompt` tokens of the prompt, and with every
     token readable. `piece` is the token alone; `text` what could be shown once it was there.
     """
+    begun = step.begun
     return {
         "index": step.position - prompt,
         "position": step.position,
         "token": step.token,
-        "piece": readable(step.token),
+        "piece": readable(step.token, begun),
         "text": step.text,
         "bytes": list(step.bytes),
         "logprob": finite(step.logprob),
@@ -55,8 +56,8 @@ def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
         "draw": None
         if step.draw is None
         else {"u": step.draw.u, "low": step.draw.low, "high": step.draw.high},
-        "candidates": [candidate_json(candidate, readable) for candidate in step.candidates],
-        "stages": [_stage(stage, readable) for stage in step.stages],
+        "candidates": [_candidate(candidate, readable, begun) for candidate in step.candidates],
+        "stages": [_stage(stage, readable, begun) for stage in step.stages],
         "seconds": step.seconds,
         "finish_reason": step.finish_reason,
         "draft": step.draft,
@@ -65,23 +66,23 @@ def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
     }
 
 
-def candidate_json(candidate: Candidate, readable: Readable) -> dict[str, Any]:
+def _candidate(candidate: Candidate, readable: Readable, begun: bytes) -> dict[str, Any]:
     return {
         "token": candidate.token,
-        "text": readable(candidate.token),
+        "text": readable(candidate.token, begun),
         "logprob": finite(candidate.logprob),
         "probability": candidate.probability,
     }
 
 
-def _stage(stage: StageReport, readable: Readable) -> dict[str, Any]:
+def _stage(stage: StageReport, readable: Readable, begun: bytes) -> dict[str, Any]:
     return {
         "name": stage.name,
         "kept": stage.kept,
         "removed": stage.removed,
         "kept_mass": stage.kept_mass,
         "changed": stage.changed,
-        "top": [[token, chance, readable(token)] for token, chance in stage.top],
+        "top": [[token, chance, readable(token, begun)] for token, chance in stage.top],
     }
 
 

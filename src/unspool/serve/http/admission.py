@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from unspool.serve.http.errors import ApiError
+from unspool.serve.http.errors import ApiError, shutting_down
 
 _LONGEST_ADVICE = 60  # seconds
 
@@ -51,7 +51,7 @@ class Admission:
 
     async def _enter(self, places: int) -> None:
         if self.refusing:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+            raise shutting_down()
         if places > self.max_running:
             raise ApiError(
                 400,

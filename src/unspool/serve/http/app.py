@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,25 +12,24 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unspool import __version__
 from unspool.errors import UnspoolError
 from unspool.page import files as page_files
-from unspool.serve import tokens
-from unspool.serve.anthropic import messages
 from unspool.serve.core.registry import ModelRegistry
 from unspool.serve.core.state import ServerState
 from unspool.serve.http import docs_page, operation
 from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.later import LATER, Later
 from unspool.serve.http.middleware import Middleware
 from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
-from unspool.serve.openai import chat, completions, embeddings, models, responses
-from unspool.serve.tree import endpoints as tree
+from unspool.serve.http.threads import in_thread
+from unspool.serve.openai import chat, completions, models
 
-_ABOUT = """OpenAI's API and Anthropic's messages for local models, and a tree of tokens:
-every text can be taken back, changed and gone on with."""
+_ABOUT = """The APIs of OpenAI, Anthropic, Ollama and llama.cpp for local models, and a tree of
+tokens: every text can be taken back, changed and gone on with."""
 
 
 # Errors that become an answer; the last one for all that nobody foresaw.
@@ -46,10 +44,43 @@ _KNOWN = (
 )
 
 
+class _Api(FastAPI):
+    """Routes of which most are imported when one of them is first asked for: a server that is asked
+    for chats need not wait until it knows all other APIs too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._later = list(LATER)
+        self._importing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            async with self._importing:
+                for part in [part for part in self._later if scope["path"].startswith(part.paths)]:
+                    await in_thread(part.routers)
+                    self._include(part)
+        await super().__call__(scope, receive, send)
+
+    def _include(self, part: Later) -> None:
+        self._later.remove(part)
+        for router in part.routers():
+            self.include_router(router)
+
+    def openapi(self) -> dict[str, Any]:
+        """The document. FastAPI promises 422 where this server, as OpenAI, answers 400."""
+        for part in list(self._later):
+            self._include(part)
+        document = super().openapi()
+        for path in document["paths"].values():
+            for operation_json in path.values():
+                operation_json["responses"].pop("422", None)
+        return document
+
+
 def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIApp, ServerState]:
     """The application, which loads its first model as it starts; and its state."""
     state = ServerState(settings, registry)
-    api = FastAPI(
+    api = _Api(
         title="Unspool",
         version=__version__,
         description=_ABOUT,
@@ -58,10 +89,8 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
         redoc_url=None,
     )
     api.state.server = state
-    parts = [models, chat, completions, responses, messages, embeddings]  # in this order at /docs
-    for part in (*parts, tokens, tree, operation, docs_page, page_files):
+    for part in (models, chat, completions, operation, docs_page, page_files):
         api.include_router(part.router)
-    api.openapi = partial(_document, api.openapi)  # type: ignore[method-assign]
     for kind in _KNOWN:
         api.add_exception_handler(kind, _error_reply)
     wrapped: ASGIApp = Middleware(api, state)
@@ -71,18 +100,9 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
             allow_origins=settings.cors,
             allow_methods=["GET", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-unspool-ignored", "x-unspool-note"],
         )
     return wrapped, state
-
-
-def _document(generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The OpenAPI document. FastAPI promises 422 where this server, as OpenAI, answers 400."""
-    document = generate()
-    for path in document["paths"].values():
-        for operation_json in path.values():
-            operation_json["responses"].pop("422", None)
-    return document
 
 
 def _error_reply(request: Request, error: Exception) -> Response:

@@ -1,11 +1,13 @@
 """What a client is told when something is wrong: a status, and words in the shape it expects.
 
 OpenAI's clients expect `{"error": {"message", "type", "param", "code"}}`, Anthropic's
-`{"type": "error", "error": {"type", "message"}}`. Whatever is raised anywhere below ends here.
+`{"type": "error", "error": {"type", "message"}}`, Ollama's `{"error": message}`. Whatever is raised
+anywhere below ends here.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +17,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from unspool.errors import BusyError, ContextError, UnspoolError
-from unspool.sampling.settings import SamplingSettings
 
 _TYPES = {
     401: "authentication_error",
@@ -26,6 +27,9 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+LLAMACPP_PATHS = ("/completion", "/completions", "/props", "/slots")
 
 
 class ApiError(HTTPException):
@@ -66,9 +70,19 @@ class ApiError(HTTPException):
         kind = "api_error" if self.type == "server_error" else self.type
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def ollama(self) -> dict[str, Any]:
+        return {"error": self.message}
+
+    def llamacpp(self) -> dict[str, Any]:
+        return {"error": {"code": self.status, "message": self.message, "type": self.type}}
+
     def body(self, path: str) -> dict[str, Any]:
         """The shape that clients of this path expect."""
-        return self.anthropic() if path.startswith("/v1/messages") else self.openai()
+        if path.startswith("/v1/messages"):
+            return self.anthropic()
+        if path.startswith("/api/"):
+            return self.ollama()
+        return self.llamacpp() if path in LLAMACPP_PATHS else self.openai()
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -79,6 +93,10 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unsupported(param: str, why: str) -> ApiError:
     """A parameter that OpenAI knows and that is not there; it is named, never ignored."""
     return ApiError(400, f"{param} is not supported: {why}", param=param, code="unsupported_value")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -133,29 +151,15 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return bad_request(f"{name}: {message}" if name else message, name, "invalid_value")
 
 
+known_names: set[str] = set()
+"""Every parameter that some request here has; the requests' classes put theirs in."""
+
+
 def _unknown(name: str) -> str:
     last = name.rpartition(".")[2]
-    if last in _SAMPLING_NAMES and "unspool" not in name:
-        return f"unknown parameter {name!r}; Unspool's own are under one key: unspool.{last}"
-    if last in _ELSEWHERE:
-        return f"unknown parameter {name!r}; here it is {_ELSEWHERE[last]}"
-    return f"unknown or unsupported parameter {name!r}"
-
-
-_SAMPLING_NAMES = {*SamplingSettings.__dataclass_fields__} - {"seed", "logit_bias"}
-# What other servers call what this one has.
-_ELSEWHERE = {
-    "repeat_penalty": "unspool.repetition_penalty",
-    "num_predict": "max_tokens",
-    "n_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "ignore_eos": "unspool.end, with false",
-    "grammar": "unspool.grammar",
-    "guided_json": "response_format",
-    "guided_regex": "unspool.regex",
-    "guided_choice": "unspool.choice",
-    "guided_grammar": "unspool.grammar",
-}
+    close = difflib.get_close_matches(last, sorted(known_names - {last}), n=1, cutoff=0.75)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown or unsupported parameter {name[:100]!r}{meant}"
 
 
 def _is_branch(part: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.routes import to_json
 
 _ERROR_SECONDS = 2.0  # seconds to get an error across when the time is up already
@@ -47,10 +47,9 @@ class EventStream(Response):
 
     While nothing comes, a comment is sent every few seconds: proxies and people see that the
     answer is still being worked on. `failed` makes the last event of an error, because the status
-    is sent long before.
+    is sent long before. A server that stops cancels its streams, and says so in that event too.
+    Lines of JSON (`is_lines`) know no comments, so that there are none.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -58,10 +57,15 @@ class EventStream(Response):
         *,
         until: float | None,
         failed: Callable[[ApiError], bytes],
+        is_lines: bool = False,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            media_type="application/x-ndjson" if is_lines else "text/event-stream",
+        )
         del self.headers["content-length"]
         self._events, self._until, self._failed = events, until, failed
+        self._is_lines = is_lines
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,6 +74,10 @@ class EventStream(Response):
         heartbeat = asyncio.ensure_future(self._send_heartbeats(send))
         try:
             fault = await self._send_events(send)
+        except asyncio.CancelledError:
+            if not scope["app"].state.server.admission.refusing:  # then the client has gone
+                raise
+            fault = shutting_down()
         finally:
             heartbeat.cancel()
         with suppress(TimeoutError):  # a client that does not read must not hold us for ever
@@ -95,7 +103,7 @@ class EventStream(Response):
     async def _send_heartbeats(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
-        while True:
+        while not self._is_lines:
             await asyncio.sleep(self._sent_at + HEARTBEAT_SECONDS - loop.time())
             if loop.time() >= self._sent_at + HEARTBEAT_SECONDS:
                 self._sent_at = loop.time()

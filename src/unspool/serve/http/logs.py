@@ -53,7 +53,14 @@ class _Words(logging.Formatter):
         return " ".join(words)
 
 
-_ODD = ("error", "gone", "prompts", "texts")  # of a request: said where they are there
+_ODD = (
+    "error",
+    "gone",
+    "ignored",
+    "notes",
+    "prompts",
+    "texts",
+)  # of a request: said where they are there
 
 
 def set_up(level: str, as_json: bool) -> None:

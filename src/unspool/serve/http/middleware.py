@@ -18,8 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unspool.page.files import PREFIX
 from unspool.serve.core.state import ServerState
-from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.logs import log_event
+from unspool.serve.http.notes import note_headers
 from unspool.serve.http.routes import error_reply
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
@@ -43,7 +44,7 @@ class Middleware:
         identity = "req_" + secrets.token_hex(8)
         scope.setdefault("state", {})
         scope["state"].update(arrived=began, log={}, id=identity)
-        answer = _Answer(send, identity)
+        answer = _Answer(send, identity, scope["state"]["log"])
         try:
             async with AsyncExitStack() as resources:  # whatever the request takes is released here
                 scope["state"]["resources"] = resources
@@ -51,6 +52,8 @@ class Middleware:
                 await self.app(scope, self._bounded(scope, receive), answer.send)
         except ConnectionResetError:
             scope["state"]["log"]["gone"] = True
+        except asyncio.CancelledError:  # the server stops, and cannot wait any longer
+            await self._fail(scope, receive, answer, shutting_down())
         except Exception as error:
             await self._fail(scope, receive, answer, error)
         finally:
@@ -163,12 +166,13 @@ def _is_open(path: str) -> bool:
 class _Answer:
     """`send` that knows what was sent, and names the request in the answer."""
 
-    def __init__(self, send: Send, identity: str) -> None:
-        self._send, self._identity = send, identity.encode()
+    def __init__(self, send: Send, identity: str, log: dict[str, Any]) -> None:
+        self._send, self._identity, self._log = send, identity.encode(), log
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self._identity)]
+            own = [(b"x-request-id", self._identity), *note_headers(self._log)]
+            message["headers"] = [*message["headers"], *own]
         await self._send(message)

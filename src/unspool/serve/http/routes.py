@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.types import Scope
 
 from unspool.serve.http.errors import ApiError, bad_request
 
@@ -24,9 +25,22 @@ class _StrictRoute(APIRoute):
         read = super().get_route_handler()
 
         async def handler(request: Request) -> Any:
-            return await read(_StrictRequest(request.scope, request.receive))
+            return await read(_StrictRequest(_as_json(request.scope), request.receive))
 
         return handler
+
+
+def _as_json(scope: Scope) -> Scope:
+    """The same request with its body called JSON, as `curl -d` does not.
+
+    Not so where a web page asks: a page elsewhere may send forms and plain text unasked, and no
+    JSON. Browsers name the page's origin with everything that has a body.
+    """
+    names = {name for name, _ in scope["headers"]}
+    if names & {b"origin", b"sec-fetch-site"}:
+        return scope
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
 def new_router(tag: str, prefix: str = "") -> APIRouter:

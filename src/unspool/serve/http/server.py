@@ -1,16 +1,19 @@
 """Running the server: listen, serve, and stop in good order.
 
-SIGTERM and SIGINT refuse new work, let what runs finish (up to a deadline), and end with 0; a
-second one ends at once.
+SIGTERM refuses new work, lets what runs finish (up to a deadline), and ends with 0; a second one
+ends at once. Ctrl-C is the same, but whoever pressed it waits: what runs has a second. While the
+first model is still loading there is nothing to finish, and both end the process where it stands.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import h11
@@ -19,7 +22,6 @@ from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from unspool.errors import UnspoolError
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.settings import ServeSettings
 
@@ -27,6 +29,10 @@ from unspool.serve.http.settings import ServeSettings
 # answer that is ready would wait for the next one to be picked.
 _SWITCH_SECONDS = 0.0005
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+# That what runs has to finish after Ctrl-C.
+_INTERRUPT_SECONDS = 1.0
 
 # For a client to finish a body that was answered before all of it came; then it is cut off.
 _LINGER_SECONDS = 2.0
@@ -90,11 +96,12 @@ class Server(uvicorn.Server):
                 lifespan="on",
                 ws="none",
                 timeout_keep_alive=30,
-                timeout_graceful_shutdown=max(1, round(settings.drain)),
                 h11_max_incomplete_event_size=64 << 10,
             )
         )
         self._stopping, self._on_started = stopping, started
+        self._drain = settings.drain
+        self._hurry = asyncio.Event()  # set: what runs is to end now
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -102,29 +109,41 @@ class Server(uvicorn.Server):
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_started(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, which raises them once more when it has stopped."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._stopping()
+        if not self.started:  # a thread that loads cannot be stopped otherwise
+            os._exit(128 + sig)
+        if self._hurry.is_set():
+            os._exit(128 + sig)
         if self.should_exit:
-            self.force_exit = True
+            self._hurry.set()
+            return
+        self._stopping()
+        if sig == signal.SIGINT:
+            self._drain = min(self._drain, _INTERRUPT_SECONDS)
         self.should_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cutting = asyncio.ensure_future(self._end_requests())
+        await super().shutdown(sockets)
+        cutting.cancel()
 
-def bound_socket(settings: ServeSettings) -> socket.socket:
-    """The socket, bound before anything is loaded: a taken port is told at once."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Named as TCP: else asyncio does not know that it is, and leaves small answers waiting 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((settings.host, settings.port))
-    except OSError as error:
-        found.close()
-        raise UnspoolError(
-            f"cannot listen on {settings.host} port {settings.port}: "
-            f"{error.strerror or error}; choose another with --port (0: any free one)"
-        ) from None
-    found.set_inheritable(True)
-    return found
+    async def _end_requests(self) -> None:
+        """When their time is up, cancel them: each tells its client so (see `Middleware`)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._drain):
+                await self._hurry.wait()
+        for task in list(self.server_state.tasks):
+            task.cancel()
 
 
 def run(
@@ -139,11 +158,5 @@ def run(
     sys.setswitchinterval(_SWITCH_SECONDS)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # series that nobody reads
     server = Server(app, settings, stopping=stopping, started=started)
-    # uvicorn raises the signal again once it has stopped: then it shall mean nothing any more.
-    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        asyncio.run(server.serve([bound]))
-    finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
+    asyncio.run(server.serve([bound]))
     log_event("stopped")

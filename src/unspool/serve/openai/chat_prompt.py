@@ -6,21 +6,22 @@ Every API that knows conversations is turned into a `ChatRequest` first, and com
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unspool.sampling import GrammarSpec
 from unspool.serve.core.options import (
     check_one_grammar,
     predicted,
+    read_schema,
     sampling_options,
-    strict_schema,
 )
 from unspool.serve.core.registry import ServedModel
 from unspool.serve.core.schema import join_parts
 from unspool.serve.core.state import Call
 from unspool.serve.http.errors import bad_request
+from unspool.serve.http.notes import ignore
 from unspool.serve.openai.chat_schema import ChatRequest, FunctionTool, Message, NamedTool
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tools.calls import Tool, ToolCallReader
@@ -78,7 +79,8 @@ class PreparedChat:
 def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
     """A conversation as ids, with all its options checked; `more` are options that `ChatRequest`
     has no field for. On a thread, since templates and tokenizing take their time."""
-    options = sampling_options(body, top=body.top_logprobs or 0, **more)
+    call.heed(body)
+    options = sampling_options(call.served.lm, body, top=body.top_logprobs or 0, **more)
     use = tool_use(body)
     _set_format(options, body)
     if streams_trace(body) and use.offered and "guard" in options:
@@ -103,28 +105,68 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
         raise bad_request(f"the call {first['id'][:80]!r} has no result: give it behind the call")
     tools = [json.dumps(tool.as_openai()) for tool in use.offered]
     call.check_text(*tools, *(message.get("content") or "" for message in messages))
-    ids = chat_prompt(call.served, messages, use, options).ids
+    ids = chat_prompt(
+        call.served, messages, use, options, template_options(call, body), note=call.note
+    ).ids
+    read_schema(call, options)
     most = body.max_completion_tokens or body.max_tokens
     options["max_tokens"] = call.token_limit(most, len(ids))
     return PreparedChat(ids, options, use)
 
 
 def chat_prompt(
-    served: ServedModel, messages: Sequence[dict[str, Any]], use: ToolUse, options: dict[str, Any]
+    served: ServedModel,
+    messages: Sequence[dict[str, Any]],
+    use: ToolUse,
+    options: dict[str, Any],
+    template: Mapping[str, Any] | None = None,
+    note: Callable[..., None] = lambda *_: None,
 ) -> ChatPrompt:
-    """A conversation as ids. Puts into the options what the text must be, and where it stops."""
+    """A conversation as ids. Puts into the options what the text must be, and where it stops;
+    `template` goes to the chat template."""
     use.check()
     lm = served.lm
     ready, tools = served.tools.prepared(list(messages), use.offered)
-    prompt = lm.chat_prompt(ready, tools=tools)
+    prompt = lm.chat_prompt(ready, tools=tools, **(template or {}))
     options["stop"] = (*options.get("stop", ()), *lm.chat_template.stops)
     if use.required:
         check_one_grammar(options, "a required tool call")
         # A small model that may call several times rarely stops: only who asks for it gets it.
         several = use.parallel is True and use.choice == "required"
-        wanted = served.tools.grammar(use.required, parallel=several)
-        options["grammar"] = GrammarSpec.lark(wanted)
+        closed = [_closed(tool, note) for tool in use.required]
+        options["grammar"] = GrammarSpec.lark(served.tools.grammar(closed, parallel=several))
     return prompt
+
+
+def _closed(tool: Tool, note: Callable[..., None]) -> Tool:
+    """A tool whose arguments are as every schema is kept to here."""
+    spec = GrammarSpec.json_schema(tool.parameters)
+    note(*spec.notes)
+    return replace(tool, parameters=json.loads(spec.source))
+
+
+_OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+def template_options(call: Call, body: ChatRequest) -> dict[str, Any]:
+    """What the model's template is told: as far as it knows such words."""
+    found = dict(body.chat_template_kwargs or {})
+    for name in _OURS:
+        if name in found:
+            message = f"chat_template_kwargs may not hold {name}; it has a place of its own"
+            raise bad_request(message, "chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        source = call.served.lm.tokenizer.chat_template or ""
+        if "reasoning_effort" in source:
+            found.setdefault("reasoning_effort", body.reasoning_effort)
+        elif "enable_thinking" in source:
+            found.setdefault("enable_thinking", body.reasoning_effort != "none")
+        else:
+            ignore(call.request, "reasoning_effort")
+    for name in _OURS[2:]:
+        if getattr(body, name) is not None:
+            found[name] = getattr(body, name)
+    return found
 
 
 def streams_trace(body: ChatRequest) -> bool:
@@ -154,10 +196,7 @@ def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
 
 def tools_of(given: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
     functions = [tool.function for tool in given or ()]
-    return tuple(
-        Tool(f.name, f.description or "", strict_schema(f.parameters or {}, f.strict))
-        for f in functions
-    )
+    return tuple(Tool(f.name, f.description or "", f.parameters or {}) for f in functions)
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
@@ -173,10 +212,9 @@ def _set_format(options: dict[str, Any], body: ChatRequest) -> None:
         return
     check_one_grammar(options, "response_format")
     if wanted.type == "json_object":
-        options["json"] = True
+        options |= {"json": True} if not wanted.schema_ else {"json_schema": wanted.schema_}
     elif wanted.json_schema is None:
         message = "response_format of type json_schema needs a schema"
         raise bad_request(message, "response_format")
     else:
-        schema = strict_schema(wanted.json_schema.schema_ or {}, wanted.json_schema.strict)
-        options["json_schema"] = schema or {"type": "object"}
+        options["json_schema"] = wanted.json_schema.schema_ or {"type": "object"}

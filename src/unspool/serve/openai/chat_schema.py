@@ -75,6 +75,7 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="of a json_object")
 
 
 class ChatRequest(SamplingRequest):
@@ -84,10 +85,7 @@ class ChatRequest(SamplingRequest):
         "audio": "there is only text",
         "functions": "give tools",
         "function_call": "give tool_choice",
-        "reasoning_effort": "the model knows no such setting",
-        "verbosity": "the model knows no such setting; ask for it in words",
         "web_search_options": "this server reaches no network",
-        "store": "nothing is kept here; /v1/responses keeps what it answers",
     }
     noop_values: ClassVar[Values] = {"function_call": ["none", "auto"]}
 
@@ -101,10 +99,10 @@ class ChatRequest(SamplingRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    # Taken because they ask for nothing that changes the text.
-    safety_identifier: ShortText | None = None
-    prompt_cache_key: ShortText | None = None
-    prompt_cache_retention: ShortText | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     modalities: list[Literal["text"]] | None = None
+    reasoning_effort: ShortText | None = Field(None, description="where the template knows it")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="for the model's chat template, as enable_thinking"
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None

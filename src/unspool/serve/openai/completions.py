@@ -20,6 +20,7 @@ from unspool.serve.core.options import (
     check_choices,
     check_stream_options,
     finish_reason,
+    read_schema,
     sampling_options,
 )
 from unspool.serve.core.schema import Prompts, Reasons, SamplingRequest, as_list
@@ -83,14 +84,16 @@ def _prepare(call: Call, body: CompletionRequest) -> tuple[list[list[int]], dict
         if isinstance(text, str):
             call.check_text(text)
     # A model that begins every text with a token of its own has that for an empty prompt.
-    prompts = [lm.prompt_ids(text or _start(call)) for text in many]
-    options = sampling_options(body, top=body.logprobs or 0)
+    prompts = [lm.prompt_ids(text or start_ids(call)) for text in many]
+    call.heed(body)
+    options = sampling_options(lm, body, top=body.logprobs or 0)
+    read_schema(call, options)
     longest = max(map(len, prompts))
     options["max_tokens"] = call.token_limit(body.max_tokens, longest, default=DEFAULT_TOKENS)
     return prompts, options
 
 
-def _start(call: Call) -> list[int]:
+def start_ids(call: Call) -> list[int]:
     """An empty prompt: the token that begins a text."""
     tokenizer = call.served.lm.tokenizer
     first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id

@@ -16,7 +16,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.lens.embedding import embedding
-from unspool.serve.core.schema import Prompts, ShortText, Strict, as_list
+from unspool.serve.core.schema import ForeignRequest, Prompts, as_list
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import unsupported
 from unspool.serve.http.routes import new_router
@@ -24,29 +24,26 @@ from unspool.serve.http.routes import new_router
 router = new_router("OpenAI")
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(ForeignRequest):
     """Texts, or token ids."""
 
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
-    user: ShortText | None = None
 
 
 @router.post("/v1/embeddings", summary="Texts as vectors (mean-pooled hidden states)")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     state = state_of(request)
     call = await state.enter(request, body.model)
+    call.heed(body)
     return await call.reply(_answer(call, body))
 
 
 async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     lm = call.served.lm
-    if body.dimensions not in (None, lm.config.width):
-        raise unsupported(
-            "dimensions", f"this model's vectors have {lm.config.width}, and cannot be shortened"
-        )
+    check_dimensions(call, body.dimensions)
     prompts = await call.thread(_ids, call, as_list(body.input))
     vectors = await call.threads(partial(embedding, lm), prompts)
     count = sum(map(len, prompts))
@@ -61,6 +58,14 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
         "usage": {"prompt_tokens": count, "total_tokens": count},
         "unspool": {"pooling": "mean of the final hidden states", "normalized": True},
     }
+
+
+def check_dimensions(call: Call, wanted: int | None) -> None:
+    width = call.served.lm.config.width
+    if wanted not in (None, width):
+        raise unsupported(
+            "dimensions", f"this model's vectors have {width}, and cannot be shortened"
+        )
 
 
 def _ids(call: Call, many: list[Any]) -> list[list[int]]:

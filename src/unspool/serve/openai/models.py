@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
+from unspool.errors import UnspoolError
+from unspool.model.default_model import DEFAULT
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.core.state import ServerState, state_of
+from unspool.serve.http.errors import ApiError
 from unspool.serve.http.routes import JsonReply, new_router
 
 router = new_router("OpenAI")
@@ -27,13 +31,34 @@ async def get_model(model: str, request: Request) -> Response:
     return JsonReply(_model_json(state, state.registry.entry(model)))
 
 
+@router.post("/v1/models/{model:path}/load", summary="Take a model into memory")
+async def load_model(model: str, request: Request) -> Response:
+    """Answers when it is there, as `GET` does; what keeps it from being loaded is said."""
+    state = state_of(request)
+    entry = state.registry.entry(model)
+    try:
+        async with state.registry.use(model):
+            return JsonReply(_model_json(state, entry))
+    except (ApiError, UnspoolError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # a damaged file can break anything
+        raise ApiError(500, f"{model} cannot be loaded: {error}") from error
+
+
 def _model_json(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
     """As OpenAI tells it, and under `unspool` what can be known without loading it."""
     served = state.registry.loaded.get(entry.name)
-    details: dict[str, Any] = {"loaded": served is not None}
+    details: dict[str, Any] = {
+        "loaded": served is not None,
+        "loading": state.registry.is_loading(entry.name),
+        "bytes": entry.size,
+        "fits": entry.size <= state.registry.room,
+        "source": entry.source,
+    }
     if served is not None:
         lm = served.lm
         details.update(
+            default=lm.path is not None and lm.path.name == DEFAULT.file_name,
             system_fingerprint=served.fingerprint,
             context=lm.context,
             vocabulary=lm.vocab_size,

@@ -13,11 +13,13 @@ from starlette.responses import Response
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, Change, Grown, Opened, was_cut
 from unspool.serve.core.options import check_stream_options
+from unspool.serve.core.schema import Constraints
 from unspool.serve.core.state import Call, new_id, state_of
 from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import ApiError, bad_request, unsupported
 from unspool.serve.http.events import event
+from unspool.serve.http.notes import ignore
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
@@ -110,12 +112,17 @@ def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> 
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if wanted is None else _response_format(wanted),
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "top_logprobs": body.top_logprobs,
         "max_tokens": body.max_output_tokens,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "chat_template_kwargs": body.chat_template_kwargs,
         "unspool": body.unspool,
+        "seed": body.seed,
+        **body.model_dump(include={*Constraints.model_fields}),
     }
+    call.heed(body)
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        ignore(call.request, "text.verbosity")
     return prepare_chat(call, ChatRequest.model_validate(chat))
 
 

@@ -7,9 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StringConstraints, Tag
 
 from unspool.serve.core.schema import (
+    Constraints,
     ExtensionWithSeed,
+    ForeignRequest,
     PartialApi,
     Reasons,
+    Seed,
     ShortText,
     Strict,
     ToolName,
@@ -113,20 +116,22 @@ class TextFormat(Strict):
     strict: bool | None = None
 
 
-class TextConfig(PartialApi):
-    unsupported_fields: ClassVar[Reasons] = {
-        "verbosity": "the model knows no such setting; ask for it in words"
-    }
-    noop_values: ClassVar[Values] = {"verbosity": ["medium"]}
-
+class TextConfig(Strict):
     format: TextFormat | None = None
+    verbosity: ShortText | None = None  # the model knows no such setting
+
+
+class Reasoning(Strict):
+    effort: ShortText | None = Field(None, description="where the model's template knows it")
+    summary: ShortText | None = None
+    generate_summary: ShortText | None = None
 
 
 class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # we add none, so there is none to leave out
 
 
-class ResponseRequest(PartialApi):
+class ResponseRequest(ForeignRequest, Constraints):
     """Something to be answered."""
 
     unsupported_fields: ClassVar[Reasons] = {
@@ -138,19 +143,10 @@ class ResponseRequest(PartialApi):
         "moderation": "there is none",
         "prompt": "prompt templates are not kept here; send the input itself",
         "prompt_cache_options": "prefixes are kept by themselves, as long as there is room",
-        "reasoning": "the model's words are not told apart from its thoughts",
         "truncation": "what does not fit is bad_request, nothing is dropped",
         "access_programs": "there are none",
     }
-    noop_values: ClassVar[Values] = {
-        "truncation": ["disabled"],
-        "reasoning": [
-            {"effort": None},
-            {"summary": None},
-            {"effort": None, "summary": None},
-            {"effort": "none"},
-        ],
-    }
+    noop_values: ClassVar[Values] = {"truncation": ["disabled"]}
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(max_length=10_000)] | None = None
@@ -160,8 +156,9 @@ class ResponseRequest(PartialApi):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
+    seed: Seed | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = Field(None, description=f"{LOGPROBS}, or nothing")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     text: TextConfig | None = None

@@ -82,8 +82,10 @@ def branch_with_steps(
 
 def prompt_json(prompt: TreePrompt) -> dict[str, Any]:
     tokens = [
-        {"id": token, "text": prompt.readable(token), "added": place in prompt.added}
-        for place, token in enumerate(prompt.ids)
+        {"id": token, "piece": piece, "text": text, "added": place in prompt.added}
+        for place, (token, (piece, text)) in enumerate(
+            zip(prompt.ids, prompt.pieces(), strict=True)
+        )
     ]
     return {
         "text": prompt.text,
@@ -133,7 +135,7 @@ def _preview(branch: TreeBranch) -> str:
 def preview(generation: Generation, start: int) -> str:
     shown = ""
     for step in generation.steps[start : start + _PREVIEW]:
-        shown += step.text
+        shown += step.piece if "\ufffd" in step.text else step.text
         if len(shown) >= _PREVIEW:
             break
     return shown[:_PREVIEW]

@@ -22,6 +22,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.http.errors import ApiError, bad_request
 from unspool.session import Session
+from unspool.text.tokenizer.stream import TextStream
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 STALE_SECONDS = 6 * 3600.0  # untouched for so long, a branch makes room for others
@@ -52,9 +53,17 @@ class TreePrompt:
     spans: tuple[MessageSpan, ...] = ()
     stops: tuple[str, ...] = ()  # that the chat format needs, whatever else is asked for
 
-    def readable(self, token: int) -> str:
-        """A token as text, for people."""
-        return self.tokenizer.token_text(token) if token < len(self.tokenizer) else ""
+    def readable(self, token: int, begun: bytes = b"") -> str:
+        """A token as text, for people, behind what a text ends with (`begun`)."""
+        return self.tokenizer.token_text(token, begun) if token < len(self.tokenizer) else ""
+
+    def pieces(self) -> Iterator[tuple[str, str]]:
+        """Of each token: itself for people to read, and what can be shown of the text with it."""
+        stream = TextStream()
+        for token in self.ids:
+            begun = stream.half
+            data = self.tokenizer.token_bytes(token) if token < len(self.tokenizer) else b""
+            yield self.readable(token, begun), stream.push(data)
 
 
 @dataclass(slots=True)

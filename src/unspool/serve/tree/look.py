@@ -122,10 +122,11 @@ def alternatives(
         logits = lm.engine.extend(branch)[-1:]
     found = score(logits, [picked or 0], top)
     ids, logprobs = found.top_tokens[0], found.top_logprobs[0]
+    begun = lm.begun(tokens)
     candidates = [
         {
             "token": int(token),
-            "text": lm.readable(int(token)),
+            "text": lm.readable(int(token), begun),
             "logprob": finite(float(logprob)),
             "probability": math.exp(logprob),
         }
@@ -140,7 +141,7 @@ def alternatives(
         if picked is None
         else {
             "token": picked,
-            "text": lm.readable(picked),
+            "text": lm.readable(picked, begun),
             "logprob": finite(float(found.logprobs[0])),
             "rank": int(found.ranks[0]),
         },
@@ -164,20 +165,23 @@ def look_json(
 ) -> dict[str, Any]:
     """Inside the model as it read the token at this position."""
     seen, parts = look(lm, tokens, position), options.included()
+    begun = lm.begun(seen.tokens)
     layers = _picked(options.layer, len(seen.attention), "layer")
     heads = _picked(options.head, seen.attention.shape[1], "head")
     found: dict[str, Any] = {
         "position": seen.position,
-        "token": _token(lm, seen.tokens[-1]),
-        "picked": None if seen.picked is None else _token(lm, seen.picked),
-        "likeliest": _token(lm, seen.likeliest),
+        "token": {"id": seen.tokens[-1], "text": seen.texts[-1]},
+        "picked": None if seen.picked is None else _token(lm, seen.picked, begun),
+        "likeliest": _token(lm, seen.likeliest, begun),
         "layers": len(seen.attention),
         "heads": seen.attention.shape[1],
         "norms": _numbers(seen.norms),
         "part_norms": _numbers(seen.part_norms),
     }
     if "attention" in parts:
-        found["tokens"] = [_token(lm, token) for token in seen.tokens]
+        found["tokens"] = [
+            {"id": token, "text": text} for token, text in zip(seen.tokens, seen.texts, strict=True)
+        ]
         found["attention"] = _attention(seen, options, layers, heads)
     if "lens" in parts:
         found["lens"] = logit_lens(lm, seen, top=options.top, token=options.token).to_dict()
@@ -237,9 +241,11 @@ def _head(lm: Session, seen: Look, top: int) -> dict[str, Any]:
     found = score(seen.logits[None], [followed], top)
     normed = lm.model.normed(seen.residuals[-1:])[0].astype(np.float64)
 
+    begun = lm.begun(seen.tokens)
+
     def candidate(token: int, logprob: float) -> dict[str, Any]:
         return {
-            **_token(lm, token),
+            **_token(lm, token, begun),
             "logit": round(float(seen.logits[token]), 6),
             "probability": math.exp(logprob),
         }
@@ -306,8 +312,8 @@ def _picked(number: int | None, count: int, name: str) -> list[int]:
     return [number - 1]
 
 
-def _token(lm: Session, token: int) -> dict[str, Any]:
-    return {"id": token, "text": lm.readable(token)}
+def _token(lm: Session, token: int, begun: bytes) -> dict[str, Any]:
+    return {"id": token, "text": lm.readable(token, begun)}
 
 
 def _numbers(values: Any) -> Any:

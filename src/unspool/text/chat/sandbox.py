@@ -38,6 +38,10 @@ class TemplateRefusalError(TemplateError):
     """The template itself said no, by raise_exception."""
 
 
+class MessagesRefusedError(UnspoolError):
+    """A template does not take these messages; the text says what it said."""
+
+
 class _Generation(Extension):
     """`{% generation %}...{% endgeneration %}`: marks what the model wrote; here it just shows."""
 
@@ -317,7 +321,7 @@ class SandboxedTemplate:
 def _explained(error: Exception) -> UnspoolError:
     message = _one_line(error) or type(error).__name__
     if isinstance(error, TemplateRefusalError):
-        return UnspoolError(f"the chat template refuses these messages: {message}")
+        return MessagesRefusedError(f"the chat template refuses these messages: {message}")
     if isinstance(error, SecurityError):
         return ModelFileError(f"the chat template does what it may not: {message}")
     limits = (TemplateLimitError, MemoryError, OverflowError, RecursionError)

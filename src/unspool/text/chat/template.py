@@ -20,11 +20,12 @@ A model without a template gets plain lines, one per message, and the start toke
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.text.chat.messages import Message, checked_messages, joined_parts, plain_json
@@ -37,8 +38,11 @@ from unspool.text.chat.origin import (
     origin_of,
     with_origin,
 )
-from unspool.text.chat.sandbox import SandboxedTemplate
+from unspool.text.chat.sandbox import MessagesRefusedError, SandboxedTemplate
 from unspool.text.chat.spans import Cut, Span, message_starts, token_spans
+from unspool.text.chat.turns import other_ways
+
+Result = TypeVar("Result")
 
 PLAIN_TEMPLATE = """\
 {%- if start_token %}{{ start_token }}{% endif %}
@@ -107,11 +111,32 @@ class ChatTemplate:
         `continue_final_message` ends it right behind the last message's content instead, so that
         the model goes on writing that message. `tools` are descriptions of functions. Other
         options go to the template: `documents`, `enable_thinking` and whatever else it knows.
+        Messages that it refuses are put into other turns, if it takes them then (`turns.py`).
         """
-        return str.__str__(self._render(self._variables(messages, **options)))
+        return self._in_turns(self._rendered, messages, options)
 
     def encode(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         """The conversation as token ids, with the tokens of each message; options as in `render`"""
+        return self._in_turns(self._prompt, messages, options)
+
+    def _in_turns(
+        self,
+        make: Callable[..., Result],
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+    ) -> Result:
+        try:
+            return make(messages, **options)
+        except MessagesRefusedError:
+            for turns in other_ways(messages):
+                with suppress(MessagesRefusedError):
+                    return make(turns, **options)
+            raise
+
+    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
+        return str.__str__(self._render(self._variables(messages, **options)))
+
+    def _prompt(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         variables, now = self._variables(messages, **options), datetime.now()
         text = self._render(variables, now)
         cuts = self._encode(text)

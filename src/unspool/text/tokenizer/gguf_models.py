@@ -95,8 +95,9 @@ def byte_pair(table: Table, merges: Sequence[str], cut: Pretokenizer) -> Built:
 def _from_merges(vocab: dict[str, int], merges: Sequence[str], **settings: Any) -> models.BPE:
     """The model with the file's merges; each is two pieces with a space between them."""
     try:
-        # Nearly every file passes like this; the library looks each piece up anyway.
-        return models.BPE(vocab, [merge.partition(" ")[::2] for merge in merges], **settings)
+        # Nearly every file passes like this: one space in each. The library looks them up anyway.
+        flat = " ".join(merges).split(" ")
+        return models.BPE(vocab, list(zip(flat[::2], flat[1::2], strict=True)), **settings)
     except Exception:  # a piece that is no token; the library raises bare exceptions
         return models.BPE(vocab, list(_checked_pairs(vocab, merges)), **settings)
 

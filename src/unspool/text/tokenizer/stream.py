@@ -98,7 +98,12 @@ class TextStream:
     @property
     def held(self) -> str:
         """The text held back now; the bytes of a half character show as U+FFFD."""
-        return self._held + self._half().decode("utf-8", "replace")
+        return self._held + self.half.decode("utf-8", "replace")
+
+    @property
+    def half(self) -> bytes:
+        """The bytes of a character that is not whole yet."""
+        return self._decoder.getstate()[0]
 
     def push(self, piece: bytes) -> str:
         """Take the bytes of one more token; give the text that has become certain."""
@@ -110,7 +115,7 @@ class TextStream:
         if self._stopped is not None:
             return ""
         text = self._advance(self._decoder.decode(piece))
-        self._is_direct = self._stops is None and not self._half()
+        self._is_direct = self._stops is None and not self.half
         return text
 
     def finish(self) -> str:
@@ -131,9 +136,6 @@ class TextStream:
         twin._held, twin._stopped, twin._is_direct = self._held, self._stopped, self._is_direct
         return twin
 
-    def _half(self) -> bytes:
-        return self._decoder.getstate()[0]
-
     def _advance(self, fresh: str) -> str:
         stops = self._stops
         if stops is None:
@@ -150,7 +152,7 @@ class TextStream:
                 self._decoder.reset()
                 return text[: end - len(found)]
         self._state = state
-        half = self._half()
+        half = self.half
         hold = stops.longest_open(state, half) if half else stops.depth[state]
         certain = len(text) - hold
         self._held = text[certain:]

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unspool.errors import UnspoolError
+from unspool.text.tokenizer.characters import readable
 from unspool.text.tokenizer.encoders import Encoder
 from unspool.text.tokenizer.gguf_vocab import read_gguf_vocabulary
 from unspool.text.tokenizer.pieces import text_bytes
@@ -126,9 +127,10 @@ class Tokenizer:
             data = self._bytes[token] = self._find_bytes(token)
         return data
 
-    def token_text(self, token: int) -> str:
-        """This token for people to read; broken characters show as �."""
-        return self.token_bytes(token).decode("utf-8", "replace")
+    def token_text(self, token: int, begun: bytes = b"") -> str:
+        """This token for people to read, behind a text that ends with the bytes of a character
+        that is not whole yet; bytes that are no character stand in ⟨⟩."""
+        return readable(self.token_bytes(token), begun)
 
     def token_id(self, text_or_piece: str) -> int | None:
         """The token written like this in the vocabulary, or the one whose text this is."""

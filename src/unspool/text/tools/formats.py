@@ -237,21 +237,16 @@ def _shows(chat: ChatTemplate, messages: Sequence[Message], tool: Tool | None) -
 _WHITESPACE = r"\x20|\n\x20{0,40}"
 _WORDS_ONLY = ("description", "title", "examples", "default", "$comment")  # bind no text
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties",
-             "unevaluatedProperties", "if")  # fmt: skip
 
 
 def _arguments_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema that the arguments obey: an object, of the named properties where it has some.
-
-    A schema that leaves further properties open would have a small model invent them without end;
-    whoever wants them says `additionalProperties`.
-    """
+    """The schema that the arguments obey: an object, with no properties where it names none."""
     schema: dict[str, Any] = _without_words(parameters or {"properties": {}})
-    schema["type"] = "object"
-    if "properties" in schema and not any(name in schema for name in _COMBINED):
+    if not parameters:
         schema["additionalProperties"] = False
-    return {"x-guidance": {"whitespace_pattern": _WHITESPACE}, **schema}
+    schema["type"] = "object"
+    usual = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+    return {"x-guidance": usual, **schema}
 
 
 def _without_words(schema: Any) -> Any:

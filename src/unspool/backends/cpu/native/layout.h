@@ -35,6 +35,8 @@
 
 // For what must become part of the loop it stands in: a call would move registers to memory.
 #define UNSPOOL_INLINE inline __attribute__((always_inline))
+// For what is long and called from several places: compiled once, not once for each of them.
+#define UNSPOOL_APART __attribute__((noinline))
 
 namespace unspool {
 

@@ -28,6 +28,7 @@ export const compare = {
 
 export const told = () => changed("compare");
 export const promptNow = () => compare.prompt ?? (state.draft || EXAMPLE);
+export const isExample = () => promptNow() === EXAMPLE;
 export const isWriting = () => (
   compare.samples.writing || compare.columns.some((each) => each.writing));
 

@@ -1,6 +1,6 @@
 // A text token by token, tinted as in the Write view. One stop of the tab key; arrows go on inside.
 
-import { html, isBlank, spelled, useChanges, useRef, useState } from "../lib.js";
+import { html, isBlank, isWord, spelled, useChanges, useRef, useState } from "../lib.js";
 import { state } from "../state.js";
 import { tintOf } from "../write/tint.js";
 
@@ -16,7 +16,7 @@ export function TokenText({ steps, parts = null, label, writing = false, pick })
   const here = Math.min(stop, steps.length - 1);
 
   const element = (step, at) => {
-    const look = `${tintOf(step, state.tint)} ${at < same ? "cmp-same" : ""} ${at === parts ? "cmp-parts" : ""}`;
+    const look = `${tintOf(step, state.tint)} ${isWord(step.text, steps[at - 1]?.text) ? "word" : ""} ${at < same ? "cmp-same" : ""} ${at === parts ? "cmp-parts" : ""}`;
     const before = drawn.current[at];
     if (before?.step === step && before.look === look && before.stop === (at === here)) return before.node;
     const node = html`<span key=${at} class=${`t ${look}`} role="button" data-at=${at}
@@ -59,6 +59,7 @@ export function TokenText({ steps, parts = null, label, writing = false, pick })
 /** The end, a part of a character and a line break would not be seen without a mark. */
 function wordsOf(step) {
   if (step.text === "") return step.finish_reason === "stop" ? html`<i class="cmp-end">end</i>` : "·";
+  if (step.text.includes("\ufffd")) return step.piece; // a character that was never completed: its bytes
   if (step.text.trim() === "" && step.text.includes("\n")) return `${spelled("\n")}${step.text}`;
   return step.text;
 }

@@ -1,11 +1,11 @@
 // The Compare view: one prompt, and either several settings side by side or many samples as a tree.
 
-import { html, useChanges, useState } from "../lib.js";
+import { html, plural, useChanges, useState } from "../lib.js";
 import { changed, modelNow, state } from "../state.js";
 import { TintChoice } from "../write/controls.js";
 import { Columns } from "./columns.js";
 import { Popover } from "./popover.js";
-import { change, compare, isWriting, promptNow, stopAll, writeAll } from "./runs.js";
+import { change, compare, isExample, isWriting, promptNow, stopAll, writeAll } from "./runs.js";
 import { Samples } from "./samples.js";
 import { Fault } from "./settings.js";
 
@@ -48,10 +48,24 @@ export function CompareView() {
     <p class="quiet small">${ABOUT[picture]}</p>
     <${Asking} writing=${writing} write=${write} />
     <${TintChoice} />
+    <${Ready} write=${write} />
     ${picture === "settings" ? html`<${Columns} pick=${setPicked} />` : html`<${Samples} pick=${setPicked} />`}
     ${picked && html`<${Popover} picked=${picked} close=${close} />`}
   </section>`;
 }
+
+/** As long as nothing is written: what is there to be run. */
+function Ready({ write }) {
+  const { columns, samples, picture, length } = compare;
+  const isSettings = picture === "settings";
+  if (isWriting() || (isSettings ? columns.some(({ id }) => id) : samples.ids.length)) return null;
+  const what = isSettings ? plural(columns.length, "text", "texts side by side") : `${samples.number} samples as a picture`;
+  return html`<div class="panel row cmp-ready"><p class="grow">${isExample() ? "An example is ready" : "Ready"}: “${
+    short(promptNow())}” becomes ${what}, ${length} tokens each.</p>
+    <button class="button main" onClick=${write}>${isExample() ? "Run the example" : "Run it"}</button></div>`;
+}
+
+const short = (text) => (text.length > 70 ? `${text.slice(0, 69).toWellFormed()}…` : text);
 
 function Asking({ writing, write }) {
   const { fault } = compare;

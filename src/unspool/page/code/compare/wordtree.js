@@ -80,9 +80,13 @@ export function distinct(tree) {
 /** A step's words; the token that ends a text has none, so it is named. */
 export const shown = (step) => step.text || step.piece || "";
 
-/** The words of a run on one line. */
+/** The words of a run on one line. What a token only begins is told by the one that completes it. */
 export function wordsOf(steps) {
-  const text = steps.map((step) => (step.text === "" && step.finish_reason === "stop" ? " ∎" : shown(step)));
+  const last = steps.findLastIndex((step) => step.text);
+  const text = steps.map((step, at) => {
+    if (step.text || (at < last && step.bytes?.length)) return step.text;
+    return step.finish_reason === "stop" ? " ∎" : shown(step);
+  });
   return text.join("").replace(/\s*\n\s*/g, " ⏎ ").trim();
 }
 

@@ -5,12 +5,12 @@ import { changed } from "../state.js";
 export const choice = {
   layer: null, // from 1; null: all, averaged
   head: null, // from 1; null: all of the layer, averaged
-  withoutFirst: false, // leave the first token out and rescale the rest
+  withoutFirst: true, // leave the first token out and rescale the rest: it takes most, and says least
   shade: "weight", // of the map of heads: "weight" | "entropy"
   written: "picked", // which side of a written token: "picked" | "read"
   prompt: "read", // the same for a token of the prompt
   against: "runner", // attribution: "runner" | "mean" | "none"
-  open: { way: true, attention: true, lens: true, pushes: false, neighbours: false },
+  open: { way: false, attention: true, lens: false, pushes: false, neighbours: false },
 };
 
 export function choose(what) {

@@ -76,7 +76,8 @@ function Parts({ place, own, side, text }) {
   const part = (name, title, draw) => html`<${Part} name=${name} title=${title} draw=${draw} />`;
   return useMemo(() => {
     const whole = (draw) => () => (base.answer ? draw(base.answer) : html`<${Missing} ...${base} />`);
-    return html`<div class="stack">
+    return html`<div class="inside-parts">
+      <${FoldAll} />
       ${part("way", "The way through the model", whole((look) => html`<${Way} look=${look} next=${next} />`))}
       ${part("attention", "Where it looks", whole((look) => html`<${Attention} place=${place} look=${look} />`))}
       ${part("lens", "What each layer would have said", () => html`<${Lens} place=${place} />`)}
@@ -89,6 +90,14 @@ function Parts({ place, own, side, text }) {
 /** The strongest rival of the token that the numbers are about. */
 function runnerUp({ head }) {
   return head.candidates.find(({ id }) => id !== head.followed.id) ?? null;
+}
+
+/** The column is long: all of it, or a list of what there is. */
+function FoldAll() {
+  useChanges("inside");
+  const isAll = Object.values(choice.open).every(Boolean);
+  const set = () => choose({ open: Object.fromEntries(Object.keys(choice.open).map((name) => [name, !isAll])) });
+  return html`<button type="button" class="link small" id="inside-fold" onClick=${set}>${isAll ? "Fold all" : "Open all"}</button>`;
 }
 
 /** A section that can be folded; folded, it asks the server nothing. */

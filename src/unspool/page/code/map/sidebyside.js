@@ -1,7 +1,7 @@
 // Two branches beside each other: what they share once, then each on its own, then the numbers.
 
 import { ensureSteps, jump, setFault } from "../actions.js";
-import { html, nats, percent, plural, useChanges, useEffect, useMemo, useRef } from "../lib.js";
+import { html, isWord, nats, percent, plural, useChanges, useEffect, useMemo, useRef } from "../lib.js";
 import { FIELDS } from "../settings.js";
 import { branchNow, changed, promptLength, samePrompt, sharedSteps, state } from "../state.js";
 import { tintOf } from "../write/tint.js";
@@ -84,7 +84,7 @@ function Tokens({ branch, from, to, isParting }) {
   const key = `${branch.id} ${from} ${to} ${state.tint} ${branch.steps[to - 1]?.token}`;
   return useMemo(() => html`${branch.steps.slice(from, to).map((step, number) => {
     const isFirst = isParting && number === 0;
-    const kind = ["t", tintOf(step, state.tint), step.chosen && "chosen", isFirst && "parts"];
+    const kind = ["t", !isFirst && isWord(step.text, branch.steps[from + number - 1]?.text) && "word", tintOf(step, state.tint), step.chosen && "chosen", isFirst && "parts"];
     return html`<span key=${step.index} class=${kind.filter(Boolean).join(" ")}
       data-step=${step.index} title=${`Token ${before + step.index}: ${percent(chance(step))}`}>${
       isFirst && html`<span class="visually-hidden">here they part: </span>`}${step.text}</span>`;

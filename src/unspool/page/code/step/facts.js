@@ -1,6 +1,6 @@
 // The head of a step: in one sentence how it came about, and its numbers.
 
-import { count, duration, html, nats, ordinal, Piece } from "../lib.js";
+import { count, duration, html, nats, ordinal, Piece, plural } from "../lib.js";
 
 /** How the token came about, for somebody who has never seen it happen. */
 export function Story({ step, size }) {
@@ -31,7 +31,7 @@ export function Facts({ step, size }) {
       <${Fact} name="surprise" value=${surprise === null ? "∞" : nats(surprise)} unit="nats"
         more="${bits} bits" hint="How little the model expected this token: −log of its probability" />
       <${Fact} name="entropy" value=${nats(step.entropy)} unit="nats"
-        more="about ${spread(step.entropy)} equal choices"
+        more=${choices(step.entropy)}
         hint="How unsure the model was before it was picked" />
       <${Fact} name="rank" value=${ordinal(step.rank + 1)} more="of ${count(size)}"
         hint="Its place in the model's own order" />
@@ -52,7 +52,11 @@ function Fact({ name, value, unit, more, hint }) {
 }
 
 /** e to the entropy: so many equally likely tokens would leave the model as unsure. */
-const spread = (entropy) => (entropy === null ? "–" : count(Number(Math.exp(entropy).toPrecision(2))));
+function choices(entropy) {
+  if (entropy === null) return "";
+  const spread = Number(Math.exp(entropy).toPrecision(2));
+  return spread === 1 ? "about 1 choice" : `about ${count(spread)} equal choices`;
+}
 
 function told(bytes) {
   if (!bytes.length) return "a sign of the model's own, without bytes";

@@ -2,7 +2,7 @@
 // other settings would have made of it.
 
 import { count, duration, html, Piece, plural, useChanges, useMemo } from "../lib.js";
-import { branchNow, modelNow, promptLength, state, stepAt, tokenAt } from "../state.js";
+import { branchNow, modelOf, promptLength, state, stepAt, tokenAt } from "../state.js";
 import { select, show } from "../actions.js";
 import { Candidates } from "./candidates.js";
 import { Chain } from "./chain.js";
@@ -30,7 +30,7 @@ export function StepPanel() {
 }
 
 function Step({ branch, step, isSelected }) {
-  const size = modelNow()?.unspool.vocabulary ?? 0;
+  const size = modelOf(branch)?.unspool.vocabulary ?? 0;
   return html`
     <header class="step-head">
       <div class="row">
@@ -41,10 +41,10 @@ function Step({ branch, step, isSelected }) {
       <${Glance} step=${step} />
     </header>
     <${Facts} step=${step} size=${size} />
+    <${WhatIf} branch=${branch} step=${step} />
     <${Candidates} branch=${branch} step=${step} isSelected=${isSelected} />
     ${step.stages.length > 0 && html`<${Chain} branch=${branch} step=${step} size=${size} />`}
     ${!step.chosen && html`<${Draw} step=${step} />`}
-    <${WhatIf} branch=${branch} step=${step} />
   `;
 }
 

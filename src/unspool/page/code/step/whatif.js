@@ -14,6 +14,8 @@ const SLIDERS = FIELDS.filter((field) => field.kind === "number");
 const FIRST = 4; // sliders that are always shown: temperature, top-k, top-p, min-p
 const OFF = { temperature: null, top_p: 1, typical_p: 1, repetition_penalty: 1 }; // of all others: 0
 
+let isOpen = false; // stays as it was left, from token to token
+
 export function WhatIf({ branch, step }) {
   const [moved, move] = useState({}); // stays as the person goes from token to token
   const [isNear, comeNear] = useState(false);
@@ -34,9 +36,13 @@ export function WhatIf({ branch, step }) {
     value=${changes[field.name] ?? real[field.name] ?? field.usual}
     set=${(value) => move({ ...moved, [field.name]: value })} />`;
   const isOn = ({ name, usual }) => name in changes || (real[name] ?? usual) !== usual;
-  return html`<section class="step-part" aria-labelledby="step-whatif" onPointerEnter=${come}
+  const toggled = (event) => {
+    if (event.target === event.currentTarget) isOpen = event.target.open;
+  };
+  return html`<details class="step-whatif" open=${isOpen} onToggle=${toggled} onPointerEnter=${come}
     onPointerDown=${come} onFocusIn=${come} onPointerLeave=${() => comeNear(false)}>
-    <h3 id="step-whatif"><i aria-hidden="true">?</i> What if</h3>
+    <summary><h3 id="step-whatif">What if the settings were others?</h3></summary>
+    <section class="step-settings" aria-labelledby="step-whatif">
     <p class="quiet small">Other settings, on this very token. The text stays as it is while you move.</p>
     <div class="step-sliders">${SLIDERS.slice(0, FIRST).map(slider)}
       <details open=${SLIDERS.slice(FIRST).some(isOn)}><summary class="small">More filters</summary>
@@ -48,7 +54,8 @@ export function WhatIf({ branch, step }) {
       <button class="button main" disabled=${!made || !would.fresh} onClick=${write}>Write on like this</button>
       <button class="button" onClick=${() => move({})}>Reset</button>
     </div>`}
-  </section>`;
+    </section>
+  </details>`;
 }
 
 function Slider({ field: { name, title, least, most, step }, value, was, set }) {

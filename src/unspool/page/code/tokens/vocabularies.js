@@ -1,7 +1,7 @@
 // The same text in other vocabularies: how many tokens each needs, and where it cuts.
 
 import { api } from "../api.js";
-import { count, html, useEffect, useState } from "../lib.js";
+import { count, html, plural, useEffect, useState } from "../lib.js";
 import { state } from "../state.js";
 import { Fault, useAnswer } from "../asking.js";
 import { PlainSplit } from "./split.js";
@@ -18,6 +18,7 @@ export function Vocabularies({ text, letters, own, model, size }) {
     before[name] === tokens ? before : { ...before, [name]: tokens });
   const found = answer?.data ?? [];
   const here = found.filter((one) => one.available);
+  const away = found.filter((one) => !one.available);
   const most = Math.max(1, own.count, ...here.map((one) => counts[one.name] ?? 0));
   return html`<section class="panel tokens-vocabularies" aria-label="Other vocabularies">
     <h3>The same text in other vocabularies</h3>
@@ -27,13 +28,13 @@ export function Vocabularies({ text, letters, own, model, size }) {
     <ul>
       <${Row} name=${model} note="this model" size=${size} tokens=${own.count} letters=${letters} most=${most}
         pieces=${own.pieces.slice(0, DRAWN / 2)} more=${own.pieces.length > DRAWN / 2} />
-      ${found.map((one) => (one.available
-        ? html`<${OtherRow} key=${one.name} ...${one} text=${text} letters=${letters} most=${most} tell=${tell} />`
-        : html`<${Missing} key=${one.name} ...${one} />`))}
+      ${here.map((one) => html`<${OtherRow} key=${one.name} ...${one} text=${text} letters=${letters} most=${most}
+        tell=${tell} />`)}
       ${!answer && !fault && html`<li class="quiet small">Looking which others are here …</li>`}
     </ul>
-    ${found.some((one) => !one.available) && html`<button type="button" class="button tiny" onClick=${again}>
-      Look again</button>`}
+    ${away.length > 0 && html`<details class="small"><summary>${plural(away.length, "other")} not on this machine</summary>
+      <ul>${away.map((one) => html`<${Missing} key=${one.name} ...${one} />`)}</ul>
+      <button type="button" class="button tiny" onClick=${again}>Look again</button></details>`}
   </section>`;
 }
 
@@ -74,7 +75,7 @@ function Row({ name, note, size, tokens, letters, most, pieces, more, stale, chi
 /** Why a vocabulary is not here, and what to do about it, in few words. */
 function Missing({ name, why }) {
   const reason = why.includes("TIKTOKEN_CACHE_DIR")
-    ? html`Its ranks are not on this machine. Put <code>${RANKS[name]}.tiktoken</code> into a folder and set
+    ? html`Its ranks are not on this machine. Put <code>${RANKS[name]}.tiktoken</code> into a folder and set${" "}
       <code>TIKTOKEN_CACHE_DIR</code> to it for the server.`
     : why;
   return html`<li data-vocabulary=${name} class="missing">

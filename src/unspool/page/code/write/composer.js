@@ -54,6 +54,6 @@ export function ModeChoice() {
       <button type="button" aria-pressed=${!isChat} onClick=${set("plain")}
         title="The model goes on with just your words">Plain</button>
     </div>
-    ${isChat && html`<button type="button" class="button plain tiny" aria-pressed=${state.system !== null}
+    ${isChat && html`<button type="button" class="button plain tiny folds" aria-pressed=${state.system !== null}
       title="How the model should behave" onClick=${toggleSystem}>System</button>`}`;
 }

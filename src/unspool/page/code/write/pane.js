@@ -1,8 +1,8 @@
 // The text, token by token. Written by hand, not by components: thousands of tokens stay in place while
 // new ones come, and a frame touches only what is new.
 
-import { spelled } from "../lib.js";
-import { branchNow, changed, on, promptLength, state, stepAt, textLength } from "../state.js";
+import { isNarrow, isWord, spelled } from "../lib.js";
+import { branchNow, changed, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
 import { select } from "../actions.js";
 import { said, tintOf } from "./tint.js";
 
@@ -15,6 +15,7 @@ let layer = null; // the picture over the text
 let spoken = null; // says the selected token to those who hear the page
 let drawn = { id: null, tokens: [], spans: [], line: null };
 let lit = null;
+let marked = null; // the selected token
 let follows = true; // the end of the text stays in sight while it grows
 
 /** Make the pane inside an element; gives the function that takes it away. */
@@ -32,25 +33,16 @@ export function mountPane(element) {
   drawn = { id: null, tokens: [], spans: [], line: null };
   body.addEventListener("pointerover", hover);
   body.addEventListener("pointerleave", () => setHovered(null));
-  body.addEventListener("click", (event) => select(positionOf(event.target)));
+  body.addEventListener("click", (event) => tapped(positionOf(event.target)));
   box.addEventListener("keydown", onKey);
-  follows = true;
-  let isOurs = false;
-  box.addEventListener("scroll", () => {
-    if (!isOurs) follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
-    isOurs = false;
-  }, { passive: true });
-  // After layout, where sizes can be read without another one.
-  const resized = new ResizeObserver(() => {
-    if (follows && state.writing) {
-      isOurs = true;
-      box.scrollTop = box.scrollHeight;
-    }
-    changed("layout");
-  });
+  follows = false;
+  box.addEventListener("scroll", scrolled, { passive: true });
+  // After layout, where sizes can be read without another one. The box shrinks when the reply comes below it.
+  const resized = new ResizeObserver(keepInSight);
   resized.observe(body);
+  resized.observe(box);
   const leave = [
-    on("steps", draw), on("current", draw), on("tint", retint), on("selection", mark), on("writing", mark),
+    on("steps", draw), on("current", draw), on("tint", retint), on("selection", mark), on("writing", began),
     () => resized.disconnect(),
   ];
   draw();
@@ -58,6 +50,38 @@ export function mountPane(element) {
     leave.forEach((stop) => stop());
     box = body = layer = null;
   };
+}
+
+// -- what stays in sight ----------------------------------------------------------------------
+
+let isOurs = false; // the scrolling that comes next
+let height = 0; // of the box, when it was last looked at
+
+function scrolled() {
+  // A box that became smaller was not scrolled by anybody.
+  if (!isOurs && box.clientHeight === height) follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+  isOurs = false;
+}
+
+/** The end of a text that is written, or the token that is looked at, whatever else takes room. */
+function keepInSight() {
+  const isSmaller = box.clientHeight < height;
+  height = box.clientHeight;
+  if (isSmaller && marked) reveal(state.selected);
+  else if (follows) {
+    isOurs = box.scrollTop + height < box.scrollHeight - 1;
+    box.scrollTop = box.scrollHeight;
+  }
+  changed("layout");
+}
+
+/** Writing begins or ends. The keys are the text's now: what was asked is asked. */
+function began() {
+  mark();
+  if (!state.writing) return;
+  follows = true;
+  const field = document.activeElement?.closest(".composer, .reply");
+  if (field) requestAnimationFrame(() => box?.focus({ preventScroll: true }));
 }
 
 // -- drawing ----------------------------------------------------------------------------------
@@ -85,7 +109,7 @@ function turnTo(branch) {
     cut(0);
     box.scrollTop = 0;
   }
-  follows = true;
+  follows = state.writing !== null;
   light(null);
 }
 
@@ -106,6 +130,8 @@ function append(branch, at, token, isPrompt) {
   const span = document.createElement("span");
   span.dataset.at = at;
   dress(span, branch, at, token, isPrompt);
+  if (span.textContent.includes("⟨") && token.text?.startsWith("\ufffd")) spellOut(at);
+  if (isWord(span.textContent, drawn.line.lastChild?.textContent)) span.classList.add("word");
   drawn.line.append(span);
   drawn.tokens.push(token);
   drawn.spans.push(span);
@@ -113,10 +139,17 @@ function append(branch, at, token, isPrompt) {
   if (span.textContent.endsWith("\n")) drawn.line = null;
 }
 
+/** What the tokens before began was never completed: they show their bytes. */
+function spellOut(before) {
+  for (let at = before - 1; drawn.spans[at]?.classList.contains("part"); at -= 1) {
+    drawn.spans[at].textContent = drawn.tokens[at].piece;
+  }
+}
+
 function dress(span, branch, at, token, isPrompt) {
   const names = ["t"];
-  const piece = isPrompt ? token.text : token.piece;
-  let text = isPrompt ? piece : token.text;
+  const piece = token.piece ?? token.text;
+  let text = token.text.includes("\ufffd") ? piece : token.text; // no question marks: its own bytes
   if (SPECIAL.test(piece)) {
     names.push("special");
     text = piece;
@@ -145,12 +178,16 @@ function retint() {
   const branch = branchNow();
   if (!branch) return;
   const own = promptLength(branch);
-  drawn.spans.forEach((span, at) => dress(span, branch, at, drawn.tokens[at], at < own));
+  drawn.spans.forEach((span, at) => {
+    const isWordInLine = span.classList.contains("word");
+    dress(span, branch, at, drawn.tokens[at], at < own);
+    span.classList.toggle("word", isWordInLine);
+  });
   mark();
   if (lit) light(lit.weights, lit.upTo);
 }
 
-let marked = null;
+
 
 function mark() {
   if (!body) return;
@@ -165,6 +202,14 @@ function mark() {
 function positionOf(target) {
   const at = target.closest?.(".t")?.dataset.at;
   return at === undefined ? null : Number(at);
+}
+
+function tapped(position) {
+  select(position);
+  // On a narrow screen a sheet comes up from below: whoever cannot see that is taken there.
+  if (position !== null && isNarrow()) {
+    requestAnimationFrame(() => document.getElementById("side-panel")?.focus({ preventScroll: true }));
+  }
 }
 
 function hover(event) {
@@ -194,7 +239,7 @@ function onKey(event) {
   select(next);
   reveal(next);
   const step = stepAt(branch, next);
-  const text = spelled(step ? step.piece : branch.prompt.tokens[next].text);
+  const text = spelled(tokenAt(branch, next).text);
   spoken.textContent = step ? `${text}, ${said(step)}` : `${text}, of the prompt`;
 }
 
@@ -223,20 +268,22 @@ function reveal(position) {
 
 // -- for those who draw over the text ---------------------------------------------------------
 
-/** Where a token stands, in the overlay's coordinates: its first line, if it spans two. */
+/** Where a token stands, in the overlay's coordinates: where most of it is, if it spans two lines. */
 export function placeOf(position) {
   const span = drawn.spans[position];
   if (!span || !layer) return null;
-  const [first] = span.getClientRects();
+  const [most] = [...span.getClientRects()].sort((one, other) => other.width - one.width);
   const outer = layer.getBoundingClientRect();
-  if (!first) return null;
-  return { x: first.x - outer.x, y: first.y - outer.y, width: first.width, height: first.height };
+  if (!most) return null;
+  return { x: most.x - outer.x, y: most.y - outer.y, width: most.width, height: most.height };
 }
 
 export const overlay = () => layer;
+export const isLit = () => lit !== null;
 
 /** Light tokens by their weights (0 to 1); those behind `upTo` are masked. Null: as usual. */
 export function light(weights, upTo = Infinity) {
+  if ((lit === null) !== (weights === null)) changed("light");
   lit = weights ? { weights, upTo } : null;
   body?.classList.toggle("lighted", weights !== null);
   drawn.spans.forEach((span, at) => {

@@ -18,7 +18,7 @@ export function SettingsPanel() {
   const branch = branchNow();
   return html`<section class="stack" aria-labelledby="settings-title">
     <div class="row spread"><h2 id="settings-title">Settings</h2>
-      <button class="button tiny" onClick=${reset} disabled=${!FIELDS.some(isSet)}>As usual</button></div>
+      <button class="button tiny" onClick=${reset} disabled=${!FIELDS.some(isSet)}>Reset</button></div>
     <p class="quiet small">They hold for what is written next; what stands there stays.
       ${branch && html` This text has the seed <code>${branch.seed}</code>.`}</p>
     ${usual.map((field) => html`<${Field} field=${field} key=${field.name} />`)}

@@ -1,29 +1,21 @@
 // The view in which a text is written: prompt and text on the left, what is behind it on the right.
 
-import { html, Tabs, useCalmChanges, useChanges, useEffect, useRef, useState } from "../lib.js";
-import { branchNow, modelNow, promptLength, state } from "../state.js";
+import { count, Fold, html, useCalmChanges, useChanges, useEffect, useRef, useState } from "../lib.js";
+import { branchNow, modelOf, promptLength, state } from "../state.js";
 import { clearFault, connect, goOn, say, show } from "../actions.js";
 import { Lazy } from "../lazy.js";
 import { Composer, ModeChoice } from "./composer.js";
 import { Controls, TintChoice } from "./controls.js";
 import { mountPane } from "./pane.js";
-import { SettingsPanel } from "./settings_panel.js";
-
-const PANELS = {
-  step: ["Step", "./step/panel.js", "StepPanel"],
-  inside: ["Inside", "./inside/panel.js", "InsidePanel"],
-  map: ["Map", "./map/panel.js", "MapPanel"],
-  costs: ["Costs", "./costs/panel.js", "CostsPanel"],
-  settings: ["Settings"],
-};
-const TITLES = Object.fromEntries(Object.entries(PANELS).map(([panel, [title]]) => [panel, title]));
+import { OtherModel, TinyNote } from "../models/notes.js";
+import { Side } from "./side.js";
 
 export function WriteView() {
   return html`<div class="write">
     <section class="paper" aria-label="The text">
       <${Composer} />
-      <div class="row"><${ModeChoice} /><${Controls} /></div>
-      <${TintChoice} />
+      <${Fold} class="bar row" name="More controls"><${ModeChoice} /><${Controls} /><${TintChoice} /><//>
+      <${OtherModel} />
       <${Text} />
       <${Fault} />
       <${Reply} />
@@ -53,6 +45,7 @@ function Welcome() {
     <p>A language model writes one token at a time. It weighs every token it knows, one is picked, and round again.</p>
     <p>Ask something above and watch. Then point at any word: what else was weighed, why this one came, and what
       would have come after another.</p>
+    <${TinyNote} />
   </div>`;
 }
 
@@ -70,7 +63,6 @@ function Fault() {
 
 const ENDS = {
   stop: "The model ended its text here.",
-  length: "As many tokens as were asked for.",
   context: "The context window is full: the model cannot see more than this. Take words back, or begin anew.",
   interrupted: "Paused.",
 };
@@ -89,17 +81,24 @@ function Reply() {
   };
   const name = isChat ? "Reply" : "Your own words";
   return html`<form class="reply" onSubmit=${submit}>
-    <span class="quiet small" id="ending">${ENDS[branch.finish_reason] ?? ""}</span>
+    <span class="quiet small" id="ending"><${Ending} branch=${branch} /></span>
     <div class="composer-row"><input class="field" id="reply" dir="auto" value=${words} aria-label=${name}
       placeholder=${isChat ? "Reply …" : "Go on in your own words …"} onInput=${(event) => setWords(event.target.value)} />
     <button class="button" disabled=${!words || !state.server.ready}>${isChat ? "Reply" : "Add"}</button></div>
   </form>`;
 }
 
+function Ending({ branch }) {
+  if (branch.finish_reason !== "length") return ENDS[branch.finish_reason] ?? "";
+  const wrote = branch.steps.filter((step) => !step.chosen).length;
+  return html`Stopped at ${count(wrote)} ${wrote === 1 ? "token" : "tokens"} · <button type="button" class="link"
+    disabled=${!state.server.ready} onClick=${() => goOn()}>Go on</button>`;
+}
+
 function Foot() {
   useCalmChanges("current", "models", "steps");
   const branch = branchNow();
-  const total = modelNow()?.unspool?.context;
+  const total = modelOf(branch)?.unspool?.context;
   if (!branch?.prompt || !total) return null;
   const own = promptLength(branch);
   const added = branch.prompt.tokens.filter((token) => token.added).length;
@@ -112,15 +111,4 @@ function Foot() {
     <${Lazy} file="./costs/live.js" name="LiveFigures" quiet />
     <${Lazy} file="./tokens/contextbar.js" name="ContextBar" quiet used=${own + branch.steps.length} total=${total} parts=${parts} />
   </footer>`;
-}
-
-function Side() {
-  useChanges("panel");
-  const [, file, name] = PANELS[state.panel];
-  return html`<aside class="side" aria-label="Behind the text">
-    <${Tabs} class="tabs" label="Panels" prefix="tab" controls="side-panel" tabs=${TITLES} now=${state.panel} pick=${show} />
-    <div class="panel side-panel" id="side-panel" role="tabpanel" aria-labelledby=${`tab-${state.panel}`} tabindex="-1">
-      ${file ? html`<${Lazy} key=${file} file=${file} name=${name} />` : html`<${SettingsPanel} />`}
-    </div>
-  </aside>`;
 }

@@ -56,43 +56,43 @@ inline void few_rows(const Part& part, const Matrix& m, int64_t column, int64_t 
 }
 
 #if !defined(ISA_amx)
-template <class S, int T>
+template <int Group, bool Minima, int T>
 inline void some_rows(const Part& part, const Matrix& m, int64_t column, int64_t block, int64_t row,
                       const Unpacked& unpacked) {
     F32x16 out[T];
 #if defined(ISA_neon)
-    multiply_by_quarters<S::group, S::minima, T>(unpacked, tiles_of(m), *part.acts, row, out);
+    multiply_by_quarters<Group, Minima, T>(unpacked, tiles_of(m), *part.acts, row, out);
 #else
-    multiply_unpacked<S::group, S::minima, T>(unpacked, tiles_of(m), *part.acts, row, out);
+    multiply_unpacked<Group, Minima, T>(unpacked, tiles_of(m), *part.acts, row, out);
 #endif
     for (int t = 0; t < T; ++t) put(part, m, column, block, row + t, out[t]);
 }
 #endif
 
-template <class S>
-inline void many_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
-                      uint8_t* scratch) {
-    const int64_t tiles = tiles_of(m);
-    Unpacked unpacked = room_for_block(scratch, tiles);
-    unpack_block<S>(m, m.data + block * block_bytes(m), unpacked);
+// All rows times an unpacked block: the same for every format whose groups are alike, so it is
+// compiled once for them.
+template <int Group, bool Minima>
+UNSPOOL_APART void many_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
+                             const Unpacked& unpacked) {
     int64_t row = part.first;
 #if defined(ISA_amx)
     while (row < part.last) {  // a tile may reach past the last row: there is room behind it
         F32x16 out[kLanes];
-        multiply_tiles<S::group, S::minima>(unpacked, tiles, *part.acts, row, out);
+        multiply_tiles<Group, Minima>(unpacked, tiles_of(m), *part.acts, row, out);
         for (int t = 0; t < kLanes && row < part.last; ++t, ++row)
             put(part, m, column, block, row, out[t]);
     }
 #else
     for (; row + kRowsAtOnce <= part.last; row += kRowsAtOnce)
-        some_rows<S, kRowsAtOnce>(part, m, column, block, row, unpacked);
+        some_rows<Group, Minima, kRowsAtOnce>(part, m, column, block, row, unpacked);
     if constexpr (kRowsAtOnce > 4)
         for (; row + 4 <= part.last; row += 4)
-            some_rows<S, 4>(part, m, column, block, row, unpacked);
+            some_rows<Group, Minima, 4>(part, m, column, block, row, unpacked);
     if constexpr (kRowsAtOnce > 2)
         for (; row + 2 <= part.last; row += 2)
-            some_rows<S, 2>(part, m, column, block, row, unpacked);
-    for (; row < part.last; ++row) some_rows<S, 1>(part, m, column, block, row, unpacked);
+            some_rows<Group, Minima, 2>(part, m, column, block, row, unpacked);
+    for (; row < part.last; ++row)
+        some_rows<Group, Minima, 1>(part, m, column, block, row, unpacked);
 #endif
 }
 
@@ -102,7 +102,9 @@ inline void quantized(const Part& part, const Matrix& m, int64_t column, int64_t
     const bool direct = part.last - part.first <= kDirect;
     for (int64_t block = first; block < last; ++block) {
         if (!direct) {
-            many_rows<S>(part, m, column, block, scratch);
+            Unpacked unpacked = room_for_block(scratch, tiles_of(m));
+            unpack_block<S>(m, m.data + block * block_bytes(m), unpacked);
+            many_rows<S::group, S::minima>(part, m, column, block, unpacked);
             continue;
         }
         int64_t row = part.first;

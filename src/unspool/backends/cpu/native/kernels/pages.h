@@ -70,10 +70,17 @@ struct Tile {
     int64_t newest() const { return last; }
 };
 
+// Keeps scores within +-cap, smoothly: what Gemma 2 does.
+inline UNSPOOL_APART void cap_scores(float* scores, int count, float most) {
+    const F32x16 cap = set1(most);
+    for (int i = 0; i < count; i += kLanes)
+        store(scores + i, mul(cap, tanh16(div(load(scores + i), cap))));
+}
+
 // Scores of R queries against the keys of P pages.
 template <class Kind, int R, int P>
-UNSPOOL_INLINE void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row,
-                                int64_t at) {
+UNSPOOL_APART void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row,
+                               int64_t at) {
     const int64_t filled = tile.filled;
     const float* q = tile.queries + row * filled;
     F32x16 total[R][P];
@@ -95,16 +102,14 @@ UNSPOOL_INLINE void page_scores(const Tile& tile, const uint8_t* const* pages, i
         one(std::integral_constant<int, 3>());
     }
     for (int r = 0; r < R; ++r) {
+        float* scores = tile.scores + (row + r) * kSegment + at;
         for (int p = 0; p < P; ++p) {
             F32x16 score = total[r][p];
             if constexpr (Kind::bytes == 1)
                 score = mul(score, load(reinterpret_cast<const float*>(pages[p] + kPage * filled)));
-            if (tile.op->cap > 0.0f) {
-                const F32x16 cap = set1(tile.op->cap);
-                score = mul(cap, tanh16(div(score, cap)));
-            }
-            store(tile.scores + (row + r) * kSegment + at + p * kPage, score);
+            store(scores + p * kPage, score);
         }
+        if (tile.op->cap > 0.0f) cap_scores(scores, P * kPage, tile.op->cap);
     }
 }
 
@@ -154,8 +159,8 @@ UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t r
 }
 
 template <class Kind, int R>
-UNSPOOL_INLINE void all_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
-                               int64_t slots) {
+UNSPOOL_APART void all_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
+                              int64_t slots) {
     constexpr int C = columns_for(R);
     int64_t column = 0;
     for (; column + C * kLanes <= tile.filled; column += C * kLanes)

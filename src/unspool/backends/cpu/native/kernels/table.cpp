@@ -8,11 +8,17 @@
 #endif
 
 namespace unspool {
-namespace ISA {
 
+// Tile registers serve for products only: everything else is what AVX-512 does.
+#if defined(ISA_amx)
+#define UNSPOOL_SHARED avx512
+#else
+#define UNSPOOL_SHARED ISA
+#endif
+
+namespace UNSPOOL_SHARED {
 void embed(const Run&, const Op&, Worker&);
 void norm(const Run&, const Op&, Worker&);
-void linear(const Run&, const Op&, Worker&);
 void place(const Run&, const Op&, Worker&);
 void attend(const Run&, const Op&, Worker&);
 void route(const Run&, const Op&, Worker&);
@@ -24,14 +30,24 @@ void mass(const float*, int64_t, float, double*, double*);
 int64_t count_above(const float*, int64_t, float);
 int64_t above(const float*, int64_t, float, int64_t, int32_t*);
 int64_t maxima(const float*, int64_t, int64_t, float*);
+}  // namespace UNSPOOL_SHARED
+
+namespace ISA {
+
+void linear(const Run&, const Op&, Worker&);
 
 #define UNSPOOL_TEXT(x) #x
 #define UNSPOOL_NAME(x) UNSPOOL_TEXT(x)
 
 extern const Kernels table;
-const Kernels table = {
-    UNSPOOL_NAME(ISA), embed, norm, linear,      place, attend, route, combine, gather,
-    softcap,           peak,  mass, count_above, above, maxima};
+const Kernels table = {UNSPOOL_NAME(ISA),           UNSPOOL_SHARED::embed,
+                       UNSPOOL_SHARED::norm,        linear,
+                       UNSPOOL_SHARED::place,       UNSPOOL_SHARED::attend,
+                       UNSPOOL_SHARED::route,       UNSPOOL_SHARED::combine,
+                       UNSPOOL_SHARED::gather,      UNSPOOL_SHARED::softcap,
+                       UNSPOOL_SHARED::peak,        UNSPOOL_SHARED::mass,
+                       UNSPOOL_SHARED::count_above, UNSPOOL_SHARED::above,
+                       UNSPOOL_SHARED::maxima};
 
 #if defined(ISA_amx)
 

@@ -89,10 +89,18 @@ UNSPOOL_INLINE F32x16 erf16(F32x16 x) {
 }
 
 // The first `count` of sixteen numbers; the other lanes hold `rest`. Reads nothing behind them.
+// Only the last block of a row is not whole: that case stays out of the loops.
+inline UNSPOOL_APART void load_part(const float* from, int64_t count, float rest, float* room) {
+    for (int lane = 0; lane < kLanes; ++lane) room[lane] = lane < count ? from[lane] : rest;
+}
+inline UNSPOOL_APART void store_part(float* to, int64_t count, const float* room) {
+    for (int lane = 0; lane < count; ++lane) to[lane] = room[lane];
+}
+
 UNSPOOL_INLINE F32x16 load_first(const float* from, int64_t count, float rest) {
     if (count >= kLanes) return load(from);
     float room[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) room[lane] = lane < count ? from[lane] : rest;
+    load_part(from, count, rest, room);
     return load(room);
 }
 
@@ -103,7 +111,7 @@ UNSPOOL_INLINE void store_first(float* to, int64_t count, F32x16 x) {
     }
     float room[kLanes];
     store(room, x);
-    for (int lane = 0; lane < count; ++lane) to[lane] = room[lane];
+    store_part(to, count, room);
 }
 
 }  // namespace ISA

@@ -1,93 +1,126 @@
-// Sixteen lanes in an ordinary array: for processors we have no registers' words for, and the
-// version to read first. Compilers turn these loops into whatever vectors there are.
+// Sixteen lanes in four vectors of the compiler's own: for processors we have no registers' words
+// for, and the version to read first. GCC and Clang turn `a + b` of such vectors into whatever the
+// processor has, at the least into four additions; they need no searching for loops to merge.
 #pragma once
-#include <cmath>
-
 #include "../half.h"
 
 namespace unspool {
 namespace ISA {
 
+typedef float Floats __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+typedef int16_t Shorts __attribute__((vector_size(16)));
+typedef uint16_t UShorts __attribute__((vector_size(16)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
 struct F32x16 {
-    float v[16];
+    Floats v[4];
 };
 struct I32x16 {
-    int32_t v[16];
+    Ints v[4];
 };
 struct U8x64 {
-    uint8_t v[64];
+    Bytes v[4];
 };  // four columns of sixteen rows
 
-#define UNSPOOL_EACH(expression)                        \
-    F32x16 out;                                         \
-    for (int i = 0; i < 16; ++i) out.v[i] = expression; \
+template <class To, class From>
+UNSPOOL_INLINE To read_as(const From& from) {  // the same bits
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
+}
+template <class Vector, class Number>
+UNSPOOL_INLINE Vector four_of(const Number* p) {
+    return Vector{p[0], p[1], p[2], p[3]};
+}
+
+#define UNSPOOL_EACH(Result, expression)               \
+    Result out;                                        \
+    for (int i = 0; i < 4; ++i) out.v[i] = expression; \
     return out
 
-UNSPOOL_INLINE F32x16 load(const float* p) { UNSPOOL_EACH(p[i]); }
-UNSPOOL_INLINE F32x16 set1(float x) { UNSPOOL_EACH(x); }
-UNSPOOL_INLINE F32x16 add(const F32x16& a, const F32x16& b) { UNSPOOL_EACH(a.v[i] + b.v[i]); }
-UNSPOOL_INLINE F32x16 sub(const F32x16& a, const F32x16& b) { UNSPOOL_EACH(a.v[i] - b.v[i]); }
-UNSPOOL_INLINE F32x16 mul(const F32x16& a, const F32x16& b) { UNSPOOL_EACH(a.v[i] * b.v[i]); }
-UNSPOOL_INLINE F32x16 div(const F32x16& a, const F32x16& b) { UNSPOOL_EACH(a.v[i] / b.v[i]); }
-UNSPOOL_INLINE F32x16 fma(const F32x16& a, const F32x16& b, const F32x16& c) {
-    UNSPOOL_EACH(a.v[i] * b.v[i] + c.v[i]);
-}
-UNSPOOL_INLINE F32x16 vmax(const F32x16& a, const F32x16& b) {
-    UNSPOOL_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
-}
-UNSPOOL_INLINE F32x16 vmin(const F32x16& a, const F32x16& b) {
-    UNSPOOL_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
-}
-// To the nearest whole number: adding 1.5 * 2^23 leaves no room for a fraction.
-UNSPOOL_INLINE F32x16 round16(const F32x16& a) {
-    UNSPOOL_EACH((a.v[i] + 12582912.0f) - 12582912.0f);
-}
-UNSPOOL_INLINE F32x16 where_less(const F32x16& a, const F32x16& b, const F32x16& yes,
-                                 const F32x16& no) {
-    UNSPOOL_EACH(a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
-}
-UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) { UNSPOOL_EACH(half_to_float(p[i])); }
-UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) { UNSPOOL_EACH(bf16_to_float(p[i])); }
-UNSPOOL_INLINE F32x16 to_float(const I32x16& a) { UNSPOOL_EACH(static_cast<float>(a.v[i])); }
-UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) { UNSPOOL_EACH(static_cast<float>(p[i])); }
-UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) { UNSPOOL_EACH(static_cast<float>(p[i])); }
-UNSPOOL_INLINE float power_of_two(int32_t n) {
-    const uint32_t bits = static_cast<uint32_t>(n + 127) << 23;
-    float out;
-    __builtin_memcpy(&out, &bits, 4);
+UNSPOOL_INLINE F32x16 load(const float* p) {
+    F32x16 out;
+    __builtin_memcpy(&out, p, sizeof out);
     return out;
 }
+UNSPOOL_INLINE F32x16 set1(float x) { UNSPOOL_EACH(F32x16, (Floats{x, x, x, x})); }
+UNSPOOL_INLINE F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] + b.v[i]); }
+UNSPOOL_INLINE F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] - b.v[i]); }
+UNSPOOL_INLINE F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] * b.v[i]); }
+UNSPOOL_INLINE F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] / b.v[i]); }
+UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+    UNSPOOL_EACH(F32x16, a.v[i] * b.v[i] + c.v[i]);
+}
+UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) {
+    UNSPOOL_EACH(F32x16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
+}
+UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) {
+    UNSPOOL_EACH(F32x16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
+}
+// To the nearest whole number: adding 1.5 * 2^23 leaves no room for a fraction.
+UNSPOOL_INLINE F32x16 round16(F32x16 a) {
+    UNSPOOL_EACH(F32x16, (a.v[i] + 12582912.0f) - 12582912.0f);
+}
+UNSPOOL_INLINE F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
+    UNSPOOL_EACH(F32x16, a.v[i] < b.v[i] ? yes.v[i] : no.v[i]);
+}
+UNSPOOL_INLINE F32x16 to_float(I32x16 a) {
+    UNSPOOL_EACH(F32x16, __builtin_convertvector(a.v[i], Floats));
+}
+UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {
+    UNSPOOL_EACH(F32x16, __builtin_convertvector(four_of<Ints>(p + 4 * i), Floats));
+}
+UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
+    UNSPOOL_EACH(F32x16, __builtin_convertvector(four_of<Ints>(p + 4 * i), Floats));
+}
+UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
+    UNSPOOL_EACH(F32x16, read_as<Floats>(four_of<Words>(p + 4 * i) << 16));
+}
+// The steps of half.h, four numbers at a time.
+UNSPOOL_INLINE Floats half_to_float(Words half) {
+    const Words shifted = (half & 0x7fffu) << 13, exponent = shifted & 0x0f800000u;
+    const Words normal = shifted + ((127u - 15u) << 23);
+    const Words special = normal + ((128u - 16u) << 23);
+    const Words subnormal =
+        read_as<Words>(read_as<Floats>(normal + (1u << 23)) - float_of(113u << 23));
+    const Words small = exponent == 0u ? subnormal : normal;
+    const Words size = exponent == 0x0f800000u ? special : small;
+    return read_as<Floats>(((half & 0x8000u) << 16) | size);
+}
+UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) {
+    UNSPOOL_EACH(F32x16, half_to_float(four_of<Words>(p + 4 * i)));
+}
+UNSPOOL_INLINE Floats power_of_two(Floats n) {
+    return read_as<Floats>((__builtin_convertvector(n, Ints) + 127) << 23);
+}
 // p times two to the n, n whole and small enough for a float.
-UNSPOOL_INLINE F32x16 scale_by_power(const F32x16& p, const F32x16& n) {
-    UNSPOOL_EACH(p.v[i] * power_of_two(static_cast<int32_t>(n.v[i])));
+UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
+    UNSPOOL_EACH(F32x16, p.v[i] * power_of_two(n.v[i]));
 }
-#undef UNSPOOL_EACH
 
-UNSPOOL_INLINE void store(float* p, const F32x16& a) {
-    for (int i = 0; i < 16; ++i) p[i] = a.v[i];
-}
-UNSPOOL_INLINE void store_half(uint16_t* p, const F32x16& a) {
-    for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.v[i]);
+UNSPOOL_INLINE void store(float* p, F32x16 a) { __builtin_memcpy(p, &a, sizeof a); }
+UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
+    for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.v[i / 4][i % 4]);
 }
 // Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
-UNSPOOL_INLINE int32_t store_i8(int8_t* p, const F32x16& a) {
+UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     const F32x16 whole = round16(a);
     int32_t total = 0;
     for (int i = 0; i < 16; ++i) {
-        p[i] = static_cast<int8_t>(whole.v[i]);
+        p[i] = static_cast<int8_t>(whole.v[i / 4][i % 4]);
         total += p[i];
     }
     return total;
 }
-UNSPOOL_INLINE float sum(const F32x16& a) {
-    float total[8];
-    for (int i = 0; i < 8; ++i) total[i] = a.v[i] + a.v[i + 8];
-    for (int i = 0; i < 4; ++i) total[i] += total[i + 4];
-    return (total[0] + total[2]) + (total[1] + total[3]);
+UNSPOOL_INLINE float sum(F32x16 a) {
+    const Floats four = (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
-UNSPOOL_INLINE float largest(const F32x16& a) {
-    float best = a.v[0];
-    for (int i = 1; i < 16; ++i) best = a.v[i] > best ? a.v[i] : best;
+UNSPOOL_INLINE float largest(F32x16 a) {
+    float best = a.v[0][0];
+    for (int i = 1; i < 16; ++i) best = a.v[i / 4][i % 4] > best ? a.v[i / 4][i % 4] : best;
     return best;
 }
 
@@ -96,57 +129,71 @@ UNSPOOL_INLINE float largest(const F32x16& a) {
 // dot_bytes() takes stored bytes as they are: nothing is taken from them.
 constexpr int kByteBias = 0;
 
-UNSPOOL_INLINE I32x16 iset1(int32_t x) {
-    I32x16 out;
-    for (int i = 0; i < 16; ++i) out.v[i] = x;
-    return out;
-}
-UNSPOOL_INLINE I32x16 iadd(const I32x16& a, const I32x16& b) {
-    I32x16 out;
-    for (int i = 0; i < 16; ++i) out.v[i] = a.v[i] + b.v[i];
-    return out;
-}
-UNSPOOL_INLINE I32x16 isub(const I32x16& a, const I32x16& b) {
-    I32x16 out;
-    for (int i = 0; i < 16; ++i) out.v[i] = a.v[i] - b.v[i];
-    return out;
+UNSPOOL_INLINE I32x16 iset1(int32_t x) { UNSPOOL_EACH(I32x16, (Ints{x, x, x, x})); }
+UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] + b.v[i]); }
+UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] - b.v[i]); }
+UNSPOOL_INLINE U8x64 low_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] & 15); }
+UNSPOOL_INLINE U8x64 high_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] >> 4); }
+// Every byte less a number, as a signed byte.
+UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+    UNSPOOL_EACH(U8x64, a.v[i] - static_cast<uint8_t>(number));
 }
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     U8x64 out;
-    __builtin_memcpy(out.v, p, 64);
+    __builtin_memcpy(&out, p, sizeof out);
     return out;
 }
-UNSPOOL_INLINE U8x64 low_halves(U8x64 a) {
-    for (int i = 0; i < 64; ++i) a.v[i] &= 15;
-    return a;
+UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { __builtin_memcpy(p, &a, 64); }
+
+// Four activations: the first and third, and the second and fourth, side by side.
+struct Pairs {
+    Shorts even, odd;
+};
+UNSPOOL_INLINE Shorts pair_of(int8_t first, int8_t second) {
+    const uint32_t both = static_cast<uint16_t>(first) | static_cast<uint32_t>(second) << 16;
+    return read_as<Shorts>(Words{both, both, both, both});
 }
-UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
-    for (int i = 0; i < 64; ++i) a.v[i] >>= 4;
-    return a;
+UNSPOOL_INLINE Pairs pairs_of(const int8_t* a) {
+    return {pair_of(a[0], a[2]), pair_of(a[1], a[3])};
 }
-// Weights times four activations, added to each row's sum.
-UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, const U8x64& w, const int8_t* four) {
-    for (int i = 0; i < 16; ++i)
-        for (int t = 0; t < 4; ++t) total.v[i] += w.v[4 * i + t] * four[t];
+// Neighbours added up, in 32 bits.
+UNSPOOL_INLINE Ints neighbours(Shorts a) {
+    return (read_as<Ints>(read_as<Words>(a) << 16) >> 16) + (read_as<Ints>(a) >> 16);
+}
+// Weights times four activations, added to each row's sum. A byte times a signed byte fits into
+// sixteen bits.
+UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
+    const Pairs a = pairs_of(four);
+    for (int i = 0; i < 4; ++i) {
+        const UShorts both = read_as<UShorts>(w.v[i]);
+        total.v[i] += neighbours(read_as<Shorts>(both & 255) * a.even) +
+                      neighbours(read_as<Shorts>(both >> 8) * a.odd);
+    }
     return total;
 }
-UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, const int8_t* four) {
-    return dot_bytes(total, w, four);
-}
-UNSPOOL_INLINE void store_bytes(uint8_t* p, const U8x64& a) { __builtin_memcpy(p, a.v, 64); }
-// Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
-    for (int i = 0; i < 64; ++i) a.v[i] = static_cast<uint8_t>(a.v[i] - number);
-    return a;
+// The same for weights below sixteen: two products fit as well.
+UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
+    const Pairs a = pairs_of(four);
+    for (int i = 0; i < 4; ++i) {
+        const UShorts both = read_as<UShorts>(w.v[i]);
+        total.v[i] +=
+            neighbours(read_as<Shorts>(both & 255) * a.even + read_as<Shorts>(both >> 8) * a.odd);
+    }
+    return total;
 }
 // Signed weights times four activations, added to each row's sum.
 constexpr bool kSignedDot = true;
-UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, const U8x64& w, const int8_t* four) {
-    for (int i = 0; i < 16; ++i)
-        for (int t = 0; t < 4; ++t) total.v[i] += static_cast<int8_t>(w.v[4 * i + t]) * four[t];
+UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
+    const Pairs a = pairs_of(four);
+    for (int i = 0; i < 4; ++i) {
+        const Shorts even = read_as<Shorts>(read_as<UShorts>(w.v[i]) << 8) >> 8;
+        const Shorts odd = read_as<Shorts>(w.v[i]) >> 8;
+        total.v[i] += neighbours(even * a.even) + neighbours(odd * a.odd);
+    }
     return total;
 }
-constexpr int kRowsAtOnce = 4;  // rows of activations that share a block's weights
+#undef UNSPOOL_EACH
+constexpr int kRowsAtOnce = 2;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void*) {}
 
 }  // namespace ISA

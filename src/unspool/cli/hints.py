@@ -1,0 +1,113 @@
+"""Words that were meant otherwise: a command mistyped or known from another program, a model.
+
+`unspool caht` would be answered as a prompt, and nobody would know why. Any other single word is a
+prompt; `unspool run caht` makes one of every word, and `echo WORD | unspool` of a model's name too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+_YOURS = '"your prompt"'
+_PROMPT = f"unspool {_YOURS}"
+
+# What other programs call what this one has.
+ELSEWHERE = {
+    "api": "unspool serve",
+    "ask": _PROMPT,
+    "cli": "unspool chat",
+    "complete": _PROMPT,
+    "completion": _PROMPT,
+    "delete": "unspool models rm MODEL",
+    "download": "unspool models pull MODEL",
+    "generate": _PROMPT,
+    "gui": "unspool page",
+    "info": "unspool models info MODEL",
+    "install": "unspool models pull MODEL",
+    "interactive": "unspool chat",
+    "ls": "unspool models list",
+    "perplexity": 'unspool score "a text"',
+    "prompt": _PROMPT,
+    "remove": "unspool models rm MODEL",
+    "repl": "unspool chat",
+    "start": "unspool serve",
+    "talk": "unspool chat",
+    "ui": "unspool page",
+    "version": "unspool --version",
+    "web": "unspool page",
+    "webui": "unspool page",
+}
+# What other programs have and this one has not, and what there is instead.
+NOT_HERE = {
+    "bench": "every answer ends with its speed",
+    "benchmark": "every answer ends with its speed",
+    "convert": "models run as they are: -m MODEL",
+    "cp": "a model is named by its path: -m MODEL",
+    "create": "give settings as options, such as --system",
+    "embed": "unspool serve has /v1/embeddings",
+    "finetune": "models are run here, not trained",
+    "fine-tune": "models are run here, not trained",
+    "login": "there are no accounts",
+    "push": "nothing is sent anywhere",
+    "quantize": "--quantize 4 packs the weights while loading",
+    "stop": "Ctrl-C ends a command, and its model is gone with it",
+    "train": "models are run here, not trained",
+}
+# Such as model.gguf, hf.co/org/name, org/name-1B, llama3.2:1b, qwen3-0.6b.
+_MODEL = re.compile(
+    r"\S+\.gguf|(hf\.co|huggingface\.co)/\S+|[\w-]+/[\w.-]*\d[\w.-]*(:\w+)?|[a-z][\w.-]*\d[\w.-]*:[\w.-]+|"
+    r"(llama|qwen|gemma|mistral|mixtral|phi|smollm|deepseek|olmo)[\w.-]*\d[\w.-]*",
+    re.IGNORECASE,
+)
+
+# Options as llama.cpp, Ollama and transformers name them.
+OPTIONS = {
+    "--ctx-size": "--context",
+    "--max-new-tokens": "--max-tokens (-n)",
+    "--n-predict": "--max-tokens (-n)",
+    "--num-ctx": "--context",
+    "--num-predict": "--max-tokens (-n)",
+    "--prompt": "the prompt without an option",
+    "--repeat-penalty": "--repetition-penalty",
+    "--system-prompt": "--system",
+    "--temp": "--temperature (-t)",
+    "-c": "--context",
+    "-ngl": "--device cuda",
+    "-p": "the prompt without an option",
+}
+
+
+def hint(word: str, commands: Iterable[str]) -> str | None:
+    """What to say of a first word that looks like a command but is none; None: it is a prompt."""
+    meant = word.lower()
+    if not meant.replace("-", "").isalpha() or meant.startswith("-"):
+        return None
+    near = difflib.get_close_matches(meant, [*commands, "help"], n=1, cutoff=0.75)
+    if meant in ELSEWHERE:
+        advice = f"did you mean {ELSEWHERE[meant]}?"
+    elif meant in NOT_HERE:
+        advice = f"{NOT_HERE[meant]}."
+    elif near:
+        advice = f"did you mean unspool {near[0]}?"
+    else:
+        return None
+    return f"there is no command {word!r}; {advice} As a prompt: unspool run {word}"
+
+
+def model_hint(prompt: str) -> str | None:
+    """What to say of a prompt that is a model's name, as in `run llama3.2` elsewhere."""
+    if not _MODEL.fullmatch(prompt):
+        return None
+    return (
+        f"{prompt!r} looks like a model, which -m names: unspool -m {prompt} {_YOURS}, or "
+        f"unspool chat -m {prompt}. As a prompt: echo {prompt} | unspool"
+    )
+
+
+def extra_words(first: str, rest: str) -> str:
+    """What to say of words behind the prompt: quotes were forgotten, or `run MODEL PROMPT`."""
+    if _MODEL.fullmatch(first):
+        return f'a model is named by -m: unspool -m {first} "{rest}"'
+    return f'the text has several words; put it into quotes: "{first} {rest}"'

@@ -1,0 +1,94 @@
+"""`unspool models show` and `plan`: what a model is, and what the native backend does with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unspool.cli import options as o
+from unspool.cli.completing import model_names
+from unspool.cli.table import print_columns
+
+if TYPE_CHECKING:
+    from unspool.model.checkpoint import Checkpoint
+    from unspool.model.config import ModelConfig
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A path, a short name or a repo id.", autocompletion=model_names),
+]
+
+
+def info(model: Model = None, offline: o.Offline = False) -> None:
+    """What a model is: family, size, precision, context, vocabulary, template.
+
+    [b]Examples[/b]
+
+      unspool models show
+      unspool models show ./model.gguf
+    """
+    from unspool.loading import open_tokenizer
+    from unspool.model.glance import glance
+    from unspool.model.memory import free_memory, in_words
+    from unspool.model.weights import parameter_count
+
+    checkpoint = find_checkpoint(model, offline)
+    config, tokenizer = checkpoint.config, open_tokenizer(checkpoint)
+    heads = f"{config.heads} heads of {config.head_width}"
+    if config.kv_heads != config.heads:
+        heads += f", {config.kv_heads} for keys and values"
+    cache = 2 * config.layers * config.kv_width * 2
+    seen = glance(checkpoint.path)
+    rows = {
+        "path": str(checkpoint.path),
+        "family": config.family,
+        "parameters": f"{parameter_count(config):,}",
+        "size": in_words(seen.bytes) + (f", {seen.kind}" if seen.kind else ""),
+        "memory": f"about {in_words(seen.needs)} to run; {in_words(free_memory())} are free",
+        "bits per weight": f"{checkpoint.bits_per_weight():.2f}",
+        "context": f"{config.context:,} tokens",
+        "layers": f"{config.layers} of width {config.width}, {heads}",
+        "feed-forward": f"{config.ff_width} ({config.activation}{', gated' * config.gated})",
+        "positions": _positions(config),
+        "keys and values": f"{cache:,} bytes a token in 16 bits",
+        "vocabulary": "none in this folder",
+        "chat template": "none",
+    }
+    if config.experts:
+        rows["experts"] = f"{config.experts}, {config.experts_per_token} a token"
+    if tokenizer is not None:
+        ends = ", ".join(sorted(tokenizer.token_text(i) for i in tokenizer.end_ids))
+        rows["vocabulary"] = f"{len(tokenizer):,} ({tokenizer.kind}); ends with {ends or 'none'}"
+        if tokenizer.chat_template:
+            rows["chat template"] = f"yes, {len(tokenizer.chat_template):,} characters"
+    print_columns([[name, value] for name, value in rows.items()])
+
+
+def plan(model: Model = None, offline: o.Offline = False) -> None:
+    """What the native backend would do with a model: how each part is kept and computed.
+
+    [b]Examples[/b]
+
+      unspool models plan
+      unspool models plan ./model.gguf
+    """
+    from unspool.backends.cpu.plan import printed
+
+    print(printed(find_checkpoint(model, offline)))
+
+
+def find_checkpoint(model: str | None, offline: bool) -> Checkpoint:
+    from unspool.model.checkpoint import open_checkpoint
+    from unspool.model.hub import find_model
+
+    return open_checkpoint(find_model(model, offline=offline))
+
+
+def _positions(config: ModelConfig) -> str:
+    if config.rotary is None:
+        return config.positions
+    scaled = "" if config.rotary.scaling == "none" else f", {config.rotary.scaling} scaling"
+    windows = [w for w in config.windows if w]
+    window = f"; {len(windows)} layers see {windows[0]:,} tokens" if windows else ""
+    return f"rotary, base {config.rotary.base:,.0f}{scaled}{window}"

@@ -1,0 +1,99 @@
+"""What a model on this machine is, from the first bytes of its files: no weights are read.
+
+seen = glance(Path("model.gguf"))
+seen.kind, seen.needs     # 'Q4_K_M', and about how many bytes of memory it takes to run
+seen.problem              # '' or, in words, why it cannot be opened here
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unspool.errors import ModelFileError
+from unspool.model.kinds import FILE_TYPES, is_readable, kind_in_name
+from unspool.model.memory import memory_needed, memory_of_text
+
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What can be told of a model before it is opened."""
+
+    bytes: int
+    kind: str | None = None  # of a GGUF file; of safetensors the numbers' type
+    kv_bytes: int = 0  # that a token leaves in keys and values
+    context: int = 0
+    problem: str = ""
+
+    @property
+    def needs(self) -> int:
+        """About how much memory it takes to run."""
+        return memory_needed(self.bytes, self.kind, memory_of_text(self.kv_bytes, self.context))
+
+
+def glance(path: Path, kind: str | None = None) -> Glance:
+    """Look at a GGUF file or a folder of safetensors; `kind` is what others say it is."""
+    from unspool.model.gguf import part_paths
+
+    try:
+        is_file = path.is_file()
+        files = part_paths(path) if is_file else sorted(path.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+    except OSError as error:
+        return Glance(0, kind, problem=f"{Path(error.filename).name} is missing or cannot be read")
+    try:
+        if is_file:
+            return _gguf(path, size, kind)
+        if not files:
+            return Glance(0, problem="there are no safetensors in it")
+        return _folder(path, size)
+    except (ModelFileError, OSError) as error:
+        return Glance(size, kind, problem=str(error).removeprefix(f"{path}: "))
+    except (ValueError, TypeError, KeyError, struct.error) as error:
+        return Glance(size, kind, problem=f"its settings cannot be used ({error})")
+
+
+def _gguf(path: Path, size: int, kind: str | None) -> Glance:
+    from unspool.model.families import family_of_gguf
+    from unspool.model.gguf import GGUFFile
+
+    metadata = GGUFFile(path, glance=True).metadata
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ModelFileError("it does not say its architecture")
+
+    def number(key: str, otherwise: int = 0) -> int:
+        value = metadata.get(f"{architecture}.{key}", otherwise)
+        if not isinstance(value, int):
+            raise ModelFileError(f"its {key} differs from layer to layer, which is not supported")
+        return value
+
+    told = FILE_TYPES.get(metadata.get("general.file_type", -1))
+    kind = told or kind or kind_in_name(path.name)
+    family_of_gguf(architecture, number("expert_count"))
+    if not is_readable(kind):
+        raise ModelFileError(f"its weights are packed as {kind}, which is not supported")
+    heads = number("attention.head_count", 1)
+    head_width = number("attention.key_length", number("embedding_length") // max(1, heads))
+    kv_width = number("attention.head_count_kv", heads) * head_width
+    kv_bytes = 4 * number("block_count") * kv_width
+    return Glance(size, kind, kv_bytes, number("context_length"))
+
+
+def _folder(path: Path, size: int) -> Glance:
+    from unspool.model.config_hf import config_from_hf, read_json
+
+    raw = read_json(path / "config.json")
+    config = config_from_hf(raw)
+    kv_bytes = 4 * config.layers * config.kv_width
+    return Glance(size, _dtype(raw), kv_bytes, config.context)
+
+
+def _dtype(raw: dict[str, Any]) -> str | None:
+    inner = raw.get("text_config")
+    both = {**raw, **inner} if isinstance(inner, dict) else raw
+    return _DTYPES.get(str(both.get("dtype") or both.get("torch_dtype")))

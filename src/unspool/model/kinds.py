@@ -1,0 +1,67 @@
+"""Kinds of GGUF files (Q4_K_M, Q8_0, ...): which can be read, what they take, which to prefer.
+
+Kinds are named as llama.cpp names them. In memory the kernels keep 4 or 8 bits a weight, so a file
+of 5 or 6 bits grows to 8 and one of 2 or 3 to 4: such files spare a download, not memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# Best first, for a machine that has room: small and quick at little loss, then better but larger.
+READABLE = (
+    "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q8_0", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K",
+    "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K", "Q2_K_S", "BF16", "F16", "F32",
+)  # fmt: skip
+SMALL = 1_000_000_000  # bytes of Q8_0: below, four bits lose too much to be worth the speed
+
+# How much larger weights are in memory than in the file, by the beginning of the kind.
+_GROWTH = {"Q2": 1.7, "Q3": 1.35, "Q4_K": 1.1, "Q5": 1.56, "Q6": 1.31}
+
+# general.file_type in a GGUF file; what is not in READABLE is named to be refused by its name.
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
+    11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S",
+    17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
+    23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M",
+    30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
+
+_IN_NAME = re.compile(
+    r"(?:^|[-._:/ ])(UD-)?"  # Unsloth's mixtures
+    r"(I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32)(?=$|[-./])",
+    re.IGNORECASE,
+)
+_UNREADABLE = re.compile(r"IQ|TQ|Q1|MXFP4|NVFP4|Q4_0_\d")
+
+
+def kind_in_name(name: str) -> str | None:
+    """The kind that a file's name tells: `m-q4_k_m.gguf` is Q4_K_M; None if it tells none."""
+    found = list(_IN_NAME.finditer(name))
+    if not found:
+        return None
+    kind = found[-1][2].upper().replace("FP16", "F16").replace("FP32", "F32")
+    return f"UD-{kind}" if found[-1][1] else kind
+
+
+def is_readable(kind: str | None) -> bool:
+    """Whether weights of a kind can be read; one that is not known is given a chance."""
+    return kind is None or not _UNREADABLE.match(kind.removeprefix("UD-"))
+
+
+def in_memory(size: int, kind: str | None) -> int:
+    """About how many bytes the weights of a file take once they are loaded."""
+    for start, growth in _GROWTH.items():
+        if (kind or "").startswith(start):
+            return int(size * growth)
+    return size
+
+
+def by_preference(sizes: Mapping[str, int]) -> list[str]:
+    """The readable kinds among these, each with its file's size, best first."""
+    readable = [kind for kind in READABLE if kind in sizes]
+    if 0 < sizes.get("Q8_0", 0) <= SMALL:
+        readable.remove("Q8_0")
+        readable.insert(0, "Q8_0")
+    return readable

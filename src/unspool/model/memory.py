@@ -1,0 +1,59 @@
+"""How much memory there is, and how much a model needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from unspool.model.kinds import in_memory
+
+PLANNED_CONTEXT = 4096  # tokens of text that a model should have room for
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_PROGRAM = 100_000_000  # bytes that the program and its buffers take beside the model
+
+
+def free_memory() -> int:
+    """What the system says is available, in bytes; within a container's limit, if it has one."""
+    try:
+        told = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
+        free = int(told["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return _modest_guess()
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        stat = (_CGROUP / "memory.stat").read_text().split()
+        kept = int(stat[stat.index("inactive_file") + 1])  # files that can be read again
+        used = int((_CGROUP / "memory.current").read_text()) - kept
+        return max(0, min(free, limit - used))
+    except (OSError, ValueError, LookupError):  # no limit, or "max"
+        return free
+
+
+def _modest_guess() -> int:
+    """Half of what is built in, where that is all that is told."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def memory_needed(size: int, kind: str | None, text: int | None = None) -> int:
+    """About what it takes to run a model: its weights, a long text, and the program.
+
+    `size` is that of its files. `text` is what `memory_of_text` says; not known before the model
+    was looked at, and then a tenth of the weights.
+    """
+    weights = in_memory(size, kind)
+    return weights + (weights // 10 if text is None else text) + _PROGRAM
+
+
+def memory_of_text(kv_bytes: int, context: int) -> int:
+    """Keys and values of a text of some length, where a token leaves `kv_bytes`."""
+    return kv_bytes * min(context, PLANNED_CONTEXT)
+
+
+def in_words(size: int) -> str:
+    """640 MB, 1.1 GB."""
+    if size < 999_500_000:
+        return f"{size / 1e6:,.0f} MB"
+    return f"{size / 1e9:,.1f} GB"

@@ -1,0 +1,73 @@
+"""The shapes of the models in the catalogue, as their config.json has them.
+
+What the catalogue says of parameters and of keys and values follows from these; the tests compare.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _shape(
+    family: str, layers: int, width: int, heads: str, inner: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    """`heads` is "query heads/key heads/width of a head"."""
+    query, keys, head = map(int, heads.split("/"))
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": query,
+        "num_key_value_heads": keys,
+        "head_dim": head,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": True,
+        **more,
+    }
+
+
+_UNTIED = {"tie_word_embeddings": False}
+_QWEN25_7B = _shape("qwen2", 28, 3584, "28/4/128", 18944, 152064, **_UNTIED)
+_QWEN3_MOE = _shape(
+    "qwen3_moe", 48, 2048, "32/4/128", 6144, 151936, **_UNTIED,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+)  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _shape("llama", 30, 576, "9/3/64", 1536, 49152),
+    "smollm2-360m": _shape("llama", 32, 960, "15/5/64", 2560, 49152),
+    "smollm2-1.7b": _shape("llama", 24, 2048, "32/32/64", 8192, 49152),
+    "smollm3-3b": _shape("smollm3", 36, 2048, "16/4/128", 11008, 128256),
+    "gpt2": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12,
+             "n_positions": 1024, "vocab_size": 50257},
+    "pythia-160m": _shape("gpt_neox", 12, 768, "12/12/64", 3072, 50304, **_UNTIED),
+    "olmo2-1b": _shape("olmo2", 16, 2048, "16/16/128", 8192, 100352, **_UNTIED),
+    "gemma3-270m": _shape("gemma3_text", 18, 640, "4/1/256", 2048, 262144),
+    "gemma3-1b": _shape("gemma3_text", 26, 1152, "4/1/256", 6912, 262144),
+    "gemma3-4b": _shape("gemma3_text", 34, 2560, "8/4/256", 10240, 262144),
+    "gemma3-12b": _shape("gemma3_text", 48, 3840, "16/8/256", 15360, 262144),
+    "gemma3-27b": _shape("gemma3_text", 62, 5376, "32/16/128", 21504, 262144),
+    "gemma2-2b": _shape("gemma2", 26, 2304, "8/4/256", 9216, 256000),
+    "llama3.2-1b": _shape("llama", 16, 2048, "32/8/64", 8192, 128256),
+    "llama3.2-3b": _shape("llama", 28, 3072, "24/8/128", 8192, 128256),
+    "llama3.1-8b": _shape("llama", 32, 4096, "32/8/128", 14336, 128256, **_UNTIED),
+    "llama3.3-70b": _shape("llama", 80, 8192, "64/8/128", 28672, 128256, **_UNTIED),
+    "qwen2.5-0.5b": _shape("qwen2", 24, 896, "14/2/64", 4864, 151936),
+    "qwen2.5-coder-1.5b": _shape("qwen2", 28, 1536, "12/2/128", 8960, 151936),
+    "qwen2.5-coder-7b": _QWEN25_7B,
+    "deepseek-r1-7b": _QWEN25_7B,
+    "qwen3-0.6b": _shape("qwen3", 28, 1024, "16/8/128", 3072, 151936),
+    "qwen3-1.7b": _shape("qwen3", 28, 2048, "16/8/128", 6144, 151936),
+    "qwen3-4b": _shape("qwen3", 36, 2560, "32/8/128", 9728, 151936),
+    "qwen3-8b": _shape("qwen3", 36, 4096, "32/8/128", 12288, 151936, **_UNTIED),
+    "qwen3-14b": _shape("qwen3", 40, 5120, "40/8/128", 17408, 151936, **_UNTIED),
+    "qwen3-32b": _shape("qwen3", 64, 5120, "64/8/128", 25600, 151936, **_UNTIED),
+    "qwen3-30b-a3b": _QWEN3_MOE,
+    "qwen3-coder-30b-a3b": _QWEN3_MOE,
+    "phi4-mini": _shape("phi3", 32, 3072, "24/8/128", 8192, 200064),
+    "phi4": _shape("phi3", 40, 5120, "40/10/128", 17920, 100352, **_UNTIED),
+    "mistral-7b": _shape("mistral", 32, 4096, "32/8/128", 14336, 32768, **_UNTIED),
+    "mistral-nemo-12b": _shape("mistral", 40, 5120, "32/8/128", 14336, 131072, **_UNTIED),
+    "mistral-small-24b": _shape("mistral", 40, 5120, "32/8/128", 32768, 131072, **_UNTIED),
+}  # fmt: skip

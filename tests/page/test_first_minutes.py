@@ -1,0 +1,259 @@
+"""What people meet in the first minutes: the end of the text in sight, keys that are the page's,
+words that wrap as words, emoji that are whole, and what can be done next said where they look."""
+
+from __future__ import annotations
+
+import re
+
+from acts import branch, drawn, finished, open_panel, set_settings, text, tokens, until, write
+from playwright.sync_api import Page, expect
+
+QUESTION = "Why do leaves change color in fall?"
+FROM_END = """(() => {
+    const box = document.querySelector("#text");
+    return box.scrollHeight - box.scrollTop - box.clientHeight;
+})()"""
+
+
+def test_the_last_lines_stay_in_sight_when_the_reply_box_comes(page: Page) -> None:
+    set_settings(page, max_tokens=220, seed=3, end=False)
+    page.set_viewport_size({"width": 1280, "height": 560})
+    page.locator("#prompt").fill(QUESTION)
+    page.locator("#prompt").press("Enter")
+    expect(tokens(page)).to_have_count(220, timeout=60_000)
+    finished(page)
+    expect(page.locator("#reply")).to_be_visible()
+    drawn(page)
+    assert page.evaluate("document.querySelector('#text').scrollTop") > 100
+    assert page.evaluate(FROM_END) <= 1
+    # Who has scrolled up stays there.
+    page.locator("#text").evaluate("(box) => { box.scrollTop = 0; }")
+    drawn(page)
+    page.locator("#one-step").click()
+    expect(tokens(page)).to_have_count(221)
+    page.set_viewport_size({"width": 1280, "height": 500})
+    drawn(page)
+
+
+def test_a_finished_text_is_shown_from_where_it_was_left(page: Page) -> None:
+    write(page, QUESTION, max_tokens=160, seed=3, end=False)
+    page.locator("#text").evaluate("(box) => { box.scrollTop = 0; }")
+    drawn(page)
+    page.set_viewport_size({"width": 1280, "height": 560})
+    drawn(page)
+    assert page.evaluate("document.querySelector('#text').scrollTop") == 0
+
+
+def test_after_enter_the_keys_are_the_pages(page: Page) -> None:
+    set_settings(page, max_tokens=300, seed=3, end=False)
+    page.locator("#speed").fill("4")
+    page.locator("#prompt").fill(QUESTION)
+    page.locator("#prompt").press("Enter")
+    expect(tokens(page).nth(1)).to_be_visible()
+    expect(page.locator("#text")).to_be_focused()
+    page.keyboard.press("Space")
+    finished(page)
+    paused = tokens(page).count()
+    assert page.locator("#prompt").input_value() == QUESTION
+    page.keyboard.press(".")
+    expect(tokens(page)).to_have_count(paused + 1)
+    finished(page)
+    page.keyboard.press("Space")
+    expect(page.locator("#pause")).to_be_visible()
+    page.keyboard.press("s")
+    finished(page)
+    assert page.locator("#prompt").input_value() == QUESTION
+    page.keyboard.press("/")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#text")).to_be_focused()
+
+
+def test_a_words_space_makes_no_sliver_where_a_line_ends(page: Page) -> None:
+    """Words of a person's own, so that lines wrap whatever the model likes."""
+    write(page, "One", max_tokens=1, seed=3)
+    page.get_by_label("Your own words").fill(" word after word" * 40)
+    page.get_by_role("button", name="Add").click()
+    expect(page.locator("#text .t.chosen").nth(100)).to_be_visible()
+    finished(page)
+    rects = page.evaluate(
+        """[...document.querySelectorAll("#text .t.word")].map((token) =>
+            [...token.getClientRects()].map(({ width, top }) => ({ width, top })))"""
+    )
+    split = [parts for parts in rects if len(parts) > 1]
+    assert split, "no line wrapped"
+    assert all(parts[0]["width"] == 0 < parts[-1]["width"] for parts in split)
+    # Arcs and rings stand on the words.
+    places = page.evaluate(
+        """import("/page/code/write/pane.js").then(({ placeOf }) =>
+            [...document.querySelectorAll("#text .t.word")].map((t) => placeOf(+t.dataset.at)))"""
+    )
+    assert all(place["width"] > 8 for place in places)
+
+
+def test_an_indent_stays_an_indent(page: Page) -> None:
+    write(page, "One", max_tokens=1, seed=3)
+    page.get_by_label("Your own words").fill(" a")
+    page.get_by_role("button", name="Add").click()
+    finished(page)
+    looks = page.evaluate(
+        """import("/page/code/lib.js").then(({ isWord }) => [
+            isWord(" a", "b"), isWord(" a", "b\\n"), isWord(" a", ""), isWord("  a", "b"),
+            isWord(" ", "b"), isWord("a", "b")])"""
+    )
+    assert looks == [True, False, False, False, False, False]
+
+
+def test_emoji_of_several_tokens_are_whole_wherever_they_are_shown(page: Page) -> None:
+    set_settings(page, regex="🍁🦜🍁")
+    write(page, "Leaves 🍁", max_tokens=12, seed=3, regex="🍁🦜🍁")
+    assert text(page).replace("·", "") == "🍁🦜🍁"
+    told = branch(page)
+    assert "\ufffd" not in str(told)
+    whole = next(step for step in told["steps"] if step["text"] == "🍁")
+    assert whole["piece"] == "🍁"
+    assert any(step["piece"].startswith("⟨") for step in told["steps"])
+    tokens(page).nth(whole["index"]).click()
+    panel = page.locator("#side-panel")
+    expect(panel.locator(".step-token")).to_have_text("🍁")
+    expect(panel.locator(".candidate").nth(3)).to_be_visible()
+    assert "\ufffd" not in panel.inner_text()
+    # What is a part only is told by its bytes, quietly.
+    tokens(page).first.click()
+    expect(panel.locator(".step-token i")).to_have_text(re.compile(r"⟨F0[ 0-9A-F]*⟩"))
+    assert page.locator("#text .t.prompt").last.text_content() == "🍁"
+
+
+def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None:
+    pictures = page.evaluate(
+        """import("/page/code/compare/wordtree.js").then(({ firstSplit, grow, wordsOf }) => {
+            const part = { token: 1, text: "", piece: "⟨F0 9F⟩", bytes: [0xf0, 0x9f], logprob: -1 };
+            const half = { token: 2, text: "", piece: "⟨8D⟩", bytes: [0x8d], logprob: -1 };
+            const leaf = { token: 3, text: "🍁", piece: "🍁", bytes: [0x81], logprob: -1 };
+            const pear = { token: 4, text: "🍐", piece: "🍐", bytes: [0x90], logprob: -1 };
+            const tree = grow([[part, half, leaf], [part, half, pear]], 3);
+            const rows = firstSplit(tree).rows.map(({ text }) => text);
+            return [wordsOf([part, half, leaf]), wordsOf(tree.steps), rows.sort()];
+        })"""
+    )
+    assert pictures == ["🍁", "⟨F0 9F⟩⟨8D⟩", ["🍁", "🍐"]]
+
+
+def test_a_character_that_is_never_completed_shows_its_bytes(page: Page) -> None:
+    write(page, "Once", max_tokens=4, seed=3)
+    page.evaluate(
+        """Promise.all([import("/page/code/state.js"), import("/page/code/actions.js")]).then(
+            ([{ branchNow, changed }, _]) => {
+                const branch = branchNow();
+                const like = branch.steps[0];
+                const at = branch.steps.length;
+                branch.steps.push(
+                    { ...like, index: at, piece: "⟨F0 9F⟩", text: "", bytes: [240, 159] },
+                    { ...like, index: at + 1, piece: "⟨FF⟩", text: "\ufffd\ufffd", bytes: [255] },
+                );
+                changed("steps");
+            })"""
+    )
+    expect(tokens(page)).to_have_count(6)
+    assert tokens(page).all_text_contents()[-2:] == ["⟨F0 9F⟩", "⟨FF⟩"]
+
+
+def test_one_choice_is_no_plural(page: Page) -> None:
+    write(page, "One", max_tokens=1, seed=3)
+    page.evaluate(
+        """import("/page/code/state.js").then(({ branchNow, changed }) => {
+            const branch = branchNow();
+            branch.steps[0] = { ...branch.steps[0], entropy: 0.001 };
+            changed("steps");
+        })"""
+    )
+    tokens(page).first.click()
+    expect(page.locator(".step-facts")).to_contain_text("about 1 choice")
+    expect(page.locator(".step-facts")).not_to_contain_text("choices")
+
+
+def test_a_text_that_stopped_for_want_of_tokens_can_be_gone_on_with(page: Page) -> None:
+    write(page, "Once upon a time", max_tokens=8, seed=3, end=False)
+    ending = page.locator("#ending")
+    expect(ending).to_have_text("Stopped at 8 tokens · Go on")
+    ending.get_by_role("button", name="Go on").click()
+    expect(tokens(page)).to_have_count(16)
+    finished(page)
+    expect(ending).to_have_text("Stopped at 16 tokens · Go on")
+
+
+def test_settings_are_reset(page: Page) -> None:
+    set_settings(page, temperature=1.5)
+    panel = page.locator("#side-panel")
+    panel.get_by_role("button", name="Reset").click()
+    expect(page.locator("#set-temperature")).to_have_value("0.8")
+
+
+def test_what_if_is_near_the_top_of_a_step(page: Page) -> None:
+    write(page, "Once upon a time", max_tokens=8, seed=3)
+    tokens(page).nth(2).click()
+    summary = page.get_by_text("What if the settings were others?")
+    expect(summary).to_be_in_viewport()
+    summary.click()
+    slider = page.locator("#side-panel").get_by_role("slider", name="Temperature")
+    expect(slider).to_be_in_viewport()
+    tokens(page).nth(3).click()
+    expect(slider).to_be_visible()  # it stays open from token to token
+
+
+def test_inside_begins_short_and_its_colors_have_their_own_legend(page: Page) -> None:
+    write(page, "Once upon a time", max_tokens=8, seed=3)
+    tokens(page).nth(4).click()
+    legend = page.locator(".tint-choice")
+    expect(legend).to_contain_text("1 in 1,000")
+    panel = open_panel(page, "Inside")
+    expect(panel.get_by_label("Without the first token")).to_be_checked()
+    expect(page.locator("#text .t.lit").first).to_be_visible()
+    expect(legend).not_to_contain_text("1 in 1,000")
+    expect(legend).to_contain_text("Attention")
+    parts = "[...document.querySelectorAll('.inside-part')].map((part) => part.open)"
+    assert page.evaluate(parts) == [False, True, False, False, False]
+    panel.get_by_role("button", name="Open all").click()
+    until(page, f"{parts}.every(Boolean)")
+    panel.get_by_role("button", name="Fold all").click()
+    until(page, f"!{parts}.some(Boolean)")
+    open_panel(page, "Step")
+    expect(legend).to_contain_text("1 in 1,000")
+
+
+def test_compare_opens_with_an_example_that_can_be_run(page: Page) -> None:
+    page.get_by_role("button", name="Compare", exact=True).click()
+    view = page.get_by_role("region", name="Compare")
+    expect(view).to_contain_text("An example is ready")
+    view.get_by_label("Tokens", exact=True).fill("4")
+    view.get_by_role("button", name="Run the example").click()
+    expect(view.locator("[data-column='4'] .cmp-text .t").nth(3)).to_be_visible()
+    expect(view.get_by_text("An example is ready")).to_have_count(0)
+    view.get_by_role("button", name="Samples").click()
+    expect(view).to_contain_text("8 samples as a picture")
+
+
+def test_vocabularies_that_are_not_there_fold_away(page: Page) -> None:
+    data = [{"name": name, "available": False, "why": "not here"} for name in ("gpt2", "o200k")]
+    page.route("**/vocabularies", lambda route: route.fulfill(json={"data": data}))
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    section = page.get_by_role("region", name="Other vocabularies")
+    folded = section.get_by_text("2 others not on this machine")
+    expect(folded).to_be_visible()
+    expect(section.get_by_text("not here").first).not_to_be_visible()
+    folded.click()
+    expect(section.get_by_text("not here").first).to_be_visible()
+
+
+def test_the_default_model_is_said_to_be_tiny(page: Page) -> None:
+    expect(page.locator(".welcome")).to_contain_text("a tiny model made for learning")
+    expect(page.locator(".welcome")).to_contain_text("unspool page -m qwen3-0.6b")
+    page.route(
+        "**/v1/models",
+        lambda route: route.fulfill(
+            json={"data": [{"id": "other", "unspool": {"loaded": True, "default": False}}]}
+        ),
+    )
+    page.reload()
+    expect(page.locator(".welcome")).to_be_visible()
+    expect(page.locator(".tiny-note")).to_have_count(0)

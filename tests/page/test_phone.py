@@ -1,0 +1,150 @@
+"""On a phone: the text comes first, and what is behind a token comes up as a sheet from below."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from acts import drawn, finished, open_panel, tokens, until, write
+from playwright.sync_api import Locator, Page, expect
+
+PHONES = {"360": (360, 740), "390": (390, 844)}
+# How much of the token lies between the upper edge of the text and that of the sheet.
+FREE = """() => {
+    const token = document.querySelector("#text .t.selected").getBoundingClientRect();
+    const text = document.querySelector("#text").getBoundingClientRect();
+    const sheet = document.querySelector(".side").getBoundingClientRect();
+    return { above: token.top - text.top, below: sheet.top - token.bottom };
+}"""
+
+
+@pytest.fixture(params=PHONES)
+def phone(page: Page, request: Any) -> Page:
+    """A text on a phone, nothing selected."""
+    write(page, "Once upon a time", max_tokens=120, seed=3, end=False)
+    width, height = PHONES[request.param]
+    page.set_viewport_size({"width": width, "height": height})
+    page.locator("#text").press("Escape")
+    expect(page.locator("#side-panel")).not_to_be_visible()
+    return page
+
+
+def sheet(page: Page) -> Locator:
+    return page.get_by_role("complementary", name="Behind the text")
+
+
+def tapped(page: Page, number: int) -> Locator:
+    token = tokens(page).nth(number)
+    token.click()
+    expect(page.locator("#side-panel")).to_be_visible()
+    drawn(page)
+    return token
+
+
+def test_the_text_comes_first_and_the_controls_unfold(phone: Page) -> None:
+    assert phone.evaluate("document.querySelector('#text').getBoundingClientRect().top") < 200
+    expect(phone.locator("#speed")).not_to_be_visible()
+    expect(phone.locator("#go-on")).to_be_visible()
+    more = phone.get_by_role("button", name="More controls")
+    more.click()
+    expect(more).to_have_attribute("aria-expanded", "true")
+    for name in ("#speed", "#one-step", "#stop", "#tint"):
+        expect(phone.locator(name)).to_be_in_viewport()
+    menu = phone.get_by_role("button", name="Menu")
+    expect(phone.locator("#share")).not_to_be_visible()
+    menu.click()
+    for name in ("#share", "#tour", "#keys", "#theme", "#model"):
+        expect(phone.locator(name)).to_be_in_viewport()
+    assert phone.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def test_a_tap_on_a_token_brings_its_sheet_up_and_both_are_seen(phone: Page) -> None:
+    for number in (2, 60, 118):
+        token = tapped(phone, number)
+        expect(phone.locator("#side-panel .step-token")).to_be_in_viewport()
+        expect(token).to_be_in_viewport()
+        free = phone.evaluate(FREE)
+        assert free["above"] >= 0 and free["below"] >= 0, free
+        expect(phone.locator("#side-panel")).to_be_focused()
+    # What does not fit is scrolled to within the sheet.
+    phone.locator("#step-drawn").scroll_into_view_if_needed()
+    expect(phone.locator("#step-drawn")).to_be_in_viewport()
+    assert phone.evaluate("scrollY") == 0
+    assert phone.evaluate(FREE)["below"] >= 0
+
+
+def test_the_sheet_goes_away_in_every_way_one_would_try(phone: Page) -> None:
+    panel = phone.locator("#side-panel")
+
+    def gone() -> None:
+        expect(panel).not_to_be_visible()
+
+    tapped(phone, 40)
+    phone.get_by_role("button", name="Close the panel").click()
+    gone()
+    expect(phone.locator("#text")).to_be_focused()
+    tapped(phone, 40)
+    phone.keyboard.press("Escape")
+    gone()
+    expect(phone.locator("#text .t.selected")).to_have_count(0)
+    expect(phone.locator("#text")).to_be_focused()
+    tapped(phone, 40)
+    phone.locator("#prompt").click()
+    gone()
+    expect(phone.locator("#prompt")).to_be_focused()  # where the tap went
+    tapped(phone, 40)
+    phone.get_by_role("tab", name="Step").click()  # its own tab once more
+    gone()
+    tapped(phone, 40)
+    phone.get_by_label("Your own words at this place").press("Escape")
+    gone()
+
+
+def test_the_sheet_is_pulled_up_and_down(phone: Page) -> None:
+    tapped(phone, 40)
+    grip = phone.locator(".sheet-grip")
+
+    def pull(down: float) -> None:
+        box = grip.bounding_box()
+        assert box is not None
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        phone.mouse.move(x, y)
+        phone.mouse.down()
+        phone.mouse.move(x, y + down / 2, steps=3)
+        phone.mouse.move(x, y + down, steps=3)
+        phone.mouse.up()
+        drawn(phone)
+
+    tall = "document.querySelector('.side').offsetHeight"
+    before = phone.evaluate(tall)
+    pull(-60)
+    assert phone.evaluate(tall) == pytest.approx(before + 60, abs=4)
+    assert phone.evaluate(FREE)["below"] >= 0  # the text makes room
+    pull(600)
+    expect(phone.locator("#side-panel")).not_to_be_visible()
+
+
+def test_the_other_panels_are_a_tap_away(phone: Page) -> None:
+    for name in ("Settings", "Map", "Costs"):
+        panel = open_panel(phone, name)
+        expect(panel).to_be_visible()
+        assert phone.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    phone.keyboard.press("Escape")
+    expect(phone.locator("#side-panel")).not_to_be_visible()
+
+
+def test_another_candidate_is_written_with_the_sheet_up(phone: Page) -> None:
+    tapped(phone, 60)
+    phone.locator("#side-panel .candidate:not(.picked)").first.click()
+    expect(phone.locator("#text .t.chosen")).to_have_count(1)
+    finished(phone)
+    expect(phone.locator("#side-panel")).to_be_visible()
+
+
+def test_a_phone_held_sideways_can_scroll_to_everything(phone: Page) -> None:
+    phone.set_viewport_size({"width": 740, "height": 360})
+    tapped(phone, 3)
+    phone.keyboard.press("Escape")
+    phone.locator("#reply").scroll_into_view_if_needed()
+    expect(phone.locator("#reply")).to_be_in_viewport()
+    until(phone, "document.documentElement.scrollWidth <= innerWidth")

@@ -1,0 +1,179 @@
+"""What clients of other servers send: taken under its own name, or ignored with a note."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from unspool.serve.core.foreign import keep_alive_seconds
+from unspool.text.chat.template import ChatTemplate
+
+QUESTION = "Why do leaves change color in fall?"
+ASKED = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Any:
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as found:
+        yield found
+
+
+FLAT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, what it means in Python
+    ({"top_k": 3}, {"top_k": 3}),
+    ({"top_k": -1, "min_p": 0.3}, {"top_k": 0, "min_p": 0.3}),
+    ({"temperature": 2.5}, {"temperature": 2.5}),
+    ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    ({"repeat_penalty": 1.3, "repeat_last_n": 20},
+     {"repetition_penalty": 1.3, "penalty_window": 20}),
+    ({"typical_p": 0.5}, {"typical_p": 0.5}),
+    ({"top_n_sigma": 1.0}, {"top_n_sigma": 1.0}),
+    ({"xtc_probability": 0.9}, {"xtc_probability": 0.9}),
+    ({"mirostat": 2, "mirostat_tau": 3.0}, {"mirostat_tau": 3.0}),
+    ({"mirostat": 0, "mirostat_tau": 3.0}, {}),
+    ({"dry_multiplier": 0.8, "dry_penalty_last_n": 64}, {"dry_multiplier": 0.8, "dry_window": 64}),
+    ({"frequency_penalty": 1.0}, {"frequency_penalty": 1.0, "penalize_prompt": False}),
+    ({"ignore_eos": True}, {"end": False}),
+    ({"guided_choice": ["red", "blue"]}, {"choice": ["red", "blue"]}),
+    ({"guided_regex": "[a-z]{4}"}, {"regex": "[a-z]{4}"}),
+    ({"structured_outputs": {"choice": ["red", "blue"]}}, {"choice": ["red", "blue"]}),
+    ({"options": {"top_k": 3, "num_ctx": 99}}, {"top_k": 3}),
+    ({"stages": ["top_k", "temperature"]}, {"stages": ("top_k", "temperature")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(FLAT)))
+def test_settings_stand_beside_openais(client, lm, number):
+    given, meant = FLAT[number]
+    told = client.post("/chat/completions", json=ASKED | given)
+    assert told.status_code == 200, told.text
+    wanted = lm.chat(QUESTION, max_tokens=12, seed=7, **meant).text
+    assert told.json()["choices"][0]["message"]["content"] == wanted
+
+
+def test_in_completions_and_responses_too(client, lm):
+    body = {"prompt": "The sky is", "n_predict": 6, "seed": 7, "top_k": 2, "temperature": 3}
+    told = client.post("/completions", json=body).json()
+    meant = {"max_tokens": 6, "seed": 7, "top_k": 2, "temperature": 3}
+    assert told["choices"][0]["text"] == lm.generate("The sky is", **meant).text
+    body = {"input": QUESTION, "max_output_tokens": 6, "seed": 7, "top_k": 2, "temperature": 3}
+    told = client.post("/responses", json=body).json()
+    assert told["output"][0]["content"][0]["text"] == lm.chat(QUESTION, **meant).text
+
+
+def test_what_means_nothing_here_is_said(client, lm):
+    given = {"store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto",
+             "verbosity": "low", "reasoning_effort": "high", "cache_prompt": True,
+             "prompt_cache_key": "k", "safety_identifier": "s", "skip_special_tokens": True,
+             "num_ctx": None}  # fmt: skip
+    told = client.post("/chat/completions", json=ASKED | given)
+    named = told.headers["x-unspool-ignored"].split(", ")
+    assert {*named} == {*given} - {"num_ctx"}
+    plain = client.post("/chat/completions", json=ASKED)
+    assert "x-unspool-ignored" not in plain.headers
+    assert told.json()["choices"][0]["message"] == plain.json()["choices"][0]["message"]
+    streamed = client.post("/chat/completions", json=ASKED | {"stream": True, "store": True})
+    assert streamed.headers["x-unspool-ignored"] == "store"
+    body = {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"},
+            "text": {"verbosity": "low"}}  # fmt: skip
+    told = client.post("/responses", json=body)
+    assert told.headers["x-unspool-ignored"] == "text.verbosity, reasoning_effort"
+
+
+def test_what_a_schema_asks_for_in_vain_is_said(client):
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    told = client.post("/chat/completions", json=ASKED | {"response_format": wanted})
+    assert "'uniqueItems' cannot be kept to" in told.headers["x-unspool-note"]
+    tool = {"type": "function", "function": {"name": "a", "parameters": {
+        "properties": {"x": {"type": "boolean", "not": {"const": True}}}}}}  # fmt: skip
+    body = ASKED | {"tools": [tool], "tool_choice": "required"}
+    assert "'not'" in client.post("/chat/completions", json=body).headers["x-unspool-note"]
+
+
+def test_objects_are_closed_whoever_asks(client, lm):
+    """Without `additionalProperties`, as most clients write it: the text ends by itself."""
+    person = {"properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": person}}
+    body = ASKED | {"max_tokens": 60}
+    for given in (
+        {"response_format": wanted},
+        {"response_format": {"type": "json_object", "schema": person}},
+        {"guided_json": person},
+        {"unspool": {"json_schema": person}},
+    ):
+        told = client.post("/chat/completions", json=body | given).json()["choices"][0]
+        assert told["finish_reason"] == "stop"
+        made = lm.chat(QUESTION, json_schema=person, seed=7, max_tokens=60)
+        assert told["message"]["content"] == made.text
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("5m", 300), ("1h30m", 5400), ("300ms", 0.3), (0, 0), ("0", 0), (10, 10), (-1, None),
+     ("-1m", None), ("24h", 86400)],
+)  # fmt: skip
+def test_how_long_a_model_stays(given, seconds):
+    assert keep_alive_seconds(given) == seconds
+
+
+# -- turns -----------------------------------------------------------------------------------
+
+STRICT = """
+{%- set system, rest = '', messages %}
+{%- if messages[0].role == 'system' %}{% set system, rest = messages[0].content, messages[1:] %}
+{%- endif %}
+{%- for message in rest %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{%- endif %}[{{ message.role }}]{{ system if loop.first }}{{ message.content }}
+{%- endfor %}"""
+NO_SYSTEM = """
+{%- for message in messages %}
+{%- if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif -%}
+[{{ message.role }}]{{ message.content }}
+{%- endfor %}"""
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    roles = {"u": "user", "a": "assistant", "s": "system"}
+    return [{"role": roles[turn[0]], "content": turn[1:]} for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "wanted"),
+    [
+        (STRICT, ("uA", "aB", "aC", "uD"), "[user]A[assistant]B\n\nC[user]D"),
+        (STRICT, ("uA", "uB"), "[user]A\n\nB"),
+        (STRICT, ("sA", "sB", "uC"), "[user]A\n\nBC"),
+        (STRICT, ("uA", "aB", "sC", "uD"), "[user]A[assistant]B[user]C\n\nD"),
+        (STRICT, ("uA", "aB", "uC"), "[user]A[assistant]B[user]C"),
+        (NO_SYSTEM, ("sA", "uB"), "[user]A\n\nB"),
+        (NO_SYSTEM, ("uA", "uB"), "[user]A[user]B"),
+    ],
+)
+def test_turns_are_as_the_template_wants_them(lm, template, turns, wanted):
+    chat = ChatTemplate(template, lm.tokenizer)
+    assert chat.render(said(*turns)) == wanted
+    assert chat.encode(said(*turns)).text == wanted
+
+
+def test_turns_that_cannot_be_are_refused_in_the_templates_words(lm):
+    chat = ChatTemplate(STRICT, lm.tokenizer)
+    with pytest.raises(ValueError, match="roles must alternate"):
+        chat.encode(said("aA", "uB"))
+
+
+def test_two_answers_in_a_row(client):
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."},
+            {"role": "assistant", "content": "I am"}]  # fmt: skip
+    told = client.post("/chat/completions", json={"messages": talk, "max_tokens": 3})
+    assert told.status_code == 200
+
+
+def test_words_for_the_template(lm):
+    """Here as Python has them; the server hands them on."""
+    source = "{{ messages[0].content }}{{ '!' if enable_thinking is false }}"
+    chat = ChatTemplate(source, lm.tokenizer)
+    assert chat.render(said("uA"), enable_thinking=False) == "A!"
