@@ -30,7 +30,7 @@ system-ui,sans-serif);max-width:60em}
 .unspool summary{cursor:pointer;font-size:12px}
 .unspool table{border-collapse:collapse;font-size:12px;margin:.25em 0}
 div.unspool table th,
-div.unspool table td{text-align:left;padding:.1em .6em;white-space:pre-wrap;color:inherit;
+div.unspool table td{text-align:left!important;padding:.1em .6em;white-space:pre-wrap;color:inherit;
 border-bottom:1px solid rgb(128 128 128 / 0.3);vertical-align:top}
 .unspool .bar{display:inline-block;height:.7em;background:rgb(60 120 220 / 0.7);border-radius:2px}
 .unspool .bar.less{background:rgb(230 90 60 / 0.7)}
