@@ -34,6 +34,25 @@ def test_how_it_works_with_its_numbers():
 
 
 @pytest.mark.real
+def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(lm), "close", lambda self: None)  # others go on with it
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    for block in blocks:
+        exec(compile(block, "python.md", "exec"), {})
+
+
+def test_python_guide_names_every_method():
+    import unspool
+
+    table = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    methods = [name for name in vars(unspool.LanguageModel) if not name.startswith("_")]
+    assert len(methods) > 12
+    for name in [*methods, "score", "attach", "close"]:
+        assert re.search(rf"[`.]{name}\b", table), name
+
+
+@pytest.mark.real
 def test_readme_python(lm: Any, capsys: pytest.CaptureFixture[str]):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks

@@ -108,6 +108,13 @@ def test_what_is_no_prompt_is_told_so(tiny_lm: Any, prompt: Any, words: str):
         tiny_lm.generate(prompt)
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("messages", [None, 5, b"Hi", [5], [["Hi"]], [{"role": "user"}, 5]])
+def test_what_is_no_conversation_is_told_so(lm: Any, messages: Any):
+    with pytest.raises(SettingsError, match=r"the messages are .*; they may be a question, or a"):
+        lm.chat(messages)
+
+
 @pytest.mark.parametrize("ask", ["stream", "look", "score"])
 def test_only_generate_and_chat_take_lists(tiny_lm: Any, ask: str):
     with pytest.raises(SettingsError, match="generate and chat also take a list of prompts"):

@@ -9,7 +9,6 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,8 +187,3 @@ def test_everything_public_has_a_docstring(results: dict[str, Any]):
             if told and not name.startswith("_") and not inspect.getdoc(member):
                 missing.append(f"{kind.__name__}.{name}")
     assert not missing
-
-
-def test_python_md_is_named_in_the_readme():
-    root = Path(__file__).parent.parent
-    assert "docs/python.md" in (root / "README.md").read_text(encoding="utf-8")

@@ -29,7 +29,8 @@ system-ui,sans-serif);max-width:60em}
 .unspool .note span{border-radius:3px;padding:0 .4em;margin-left:.3em}
 .unspool summary{cursor:pointer;font-size:12px}
 .unspool table{border-collapse:collapse;font-size:12px;margin:.25em 0}
-.unspool th,.unspool td{text-align:left;padding:.1em .6em;white-space:pre-wrap;color:inherit;
+div.unspool table th,
+div.unspool table td{text-align:left!important;padding:.1em .6em;white-space:pre-wrap;color:inherit;
 border-bottom:1px solid rgb(128 128 128 / 0.3);vertical-align:top}
 .unspool .bar{display:inline-block;height:.7em;background:rgb(60 120 220 / 0.7);border-radius:2px}
 .unspool .bar.less{background:rgb(230 90 60 / 0.7)}
@@ -82,7 +83,11 @@ def steps_table(pieces: Sequence[Piece]) -> str:
 
 def legend() -> str:
     """What the tints mean."""
-    scale = "".join(f'<span style="{_tint(least)}">≥ {least:.0%}</span>' for least, _ in _SCALE)
+    words = [f"≥ {least:.0%}" for least, _ in _SCALE[:-1]] + [f"< {_SCALE[-2][0]:.0%}"]
+    scale = "".join(
+        f'<span style="{_tint(least)}">{escape(said)}</span>'
+        for (least, _), said in zip(_SCALE, words, strict=True)
+    )
     return f'<div class="note">probability{scale}</div>'
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
-from unspool.engine.option_names import check_names
+from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.errors import SettingsError, UnspoolWarning
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
@@ -64,7 +64,7 @@ def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, Any]) -> Request:
     """A request from a caller's options (`Options`); None is as good as not given."""
-    check_names(options)
+    _check_names(options)
     given = {name: value for name, value in options.items() if value is not None}
     seed = given.pop("seed", None)
     end = given.pop("end", True)
@@ -124,7 +124,7 @@ def continued_request(
 
     An option of sampling, guards or grammars that is None has its usual value again.
     """
-    check_names(options)
+    _check_names(options)
     before = generation.request
     given = {n: v for n, v in options.items() if v is not None or n not in _KEPT}
     changed: dict[str, Any] = {n: _whole(n, given.pop(n)) for n in _LIMITS if n in given}
@@ -157,6 +157,14 @@ def continued_request(
         wanted = {name: value for name, value in wanted.items() if value is not None}
         request = replace(request, settings=_settings(model, **wanted))
     return request
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in NAMES:
+            from unspool.engine.option_names import unknown_option  # rarely needed
+
+            raise unknown_option(name, value)
 
 
 def _set_before(settings: SamplingSettings) -> dict[str, Any]:

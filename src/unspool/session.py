@@ -160,6 +160,11 @@ class Session:
         """A conversation as token ids, ready for `begin`."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+            raise SettingsError(
+                f"the messages are {reprlib.repr(messages)}; they may be a question, or a list of "
+                "{'role': 'user', 'content': '...'}"
+            )
         unfinished = bool(messages) and messages[-1].get("role") == "assistant"
         return self.chat_template.encode(
             messages,

@@ -7,7 +7,6 @@ with the one that looks most like it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from typing import Any
 
 from unspool.engine.options import NAMES
@@ -73,19 +72,17 @@ _ADVICE = {
 _ADVICE_OF = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
 
-def check_names(options: dict[str, Any], also: Iterable[str] = ()) -> None:
-    """Refuse options that are none, in words that help; `also` are a function's own names."""
-    for name, value in options.items():
-        if name not in NAMES:
-            raise SettingsError(f"there is no option {name!r}{_instead(name, value, also)}")
+def unknown_option(name: str, value: Any) -> SettingsError:
+    """What to say of an option that is none."""
+    return SettingsError(f"there is no option {name!r}{_instead(name, value)}")
 
 
-def _instead(name: str, value: Any, also: Iterable[str]) -> str:
+def _instead(name: str, value: Any) -> str:
     if name in _OUR_NAME:
         return f": write {_OUR_NAME[name]}={value!r}"
     if name in _ADVICE_OF:
         return f": {_ADVICE_OF[name].format(value=value)}"
-    close = difflib.get_close_matches(name, [*NAMES, *also], n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]!r}?"
     return "; help(lm.generate) tells those that there are"

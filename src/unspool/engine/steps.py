@@ -82,13 +82,18 @@ class Step:
         if self.candidates:
             facts.append("candidates: " + ", ".join(map(_weighed, self.candidates)))
         chance = math.exp(self.logprob)
-        return Piece(self.piece, chance, facts, shown=self.text)
+        # A control token has no text, and half a character none yet.
+        shown = self.text or ("" if self.bytes else f"⟨{self.token}⟩")
+        return Piece(self.piece, chance, facts, shown)
 
     def _repr_html_(self) -> str:
         from unspool.notebook import note, picture, text_html
 
         piece = self.as_piece()
-        return picture(text_html([replace(piece, shown=None)]), *map(note, piece.facts))
+        return picture(
+            text_html([replace(piece, shown=None if self.bytes else piece.shown)]),
+            *map(note, piece.facts),
+        )
 
     @property
     def explained(self) -> bool:
@@ -190,14 +195,14 @@ class TokenScore:
         """The token for a notebook."""
         from unspool.notebook import Piece, percent
 
-        facts = [f"token {self.token}"]
+        facts, shown = [f"token {self.token}"], self.text or f"⟨{self.token}⟩"
         if self.logprob is None or self.rank is None or self.entropy is None:
-            return Piece(self.text, None, [*facts, "nothing before it"])
+            return Piece(self.text, None, [*facts, "nothing before it"], shown)
         facts.append(f"probability {percent(math.exp(self.logprob))}, rank {self.rank + 1}")
         facts.append(f"entropy {self.entropy:.2f} nats")
         if self.candidates:
             facts.append("candidates: " + ", ".join(map(_weighed, self.candidates)))
-        return Piece(self.text, math.exp(self.logprob), facts)
+        return Piece(self.text, math.exp(self.logprob), facts, shown)
 
 
 @dataclass(frozen=True, slots=True)
