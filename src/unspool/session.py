@@ -158,16 +158,15 @@ class Session:
 
     def chat_prompt(self, messages: Messages, **options: Any) -> ChatPrompt:
         """A conversation as token ids, ready for `begin`."""
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+        asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not isinstance(asked, Sequence) or not all(isinstance(one, Mapping) for one in asked):
             raise SettingsError(
                 f"the messages are {reprlib.repr(messages)}; they may be a question, or a list of "
                 "{'role': 'user', 'content': '...'}"
             )
-        unfinished = bool(messages) and messages[-1].get("role") == "assistant"
+        unfinished = bool(asked) and asked[-1].get("role") == "assistant"
         return self.chat_template.encode(
-            messages,
+            asked,
             continue_final_message=options.pop("continue_final_message", unfinished),
             **options,
         )
