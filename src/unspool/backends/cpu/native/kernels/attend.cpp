@@ -92,7 +92,8 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
     const int64_t begin = first % kSegment;
     const int64_t size = kPage * filled;
     // Read by so many queries that it pays to make floats of a page's halves first.
-    const bool many = Kind::bytes == 2 && tile.rows > 2 * kMostRows;
+    constexpr bool halves = std::is_same_v<Kind, Half>, always = halves && kFloatsFirst;
+    const bool many = always || (halves && tile.rows > 2 * kMostRows);
     const auto keys_at = [&](int64_t position) {
         return kv_page(kv, tile.op->layer, 0, tile.kv_head, tile.pages[position / kPage]);
     };
@@ -104,13 +105,12 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
         for (int64_t at = next; at < last && at < next + kPages * kPage; at += kPage)
             fetch(keys_at(at), kv);
         const auto score = [&](auto kind, const uint8_t* const* keys) {
-            by_rows(tile.rows, [&](int64_t row, auto count) {
-                using Keys = decltype(kind);
+            using Keys = decltype(kind);
+            by_rows<Keys>(tile.rows, [&](int64_t row, auto count) {
                 constexpr int R = decltype(count)::value;
-                if (whole && pages_for(R) == kPages) {
-                    page_scores<Keys, R, kPages>(tile, keys, row, start % kSegment);
-                    return;
-                }
+                if constexpr (pages_for(R) == kPages)
+                    if (whole)
+                        return page_scores<Keys, R, kPages>(tile, keys, row, start % kSegment);
                 for (int p = 0; p < (whole ? kPages : 1); ++p)
                     page_scores<Keys, R, 1>(tile, keys + p, row, start % kSegment + p * kPage);
             });
@@ -119,7 +119,7 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
             for (int p = 0; p < (whole ? kPages : 1); ++p)
                 pages[p] = as_floats<Kind>(pages[p], size, tile.page + p * size);
             score(Float(), pages);
-        } else {
+        } else if constexpr (!always) {
             score(Kind(), pages);
         }
         for (; start < next; start += kPage) mask(tile, start, start % kSegment);
@@ -157,14 +157,14 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
         if (start + kPage < last)
             fetch(kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage + 1]), kv);
         const auto gather = [&](auto kind, const uint8_t* values) {
-            by_rows(tile.rows, [&](int64_t row, auto count) {
+            by_rows<decltype(kind)>(tile.rows, [&](int64_t row, auto count) {
                 constexpr int R = decltype(count)::value;
                 all_values<decltype(kind), R>(tile, values, row, start % kSegment, slots);
             });
         };
         if (many)
             gather(Float(), as_floats<Kind>(page, size, tile.page));
-        else
+        else if constexpr (!always)
             gather(Kind(), page);
     }
 }

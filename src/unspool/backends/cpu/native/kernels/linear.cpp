@@ -3,9 +3,8 @@
 // Up to four rows: each worker prepares them for itself, which is quicker than waiting for one
 // another. More rows are prepared together first. Then blocks of weights are shared out. A few
 // rows are multiplied straight from the packed weights; for more it pays to unpack a block first.
+#include "linear.h"
 #include "prepare.h"
-#include "product.h"
-#include "product_float.h"
 #include "product_many.h"
 #if defined(ISA_neon)
 #include "product_neon.h"
@@ -13,47 +12,15 @@
 #include "table.h"
 
 namespace unspool {
+
+namespace UNSPOOL_SHARED {
+void multiply_directly(const Part& part, const Matrix& m, int64_t column, int64_t first,
+                       int64_t last);
+}
+
 namespace ISA {
 
 namespace {
-
-constexpr int kFew = 4;  // rows that a worker prepares for itself, or multiplies at once
-#if defined(ISA_amx) || defined(ISA_avx512)
-constexpr int kDirect = 8;  // rows that are multiplied without unpacking: registers for them
-#elif defined(ISA_neon)
-constexpr int kDirect = 2;
-#else
-constexpr int kDirect = 1;
-#endif
-
-// Rows [first, last) go through matrices [matrix, matrix + count).
-struct Part {
-    const Run* run;
-    const Op* op;
-    const QuantizedRows* acts;
-    int64_t first, last;
-    int64_t matrix;
-};
-
-// Where a block's sixteen outputs for one row go.
-inline void put(const Part& part, const Matrix& m, int64_t column, int64_t block, int64_t row,
-                F32x16 result) {
-    const int64_t at = block * kLanes, left = m.rows - at;
-    float* target = part.run->buffers[part.op->target].row(row) + column + at;
-    if (m.bias >= 0)
-        result = add(result, load_first(part.run->vectors[m.bias].data + at, left, 0.0f));
-    if (part.op->flags & kAddToTarget) result = add(load_first(target, left, 0.0f), result);
-    store_first(target, left, result);
-}
-
-// T rows at once; where fewer are left, what comes of the others is not used.
-template <class S, int T>
-inline void few_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
-                     int64_t row) {
-    F32x16 out[T];
-    multiply_block<S, T>(m, m.data + block * block_bytes(m), *part.acts, row, out);
-    for (int t = 0; t < T && row + t < part.last; ++t) put(part, m, column, block, row + t, out[t]);
-}
 
 #if !defined(ISA_amx)
 template <int Group, bool Minima, int T>
@@ -96,80 +63,18 @@ UNSPOOL_APART void many_rows(const Part& part, const Matrix& m, int64_t column, 
 #endif
 }
 
-template <class S>
-inline void quantized(const Part& part, const Matrix& m, int64_t column, int64_t first,
-                      int64_t last, uint8_t* scratch) {
-    const bool direct = part.last - part.first <= kDirect;
-    for (int64_t block = first; block < last; ++block) {
-        if (!direct) {
-            Unpacked unpacked = room_for_block(scratch, tiles_of(m));
-            unpack_block<S>(m, m.data + block * block_bytes(m), unpacked);
-            many_rows<S::group, S::minima>(part, m, column, block, unpacked);
-            continue;
-        }
-        int64_t row = part.first;
-        if constexpr (kDirect > 2)
-            for (; row + 2 < part.last; row += kFew) few_rows<S, kFew>(part, m, column, block, row);
-        if constexpr (kDirect > 1)
-            if (row + 2 == part.last) few_rows<S, 2>(part, m, column, block, row);
-        if (row + 1 == part.last) few_rows<S, 1>(part, m, column, block, row);
-    }
-}
-
-template <class Read, int B, int T>
-inline void float_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
-                       int64_t row) {
-    F32x16 out[B * T];
-    multiply_floats<Read, B, T>(m, m.data + block * block_bytes(m), *part.acts, row, out);
-    for (int b = 0; b < B; ++b)
-        for (int t = 0; t < T; ++t) put(part, m, column, block + b, row + t, out[b * T + t]);
-}
-
-template <class Read>
-inline void floats(const Part& part, const Matrix& m, int64_t column, int64_t first, int64_t last) {
-    int64_t row = part.first;
-    for (; row + 4 <= part.last; row += 4) {
-        int64_t block = first;
-        for (; block + 2 <= last; block += 2) float_rows<Read, 2, 4>(part, m, column, block, row);
-        for (; block < last; ++block) float_rows<Read, 1, 4>(part, m, column, block, row);
-    }
-    for (; row < part.last; ++row) {
-        int64_t block = first;
-        for (; block + 4 <= last; block += 4) float_rows<Read, 4, 1>(part, m, column, block, row);
-        for (; block < last; ++block) float_rows<Read, 1, 1>(part, m, column, block, row);
-    }
-}
-
 void multiply(const Part& part, const Matrix& m, int64_t column, int64_t first, int64_t last,
               uint8_t* scratch) {
-    switch (m.format) {
-        case kF32:
-            return floats<ReadF32>(part, m, column, first, last);
-        case kF16:
-            return floats<ReadF16>(part, m, column, first, last);
-        case kBF16:
-            return floats<ReadBF16>(part, m, column, first, last);
-        default:
-            break;
+    if (!is_quantized(m) || part.last - part.first <= kDirect)
+        return UNSPOOL_SHARED::multiply_directly(part, m, column, first, last);
+    for (int64_t block = first; block < last; ++block) {
+        Unpacked unpacked = room_for_block(scratch, tiles_of(m));
+        by_format(m, [&](auto spec) {
+            using S = decltype(spec);
+            unpack_block<S>(m, m.data + block * block_bytes(m), unpacked);
+            many_rows<S::group, S::minima>(part, m, column, block, unpacked);
+        });
     }
-    const bool four = m.format == kQ4;
-    if (!m.is_super) {
-        if (m.has_minima)
-            return four
-                       ? quantized<Spec<4, 32, false, true>>(part, m, column, first, last, scratch)
-                       : quantized<Spec<8, 32, false, true>>(part, m, column, first, last, scratch);
-        return four ? quantized<Spec<4, 32, false, false>>(part, m, column, first, last, scratch)
-                    : quantized<Spec<8, 32, false, false>>(part, m, column, first, last, scratch);
-    }
-    if (m.group == 32)  // Q4_K and Q5_K
-        return four ? quantized<Spec<4, 32, true, true>>(part, m, column, first, last, scratch)
-                    : quantized<Spec<8, 32, true, true>>(part, m, column, first, last, scratch);
-    if (m.has_minima)  // Q2_K
-        return quantized<Spec<4, 16, true, true>>(part, m, column, first, last, scratch);
-    return four
-               ? quantized<Spec<4, 16, true, false>>(part, m, column, first, last, scratch)  // Q3_K
-               : quantized<Spec<8, 16, true, false>>(part, m, column, first, last,
-                                                     scratch);  // Q6_K
 }
 
 // Blocks [first, last) of all matrices of a part, counted through.

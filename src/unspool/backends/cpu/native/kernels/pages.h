@@ -23,6 +23,12 @@ constexpr int pages_for(int) { return 1; }
 constexpr int columns_for(int) { return 1; }
 #endif
 constexpr int kPages = pages_for(1);
+// Where halves become floats in many steps, it pays to do so once for however few queries.
+#if defined(ISA_plain)
+constexpr bool kFloatsFirst = true;
+#else
+constexpr bool kFloatsFirst = false;
+#endif
 
 // How keys and values are read in each precision.
 struct Float {
@@ -182,12 +188,20 @@ UNSPOOL_INLINE void fetch(const uint8_t* page, const KeyValues& kv) {
     for (int64_t line = 0; line < bytes; line += 64) prefetch(page + line);
 }
 
-// Calls f with the number of rows known to the compiler.
-template <class F>
+// Calls f with the number of rows known to the compiler. Where a page was made floats for many
+// rows, what is left of them is rare, and goes by powers of two: fewer cases to compile.
+template <class Kind, class F>
 UNSPOOL_INLINE void by_rows(int64_t rows, F f) {
     int64_t row = 0;
     for (; row + kMostRows <= rows; row += kMostRows)
         f(row, std::integral_constant<int, kMostRows>());
+    if constexpr (std::is_same_v<Kind, Float>) {
+        if constexpr (kMostRows > 4)
+            if (row + 4 <= rows) f((row += 4) - 4, std::integral_constant<int, 4>());
+        if (row + 2 <= rows) f((row += 2) - 2, std::integral_constant<int, 2>());
+        if (row < rows) f(row, std::integral_constant<int, 1>());
+        return;
+    }
     if constexpr (kMostRows > 4) {
         switch (rows - row) {
             case 5:

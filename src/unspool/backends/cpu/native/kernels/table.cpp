@@ -9,13 +9,6 @@
 
 namespace unspool {
 
-// Tile registers serve for products only: everything else is what AVX-512 does.
-#if defined(ISA_amx)
-#define UNSPOOL_SHARED avx512
-#else
-#define UNSPOOL_SHARED ISA
-#endif
-
 namespace UNSPOOL_SHARED {
 void embed(const Run&, const Op&, Worker&);
 void norm(const Run&, const Op&, Worker&);

@@ -4,6 +4,13 @@
 #include "../layout.h"
 #include "../plan.h"
 
+// Tile registers serve for products only: everything else is what AVX-512 does.
+#if defined(ISA_amx)
+#define UNSPOOL_SHARED avx512
+#else
+#define UNSPOOL_SHARED ISA
+#endif
+
 namespace unspool {
 
 struct Kernels {
