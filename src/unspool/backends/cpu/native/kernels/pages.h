@@ -188,21 +188,14 @@ UNSPOOL_INLINE void fetch(const uint8_t* page, const KeyValues& kv) {
     for (int64_t line = 0; line < bytes; line += 64) prefetch(page + line);
 }
 
-// Calls f with the number of rows known to the compiler. Where a page was made floats for many
-// rows, what is left of them is rare, and goes by powers of two: fewer cases to compile.
+// Calls f with the number of rows known to the compiler. Every number has its own code for halves,
+// which keys and values usually are; elsewhere five to seven are four and the rest.
 template <class Kind, class F>
 UNSPOOL_INLINE void by_rows(int64_t rows, F f) {
     int64_t row = 0;
     for (; row + kMostRows <= rows; row += kMostRows)
         f(row, std::integral_constant<int, kMostRows>());
-    if constexpr (std::is_same_v<Kind, Float>) {
-        if constexpr (kMostRows > 4)
-            if (row + 4 <= rows) f((row += 4) - 4, std::integral_constant<int, 4>());
-        if (row + 2 <= rows) f((row += 2) - 2, std::integral_constant<int, 2>());
-        if (row < rows) f(row, std::integral_constant<int, 1>());
-        return;
-    }
-    if constexpr (kMostRows > 4) {
+    if constexpr (kMostRows > 4 && std::is_same_v<Kind, Half>) {
         switch (rows - row) {
             case 5:
                 return f(row, std::integral_constant<int, 5>());
@@ -213,6 +206,8 @@ UNSPOOL_INLINE void by_rows(int64_t rows, F f) {
             default:
                 break;
         }
+    } else if constexpr (kMostRows > 4) {
+        if (row + 4 < rows) f((row += 4) - 4, std::integral_constant<int, 4>());
     }
     switch (rows - row) {
         case 1:
