@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fcntl
 import os
 import pty
@@ -64,11 +65,17 @@ class Terminal:
             assert self._read(0.1), f"it ended without {words!r}: {self.shown[-2000:]!r}"
         return self.shown
 
-    def ended(self, seconds: float = 60.0) -> int:
-        """Read to the end; gives the exit code."""
-        until = time.monotonic() + seconds
+    def ended(self, seconds: float = 60.0, again: str = "") -> int:
+        """Read to the end; gives the exit code. `again` is typed each second until then: a signal
+        that comes just before readline waits is seen by Python only at the next key."""
+        began = typed = time.monotonic()
         while self._read(0.1):
-            assert time.monotonic() < until, f"it goes on: {self.shown[-2000:]!r}"
+            now = time.monotonic()
+            assert now < began + seconds, f"it goes on: {self.shown[-2000:]!r}"
+            if again and now > typed + 1:
+                typed = now
+                with contextlib.suppress(OSError):
+                    self.type(again)
         return self.process.wait(30)
 
     def _read(self, seconds: float) -> bool:

@@ -211,7 +211,7 @@ def test_in_a_chat_it_ends_the_answer_and_then_the_chat():
         screen.type("/undo\n")
         screen.wait_for("taken back: Count.\n› ")
         screen.type("\x03")
-        assert screen.ended() == 130 and "Traceback" not in screen.shown
+        assert screen.ended(again="\x03") == 130 and "Traceback" not in screen.shown
 
 
 @pytest.mark.real

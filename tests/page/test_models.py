@@ -19,6 +19,7 @@ import pytest
 from acts import branch, finished, opened, tokens, write
 from playwright.sync_api import Browser, Page, expect
 from running_server import default_entry, running
+from tiny_gguf import write_tiny
 
 import unspool
 from unspool.errors import ModelFileError
@@ -143,6 +144,8 @@ def test_the_command_offers_what_is_on_the_machine_and_starts_whatever_is_there(
     in_cache(tmp_path, "org/unknown", {"config.json": config, "model.safetensors": b"\0" * 64})
     in_cache(tmp_path, "org/damaged", {"model.gguf": b"GGUF and then nothing"})
     (tmp_path / "hub" / "models--org--empty").mkdir()
+    tiny = write_tiny(tmp_path / "tiny.gguf").read_bytes()
+    in_cache(tmp_path, "org/tiny", {"tiny.gguf": tiny})
     command = [sys.executable, "-m", "unspool", "page", "--port", "0", "--no-open"]
     process = subprocess.Popen(
         [*command, "--model", str(default_model)],
@@ -158,17 +161,14 @@ def test_the_command_offers_what_is_on_the_machine_and_starts_whatever_is_there(
         while True:
             told = httpx.get(f"{found[0]}/v1/models").json()["data"]
             names = [model["id"] for model in told]
-            if {"org/unknown", "org/damaged"} <= set(names):
+            if "org/tiny" in names:
                 break
             assert time.monotonic() < end, names
             time.sleep(0.1)
         assert [model["unspool"]["loaded"] for model in told].count(True) == 1
-        for name in ("org/unknown", "org/damaged"):
-            answer = httpx.post(f"{found[0]}/v1/models/{name}/load", timeout=60)
-            assert answer.status_code in (400, 500), answer.text
-            assert answer.json()["error"]["message"]
-        unknown = httpx.post(f"{found[0]}/v1/models/org/unknown/load", timeout=60).json()
-        assert "mamba9" in unknown["error"]["message"].lower()
+        assert not {"org/unknown", "org/damaged", "org/empty"} & set(names)  # what cannot be opened
+        answer = httpx.post(f"{found[0]}/v1/models/org/tiny/load", timeout=60).json()
+        assert answer["unspool"]["loaded"], answer
         assert httpx.post(f"{found[0]}/v1/models/{names[0]}/load", timeout=60).json()["id"]
     finally:
         process.send_signal(signal.SIGINT)

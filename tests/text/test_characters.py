@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from unspool.cli.explore import Explorer, view
+from unspool.cli.explore_view import view
+from unspool.cli.explorer import Explorer
 from unspool.cli.show import quoted
 from unspool.text.tokenizer.characters import readable, readable_pieces, unfinished
 
@@ -79,7 +80,7 @@ def test_the_explorer_shows_them(lm: Any):
     list(start.extend(steps))
     explorer = Explorer(lm, [start.choose("🍁")], cursor=2)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view(explorer, "Leaves:"))
+    console.print(view(explorer, "Leaves:", 80, 24))
     shown = console.export_text()
     assert "🍁" in shown and "\ufffd" not in shown
 

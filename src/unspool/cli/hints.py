@@ -27,7 +27,6 @@ ELSEWHERE = {
     "info": "unspool models info MODEL",
     "install": "unspool models pull MODEL",
     "interactive": "unspool chat",
-    "ls": "unspool models list",
     "perplexity": 'unspool score "a text"',
     "remove": "unspool models rm MODEL",
     "repl": "unspool chat",

@@ -342,11 +342,13 @@ def test_no_memory_for_the_weights(room: int, words: str, default_model: Path):
     """The file is 98 MB and is mapped; its weights take 100 more."""
     code = f"""
 import resource, sys
-import unspool.loading, unspool.cli, unspool.backends.cpu.loaded, numpy
+import unspool.cli.run, unspool.language_model, unspool.backends.cpu.backend, numpy
 from pathlib import Path
+from unspool.cli.main import main
+from unspool.text.tokenizer.tokenizer import Tokenizer
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + {room << 20}, size + {room << 20}))
-unspool.cli.main(["run", "Hi", "--raw", "-n", "3", "--model", {str(default_model)!r}])
+main(["run", "Hi", "--raw", "-n", "3", "--model", {str(default_model)!r}])
 """
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(

@@ -52,7 +52,10 @@ class Middleware:
                 await self.app(scope, self._bounded(scope, receive), answer.send)
         except ConnectionResetError:
             scope["state"]["log"]["gone"] = True
-        except asyncio.CancelledError:  # the server stops, and cannot wait any longer
+        except asyncio.CancelledError:
+            if not self.state.admission.refusing:
+                raise
+            # The server stops, and cannot wait any longer.
             await self._fail(scope, receive, answer, shutting_down())
         except Exception as error:
             await self._fail(scope, receive, answer, error)
