@@ -90,6 +90,7 @@ def test_keys_and_focus(first_visit: BrowserContext, address: str) -> None:
     expect(card.get_by_role("button", name="Next")).to_be_focused()
     page.keyboard.press("ArrowRight")
     expect(card).to_contain_text("2 of 8")
+    expect(page.locator("#text .t").nth(1)).to_be_visible()  # it writes, and has taken the focus
     page.keyboard.press("ArrowLeft")
     expect(card).to_contain_text("1 of 8")
     expect(card.get_by_role("button", name="Back")).to_be_disabled()
