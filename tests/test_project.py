@@ -17,6 +17,7 @@ SOURCE = ROOT / "src" / "unspool"
 # Each part, and the parts it may import: docs/architecture.md draws this. Nothing imports upward.
 MAY_IMPORT = {
     "errors": set(),
+    "collecting": set(),
     "native": {"errors"},
     "notebook": set(),
     "text": {"errors"},
@@ -29,15 +30,15 @@ MAY_IMPORT = {
     "decoding": {"errors", "text", "sampling", "backends", "engine", "session", "notebook"},
     "lens": {"errors", "text", "model", "sampling", "backends", "engine", "session", "notebook"},
     "language_model": {"backends", "engine", "request_options", "session", "decoding", "lens"},
-    "loading": {"errors", "text", "model", "backends", "native", "engine", "session", "decoding",
-                "language_model"},
+    "loading": {"collecting", "errors", "text", "model", "backends", "native", "engine", "session",
+                "decoding", "language_model"},
     "conversation": {"errors", "engine", "request_options", "session"},
     "page": set(),
     "serve": {"errors", "text", "model", "sampling", "engine", "request_options", "session",
               "decoding", "lens", "page", "__init__"},
-    "cli": {"errors", "text", "model", "backends", "sampling", "engine", "session", "decoding",
-            "lens", "language_model", "loading", "conversation", "request_options", "serve",
-            "__init__"},
+    "cli": {"collecting", "errors", "text", "model", "backends", "sampling", "engine", "session",
+            "decoding", "lens", "language_model", "loading", "conversation", "request_options",
+            "serve", "__init__"},
     "__init__": {"errors", "text", "engine", "language_model", "loading"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -8,15 +8,13 @@ when it has begun.
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unspool.backends.torch.available import INSTALL_TORCH, TorchMissingError, check_torch
+from unspool.collecting import collecting_later
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 from unspool.model.checkpoint import (
     Checkpoint,
@@ -96,18 +94,6 @@ def load(
             memory=memory,
             make_drafter=make_drafter_for,
         )
-
-
-@contextmanager
-def collecting_later() -> Iterator[None]:
-    """No garbage collection meanwhile: a vocabulary is a hundred thousand objects that all stay."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker | None:

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from unspool.cli import options as o
-from unspool.cli.starting import Starting, collecting_later
+from unspool.cli.starting import Starting
+from unspool.collecting import collecting_later
 
 _PORT = 8000
 

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from unspool.cli import options as o
-from unspool.cli.starting import Starting, collecting_later
+from unspool.cli.starting import Starting
+from unspool.collecting import collecting_later
 from unspool.errors import SettingsError, UnspoolError
 
 _LIMITS, _OPERATION = "Limits", "Operation"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -19,16 +18,6 @@ if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
     from unspool.serve.core.registry import ModelEntry
     from unspool.serve.http.settings import ServeSettings
-
-
-@contextmanager
-def collecting_later() -> Iterator[None]:
-    """No garbage collection until the server stands: what is made meanwhile stays."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Starting:
