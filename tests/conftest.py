@@ -23,6 +23,11 @@ settings.load_profile("same-every-run")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
+# Without a GPU the kernels of backends/cuda are run by Triton's interpreter, which has to be said
+# before the first of them is imported.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # In the background of a shell Ctrl-C is ignored, by children too; some tests send it to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

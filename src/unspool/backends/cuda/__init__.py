@@ -1,0 +1,1 @@
+"""A model on an NVIDIA GPU: Triton kernels, and whole decode steps captured as graphs."""

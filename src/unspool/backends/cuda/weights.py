@@ -1,0 +1,148 @@
+"""A model's weights as the kernels want them: what is multiplied with the same vector lies together.
+
+Query, key and value are one matrix, gate and up another. Gains of norms are 32-bit numbers that
+are multiplied with as they are (a stored w that means 1 + w is 1 + w here).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unspool.model.config import ModelConfig
+from unspool.model.transformer import Experts, FeedForward, Layer, Norm, Transformer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """What vectors are multiplied with: out = x · Wᵀ + bias."""
+
+    weight: Tensor  # [rows, columns]
+    bias: Tensor | None = None  # [rows]
+
+    @property
+    def rows(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def columns(self) -> int:
+        return int(self.weight.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """An RMSNorm, or, with a bias, a LayerNorm."""
+
+    gain: Tensor  # [width], float32
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """The feed-forwards that a router chooses from."""
+
+    router: Tensor  # [experts, width]
+    gate_up: Tensor  # [experts, 2 * inner, width]: rows of gate, then rows of up
+    down: Tensor  # [experts, width, inner]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer. What a family does not have is None."""
+
+    attention_norm: NormWeights | None
+    qkv: Matrix  # rows: all query heads, then all key heads, then all value heads
+    q_norm: NormWeights | None  # over a head, or over all of them (`config.qk_norm`)
+    k_norm: NormWeights | None
+    out: Matrix
+    attention_post_norm: NormWeights | None
+    feed_norm: NormWeights | None
+    gate_up: Matrix | None  # rows of gate, then rows of up; of up alone if the family has no gate
+    down: Matrix | None
+    experts: ExpertWeights | None  # instead of the two above
+    feed_post_norm: NormWeights | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """A whole model."""
+
+    config: ModelConfig
+    embed: Tensor  # [vocabulary, width]
+    position_embed: Tensor | None  # [context, width]
+    layers: list[LayerWeights]
+    norm: NormWeights
+    head: Matrix  # the embedding itself where the two are tied
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+
+def fused(model: Transformer) -> Weights:
+    """The weights of a plain transformer, which may be let go of afterwards."""
+    head = model.embed.weight if model.head is None else model.head.weight
+    head_bias = None if model.head is None else model.head.bias
+    position = model.position_embed
+    norm = _norm(model.norm)
+    assert norm is not None
+    return Weights(
+        config=model.config,
+        embed=model.embed.weight,
+        position_embed=None if position is None else position.weight,
+        layers=[_layer(layer) for layer in model.layers if isinstance(layer, Layer)],
+        norm=norm,
+        head=Matrix(head, head_bias),
+    )
+
+
+def _layer(layer: Layer) -> LayerWeights:
+    attention, feed = layer.attention, layer.feed
+    return LayerWeights(
+        attention_norm=_norm(layer.attention_norm),
+        qkv=_stacked(attention.q, attention.k, attention.v),
+        q_norm=_norm(attention.q_norm),
+        k_norm=_norm(attention.k_norm),
+        out=_stacked(attention.out),
+        attention_post_norm=_norm(layer.attention_post_norm),
+        feed_norm=_norm(layer.feed_norm),
+        gate_up=_gate_up(feed) if isinstance(feed, FeedForward) else None,
+        down=_stacked(feed.down) if isinstance(feed, FeedForward) else None,
+        experts=_experts(feed) if isinstance(feed, Experts) else None,
+        feed_post_norm=_norm(layer.feed_post_norm),
+    )
+
+
+def _gate_up(feed: FeedForward) -> Matrix:
+    return _stacked(feed.up) if feed.gate is None else _stacked(feed.gate, feed.up)
+
+
+def _experts(feed: Experts) -> ExpertWeights:
+    both = torch.cat((feed.gate.weight, feed.up.weight), 1)
+    return ExpertWeights(feed.router.weight, both, feed.down.weight)
+
+
+def _stacked(*parts: torch.nn.Linear) -> Matrix:
+    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
+    if parts[0].bias is None:
+        return Matrix(weight)
+    return Matrix(weight, torch.cat([part.bias for part in parts]))
+
+
+def _norm(norm: torch.nn.Module | None) -> NormWeights | None:
+    if not isinstance(norm, Norm):
+        return None
+    gain = norm.weight.float()
+    return NormWeights(
+        1 + gain if norm.plus_one else gain, None if norm.bias is None else norm.bias.float()
+    )
