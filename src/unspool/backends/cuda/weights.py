@@ -1,4 +1,4 @@
-"""A model's weights as the kernels want them: what is multiplied with the same vector lies together.
+"""A model's weights as the kernels want them: what multiplies the same vector lies together.
 
 Query, key and value are one matrix, gate and up another. Gains of norms are 32-bit numbers that
 are multiplied with as they are (a stored w that means 1 + w is 1 + w here).
