@@ -341,20 +341,20 @@ def finish(
     edits = has_penalties(floats, ints)
     one = tl.full([], 1.0, tl.float32)
     if PENALTIES:
-        peak, total, _, token = joined(edited + number * pieces * PARTS, pieces, ROOM)
+        peak, total, moment, token = joined(edited + number * pieces * PARTS, pieces, ROOM)
         if sure & edits:  # what remains could not be known before
             peak = tl.full([], -float("inf"), tl.float64)
             for at in range(0, vocabulary, BLOCK):
                 ids = at + tl.arange(0, BLOCK)
                 x = levels(logits, counts, ids, vocabulary, floats, edits, sure, one, PENALTIES)
-                best, _, _, first = summary(x, ids)
+                best, part, moment, first = summary(x, ids)
                 token = tl.where(best.to(tl.float64) > peak, first, token)
                 peak = tl.maximum(peak, best.to(tl.float64))
             total = tl.zeros([], tl.float64)
             for at in range(0, vocabulary, BLOCK):
                 ids = at + tl.arange(0, BLOCK)
                 x = levels(logits, counts, ids, vocabulary, floats, edits, sure, one, PENALTIES)
-                best, part, _, _ = summary(x, ids)
+                best, part, moment, first = summary(x, ids)
                 total += part * tl.exp(tl.where(best == peak, 0.0, best.to(tl.float64) - peak))
     good = (own_peak > -float("inf")) & (own_total == own_total)
     good = good & (peak > -float("inf")) & (total == total)
