@@ -11,6 +11,7 @@ from torch import Tensor
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.looks import normed
 from unspool.backends.cuda.pages import Pages, page_bytes
+from unspool.backends.cuda.warming import warm_up
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.memory import pages_in
 from unspool.backends.step import Floats
@@ -43,7 +44,10 @@ class CudaModel:
             memory = torch.cuda.mem_get_info(weights.device)[0] // 2
         count = pages_in(memory, page_bytes(weights.config, weights.dtype))
         pages = Pages(weights.config, count, weights.dtype, weights.device)
-        return CudaBackend(weights, pages=pages, context=context, exact=self.exact)
+        backend = CudaBackend(weights, pages=pages, context=context, exact=self.exact)
+        if weights.device.type == "cuda":  # the interpreter has nothing to compile
+            warm_up(backend)
+        return backend
 
     @torch.inference_mode()
     def logits(self, vectors: Floats) -> Floats:
