@@ -210,12 +210,15 @@ class Program:
     def embed(self, tokens: Tensor, positions: Tensor, h: Tensor, updates: Tensor) -> None:
         """The vectors of tokens, those that the step before picked among them."""
         weights, config, inputs = self.weights, self.weights.config, self.inputs
-        table, places = weights.embed, self._places
+        packed, places = weights.embed.table is None, self._places
+        if packed:
+            weights.embed.gather(tokens[: len(h)], inputs.previous, h)
         rows.begin[(len(h) + 1,)](
-            updates, inputs.table, tokens, inputs.previous, positions, table,
+            updates, inputs.table, tokens, inputs.previous, positions,
+            h if weights.embed.table is None else weights.embed.table,
             h if places is None else places, h, self._scale, ROOM,
-            D=config.width, DP=power_of_two(config.width), SCALED=config.embedding_scale != 1,
-            POSITIONS=places is not None, num_warps=4,
+            D=config.width, DP=power_of_two(config.width), UNPACKED=packed,
+            SCALED=config.embedding_scale != 1, POSITIONS=places is not None, num_warps=4,
         )  # fmt: skip
 
     def _add(
