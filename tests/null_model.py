@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from unspool.backends.base import StepLimits
 from unspool.backends.step import BlockTable, StepBatch, StepResult
 from unspool.sampling.picker import pick
 
@@ -36,7 +37,9 @@ class NullModel:
         context: int = 512,
         page_size: int = PAGE_SIZE,
         overlaps: bool = False,
+        limits: StepLimits = StepLimits(),  # noqa: B008
     ) -> None:
+        self.limits = limits
         self.page_size, self.page_count, self.page_bytes = page_size, pages, 1
         self.vocab_size, self.context, self.overlaps = vocab_size, context, overlaps
         self.slots = np.full((pages, page_size), -1, np.int64)

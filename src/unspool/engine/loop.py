@@ -38,7 +38,7 @@ class Loop(SupervisedThread):
         super().__init__()
         self.backend = backend
         self.tree = Tree(backend.page_count, backend.page_size)
-        self.scheduler = Scheduler(self.tree)
+        self.scheduler = Scheduler(self.tree, backend.limits)
         self.steps = 0  # settled so far
         self._picker = ChainPicker()
         self._flight: Flight | None = None

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from bisect import insort
 
+from unspool.backends.base import StepLimits
 from unspool.backends.step import Inside, Logits
 from unspool.engine.pages import OutOfPagesError
 from unspool.engine.tree import Branch, Tree
 from unspool.errors import UnspoolError
 from unspool.sampling.picker import Ints
 
-PREFILL_TOKENS = 256  # of prompts in one step
-PREFILL_BESIDE_DECODE = 64  # the same while texts are written: bounds how long their tokens wait
-MAX_ROWS = 256
 SMALLEST_CHUNK = 16  # of a prompt that does not end with it
 _LOOKED_AT = 64  # of those that wait, at one step
 
@@ -120,8 +118,8 @@ def _shares(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
 class Scheduler:
     """The tasks, and the choice of what runs next."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, limits: StepLimits) -> None:
+        self.tree, self.limits = tree, limits
         self.running: list[Task] = []
         self.waiting: list[Task] = []
         self._of: dict[Branch, Task] = {}
@@ -177,11 +175,11 @@ class Scheduler:
         """The rows of the next step, with pages for what each computes. Empty: nothing can run."""
         if self.waiting:
             self._admit()
-        rows: list[Task] = []
+        limits, rows = self.limits, list[Task]()
         prompts: list[Task] = []
         for task in self.running.copy():
             branch = task.branch
-            if not task.admitted or len(rows) == MAX_ROWS:
+            if not task.admitted or len(rows) == limits.max_rows:
                 continue  # preempted for somebody before it
             if task.flights:
                 if not self._runs_ahead(task):
@@ -197,8 +195,8 @@ class Scheduler:
                 task.until = branch.length
                 rows.append(task)
         if prompts:
-            budget = PREFILL_BESIDE_DECODE if rows else PREFILL_TOKENS
-            for task, count in _shares(prompts, budget)[: MAX_ROWS - len(rows)]:
+            budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
+            for task, count in _shares(prompts, budget)[: limits.max_rows - len(rows)]:
                 if task.admitted and self._reserve(task, task.branch.computed + count, rows):
                     rows.append(task)
         return rows or self._last_resort()
@@ -214,7 +212,7 @@ class Scheduler:
         # What the running ones still need for their prompts, and a page for each to grow into.
         promised = sum(1 + (0 if t.decoding else self._pages(t)) for t in self.running)
         for task in self.waiting[:_LOOKED_AT]:
-            if len(self.running) >= MAX_ROWS:
+            if len(self.running) >= self.limits.max_rows:
                 return
             if task.cached and task.branch.computed == 0:  # since it came, or since it ran
                 self.tree.adopt(task.branch)

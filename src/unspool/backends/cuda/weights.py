@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda.products import Around, times_many, times_one
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Experts, FeedForward, Layer, Norm, Transformer
 
@@ -33,6 +34,14 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
+        """For one vector, with what is folded into the product."""
+        times_one(self.weight, self.bias, x, out, by)
+
+    def times_many(self, x: Tensor, out: Tensor) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias."""
+        times_many(self.weight, self.bias, x, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
