@@ -28,8 +28,8 @@ class Task:
 
     __slots__ = (
         "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
-        "logits", "look", "number", "pick_floats", "pick_ints", "picked", "priority", "queued",
-        "row", "until", "wanted",
+        "logits", "look", "number", "pick_floats", "pick_ints", "pick_number", "picked", "priority",
+        "queued", "sees_history", "until", "wanted",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
@@ -37,6 +37,7 @@ class Task:
         self.wanted = wanted  # the outcome is wanted of so many of the last tokens:
         self.pick_floats: list[float] | None = None  # a pick, if there are these numbers for it,
         self.pick_ints: list[int] = []
+        self.sees_history = False  # whether penalties have a part in it
         self.picked: list[tuple[int, float]] = []  # so far, with log-probabilities,
         self.logits: list[Logits] = []  # or the logits
         self.inside: list[Inside] = []
@@ -49,7 +50,7 @@ class Task:
         self.first = 0  # the next step computes the positions from here ...
         self.until = 0  # ... to here
         self.flights = 0  # steps with it that are launched and not settled yet
-        self.row = 0  # its row in the last of them
+        self.pick_number = 0  # of its first pick in the last of them
         self.ahead = False  # whether its last token is not known yet
         self.queued = False  # whether the scheduler has it
         self.admitted = False  # whether it is among the running ones
@@ -69,9 +70,9 @@ class Task:
         token that will be picked. If so, the branch has a placeholder for it afterwards."""
         return False
 
-    def penalized(self) -> tuple[Ints, int, int] | None:
+    def penalized(self) -> tuple[Ints, int, int]:
         """The text that penalties see at the first token to be picked, and which part of it."""
-        return None
+        raise NotImplementedError
 
     # -- what everybody asks ------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class Scheduler:
     def _runs_ahead(self, task: Task) -> bool:
         """Whether a task's next step can be launched before the last one is settled."""
         if not task.ahead:
-            task.ahead = task.decoding and task.run_ahead()
+            task.ahead = task.until == task.branch.length and task.run_ahead()
         return task.ahead and task.until < task.branch.length
 
     def _admit(self) -> None:

@@ -6,6 +6,7 @@ are multiplied with as they are (a stored w that means 1 + w is 1 + w here).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,17 @@ class Weights:
     layers: list[LayerWeights]
     norm: NormWeights
     head: Matrix  # the embedding itself where the two are tied
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All matrices, in the order that the data meets them."""
+        yield self.embed
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if matrix is not None:
+                    yield matrix.weight
+            if layer.experts is not None:
+                yield from (layer.experts.router, layer.experts.gate_up, layer.experts.down)
+        yield self.head.weight
 
     @property
     def dtype(self) -> torch.dtype:
