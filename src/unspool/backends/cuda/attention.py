@@ -197,13 +197,14 @@ def attend(
     """
     groups = layer.kv_heads * -(-layer.heads // layer.kv_heads // ROWS)
     each = SEVERAL if len(lines) * groups >= MANY_PROGRAMS else 1
+    loop = each > 1 or pieces > PIECES  # whether a program may have more than one tile
     kernels.attend[(len(lines), groups, -(-pieces // each))](
         qkv, out, keys, values, lines.table, lines.lines, lines.positions, lines.ends,
         *_tables_or(layer, qkv), qkv if layer.sinks is None else layer.sinks,
         scratch.parts, scratch.stats, scratch.arrived,
         layer.score_scale, layer.norm_eps, lines.table.shape[1], MOST_PIECES, each,
         **layer.shape, **layer.preparing, **layer.looking, ROWS=ROWS, STAGES=3, NEW=new, PDL=pdl,
-        num_warps=4, **_launch(pdl),
+        LOOP=loop, num_warps=4 if loop else 8, **_launch(pdl),
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from unspool.backends.cuda.inputs import ROOM, Inputs, to_device
 from unspool.backends.cuda.looks import Looker
 from unspool.backends.cuda.pages import PAGE_SIZE, Pages, page_bytes
 from unspool.backends.cuda.pick import DevicePicker
-from unspool.backends.cuda.prompts import Prompts
 from unspool.backends.cuda.program import Program
+from unspool.backends.cuda.prompts import Prompts
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.step import Inside, Ints, StepBatch, StepResult, no_ints
 from unspool.errors import UnspoolError

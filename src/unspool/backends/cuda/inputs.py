@@ -102,7 +102,7 @@ class Inputs:
         return torch.full(shape, self._spare_page, dtype=torch.int32, device=self.device)
 
     def make_room(self, slots: Ints) -> bool:
-        """Whether the table had to grow, which moves it: what was captured is worth nothing then."""
+        """Whether the table had to grow, which moves it: what was captured is void then."""
         needed = int(slots.max()) + 2 if len(slots) else 0
         if needed <= len(self.table):
             return False

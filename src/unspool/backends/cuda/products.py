@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,10 @@ def processors(device: torch.device) -> int:
 
 def tiling(rows: int, columns: int, tiles: int, size: int, device: torch.device) -> list[int]:
     """Rows a program takes at once, its warps, and how many programs there are."""
-    wide = power_of_two(columns) * tiles * size // 2
-    at_once = 1 if wide >= 32_768 else 2
-    warps = max(1, min(16, power_of_two(at_once * wide // (32 * _NUMBERS_A_THREAD))))
+    wide = columns * tiles * size // 2
+    at_once = 1 if wide >= 32_768 else 4 if wide <= 1024 and rows >= 16_384 else 2
+    share = at_once * wide / (32 * _NUMBERS_A_THREAD)
+    warps = max(1, min(16, 1 << round(math.log2(max(1, share)))))
     programs = processors(device) * min(8, max(1, _WARPS_AN_SM // warps))
     return [at_once, warps, min(-(-rows // at_once), programs)]
 

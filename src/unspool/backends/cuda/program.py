@@ -268,7 +268,7 @@ class Program:
         )  # fmt: skip
 
     def _times(self, matrix: Matrix, x: Tensor, out: Tensor) -> None:
-        matrix.times_many(x, out)
+        matrix.times_many(x, out, exact=self.exact, pdl=self.pdl)
 
     def _soften(self, logits: Tensor) -> None:
         cap = self.weights.config.logit_softcap

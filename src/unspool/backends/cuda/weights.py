@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda.exact import exact_many
 from unspool.backends.cuda.products import Around, times_many, times_one
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Experts, FeedForward, Layer, Norm, Transformer
@@ -40,9 +41,12 @@ class Matrix:
         """For one vector, with what is folded into the product."""
         times_one(self.weight, self.bias, x, out, by)
 
-    def times_many(self, x: Tensor, out: Tensor) -> None:
-        """out [M, rows] = x [M, columns] · Wᵀ + bias."""
-        times_many(self.weight, self.bias, x, out)
+    def times_many(self, x: Tensor, out: Tensor, *, exact: bool = False, pdl: bool = False) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias; `exact`: each sum in an order of its own."""
+        if exact:
+            exact_many(self.weight, self.bias, x, out, pdl=pdl)
+        else:
+            times_many(self.weight, self.bias, x, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

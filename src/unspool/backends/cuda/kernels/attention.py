@@ -110,12 +110,12 @@ def attend(
     H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
-    NEW: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    LOOP: tl.constexpr, NEW: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One line, up to ROWS query heads of one key head, EACH pieces of what the line sees.
 
     NEW: the token's key and value are not in the pages yet. They are made here, stored, and put
-    where the last tile would have read them.
+    where the last tile would have read them. LOOP: a program may have more than one tile.
     """
     n, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // KV
@@ -177,40 +177,44 @@ def attend(
             at = heads[:, None] * HD + wide[None, :]
             query = tl.load(base + at, mask=real[:, None] & within, other=0.0)
         peak, total, mixed = nothing(ROWS, WIDE)  # of the piece at hand
-        all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
+        if LOOP:
+            all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
         spot = (n * KV * GROUPS + group).to(tl.int64) * ROOM
         here = tl.arange(0, ROWS)
-        for t in tl.range(tile, last, num_stages=STAGES):
-            offsets = t * TILE + tl.arange(0, TILE)
-            if WINDOW > 0:
-                seen = offsets >= first
-                places = (_slots(row, offsets, seen, PAGE) * KV + h)[:, None] * HD + wide[None, :]
-                key = tl.load(keys + places, mask=seen[:, None] & within, other=0.0)
-                value = tl.load(values + places, mask=seen[:, None] & within, other=0.0)
-                scores = scores_of(query, key, scale, SOFTCAP)
-                scores = tl.where(seen[None, :], scores, -float("inf"))
-            else:
-                slots = tl.load(row + offsets // PAGE).to(tl.int64) * PAGE + offsets % PAGE
-                places = (slots * KV + h)[:, None] * HD + wide[None, :]
-                if WIDE == HD:
-                    key, value = tl.load(keys + places), tl.load(values + places)
+        if LOOP:
+            for t in tl.range(tile, last, num_stages=STAGES):
+                offsets = t * TILE + tl.arange(0, TILE)
+                if WINDOW > 0:
+                    seen = offsets >= first
+                    places = (_slots(row, offsets, seen, PAGE) * KV + h)[:, None] * HD + wide[
+                        None, :
+                    ]
+                    key = tl.load(keys + places, mask=seen[:, None] & within, other=0.0)
+                    value = tl.load(values + places, mask=seen[:, None] & within, other=0.0)
+                    scores = scores_of(query, key, scale, SOFTCAP)
+                    scores = tl.where(seen[None, :], scores, -float("inf"))
                 else:
-                    key = tl.load(keys + places, mask=within, other=0.0)
-                    value = tl.load(values + places, mask=within, other=0.0)
-                scores = scores_of(query, key, scale, SOFTCAP)
-            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
-            if (t + 1) % size == 0:  # the end of a piece, and not of this program's share
-                if whole:
-                    all_peak, all_total, all_mixed = join(
-                        all_peak, all_total, all_mixed, peak, total, mixed
-                    )
-                else:
-                    piece = spot + t // size - first_piece
-                    tl.store(stats + piece * 2 * ROWS + here, peak)
-                    tl.store(stats + piece * 2 * ROWS + ROWS + here, total)
-                    where = (piece * ROWS + here)[:, None] * WIDE + wide[None, :]
-                    tl.store(parts + where, mixed, mask=real[:, None])
-                peak, total, mixed = nothing(ROWS, WIDE)
+                    slots = tl.load(row + offsets // PAGE).to(tl.int64) * PAGE + offsets % PAGE
+                    places = (slots * KV + h)[:, None] * HD + wide[None, :]
+                    if WIDE == HD:
+                        key, value = tl.load(keys + places), tl.load(values + places)
+                    else:
+                        key = tl.load(keys + places, mask=within, other=0.0)
+                        value = tl.load(values + places, mask=within, other=0.0)
+                    scores = scores_of(query, key, scale, SOFTCAP)
+                peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+                if (t + 1) % size == 0:  # the end of a piece, and not of this program's share
+                    if whole:
+                        all_peak, all_total, all_mixed = join(
+                            all_peak, all_total, all_mixed, peak, total, mixed
+                        )
+                    else:
+                        piece = spot + t // size - first_piece
+                        tl.store(stats + piece * 2 * ROWS + here, peak)
+                        tl.store(stats + piece * 2 * ROWS + ROWS + here, total)
+                        where = (piece * ROWS + here)[:, None] * WIDE + wide[None, :]
+                        tl.store(parts + where, mixed, mask=real[:, None])
+                    peak, total, mixed = nothing(ROWS, WIDE)
         offsets = last * TILE + tl.arange(0, TILE)
         seen = offsets < end
         if WINDOW > 0:
@@ -220,7 +224,8 @@ def attend(
         peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE)
         ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
         if whole:
-            peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
+            if LOOP:
+                peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
             found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
             tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
         else:

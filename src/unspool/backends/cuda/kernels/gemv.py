@@ -13,9 +13,11 @@ from unspool.backends.cuda.kernels.common import activated, normalized, rounded
 
 
 @triton.jit
-def rows_of(w, rows, cols, N, K: tl.constexpr):
+def rows_of(w, rows, cols, N, K: tl.constexpr, KP: tl.constexpr):
     """A tile of the matrix, read once and never again."""
-    inside = (rows < N)[:, None] & (cols < K)[None, :]
+    inside = (rows < N)[:, None]
+    if K % KP != 0:
+        inside = inside & (cols < K)[None, :]
     places = rows.to(tl.int64)[:, None] * K + cols[None, :]
     return tl.load(w + places, mask=inside, other=0.0, eviction_policy="evict_first")
 
@@ -71,9 +73,9 @@ def gemv(
     cols = tl.arange(0, KP)
     rows = start * BN + tl.arange(0, BN)
     up = w + tl.cast(N, tl.int64) * K
-    tile = rows_of(w, rows, cols, N, K)
+    tile = rows_of(w, rows, cols, N, K, KP)
     if GLU:
-        above = rows_of(up, rows, cols, N, K)
+        above = rows_of(up, rows, cols, N, K, KP)
     weight, offset = 0.0, 0.0
     if NORM != 0:
         weight = tl.load(gain + cols, mask=cols < K, other=0.0)
@@ -86,11 +88,11 @@ def gemv(
     vector = normed_vector(x, gain, shift, cols, eps, K, NORM, weight, offset)
     for block in range(start, tl.cdiv(N, BN), stride):
         behind = (block + stride) * BN + tl.arange(0, BN)
-        next_tile = rows_of(w, behind, cols, N, K)
+        next_tile = rows_of(w, behind, cols, N, K, KP)
         y = product(tile, vector)
         z = y
         if GLU:
-            next_above = rows_of(up, behind, cols, N, K)
+            next_above = rows_of(up, behind, cols, N, K, KP)
             z = product(above, vector)
             above = next_above
         finished(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)

@@ -235,9 +235,7 @@ def reaching(
             sums += tl.where(reached, weight[:, None], 0)
         beyond = tl.sum(sums, 0)
         part = tl.maximum(tl.sum((beyond >= goal).to(tl.int64), 0) - 1, 0)
-        above = tl.where(
-            part == WAYS - 1, above, tl.sum(tl.where(parts == part + 1, beyond, 0), 0)
-        )
+        above = tl.where(part == WAYS - 1, above, tl.sum(tl.where(parts == part + 1, beyond, 0), 0))
         high = tl.minimum(low + (part + 1) * step, high)
         low = low + part * step
     # All that are left are equals: the goal is reached at the `rank`-th of them.
