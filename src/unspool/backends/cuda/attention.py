@@ -25,6 +25,7 @@ MOST_PIECES = PIECES + 1  # pieces begin at fixed places, so that a window may t
 ROWS = 16  # query heads of one key head that a program takes: what tensor cores want
 MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
 SEVERAL = 8
+STAGES, WARPS = 4, 4  # tiles on their way at a time; warps a program
 
 LOG2_E = math.log2(math.e)
 
@@ -202,8 +203,8 @@ def attend(
         *_tables_or(layer, qkv), qkv if layer.sinks is None else layer.sinks,
         scratch.parts, scratch.stats, scratch.arrived,
         layer.score_scale, layer.norm_eps, lines.table.shape[1], MOST_PIECES, each,
-        **layer.shape, **layer.preparing, **layer.looking, ROWS=ROWS, STAGES=3, NEW=new, PDL=pdl,
-        num_warps=4, **_launch(pdl),
+        **layer.shape, **layer.preparing, **layer.looking, ROWS=ROWS, STAGES=STAGES, NEW=new, PDL=pdl,
+        num_warps=WARPS, **_launch(pdl),
     )  # fmt: skip
 
 

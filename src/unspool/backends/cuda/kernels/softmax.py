@@ -64,7 +64,7 @@ def join(peak, total, mixed, its_peak, its_total, its_mixed):
 
 @triton.jit
 def outcome(peak, total, mixed, heads, real, sinks, SINKS: tl.constexpr):
-    """The values as the weights mix them. A sink takes its share of the weight and gives nothing."""
+    """The values as the weights mix them. A sink takes its share of weight and gives nothing."""
     if SINKS:
         sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         peak, total, mixed = join(
