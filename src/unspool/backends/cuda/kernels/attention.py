@@ -195,7 +195,7 @@ def attend(
                     key = tl.load(keys + places, mask=within, other=0.0)
                     value = tl.load(values + places, mask=within, other=0.0)
                 scores = scores_of(query, key, scale, SOFTCAP)
-            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE, True)
             if (t + 1) % size == 0:  # the end of a piece, and not of this program's share
                 if whole:
                     all_peak, all_total, all_mixed = join(
@@ -214,7 +214,7 @@ def attend(
             seen = seen & (offsets >= first)
         scores = scores_of(query, last_key, scale, SOFTCAP)
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE)
+        peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE, True)
         ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
         if whole:
             peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
