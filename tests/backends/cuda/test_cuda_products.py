@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from unspool.backends.cuda.products import Around  # noqa: E402
-from unspool.backends.cuda.weights import Matrix, NormWeights  # noqa: E402
+from unspool.backends.cuda.weights import NormWeights, PlainMatrix  # noqa: E402
 from unspool.model.transformer import activate  # noqa: E402
 
 
@@ -26,7 +26,9 @@ def normed(x, norm, eps):
 def test_a_product_with_all_around_it(kind, activation, gated):
     torch.manual_seed(0)
     rows, columns, eps = 37, 88, 1e-5
-    matrix = Matrix(torch.randn(rows * (1 + gated), columns) * 0.1, torch.randn(rows * (1 + gated)))
+    matrix = PlainMatrix(
+        torch.randn(rows * (1 + gated), columns) * 0.1, torch.randn(rows * (1 + gated))
+    )
     norm = None
     if kind != "none":
         norm = NormWeights(torch.rand(columns), torch.randn(columns) if kind == "layer" else None)
@@ -43,7 +45,7 @@ def test_a_product_with_all_around_it(kind, activation, gated):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_vector_and_many_agree(dtype):
     torch.manual_seed(1)
-    matrix = Matrix(torch.randn(300, 130).to(dtype))
+    matrix = PlainMatrix(torch.randn(300, 130).to(dtype))
     x = torch.randn(3, 130).to(dtype)
     one, many = torch.empty(300, dtype=dtype), torch.empty(3, 300, dtype=dtype)
     matrix.times_one(x[1], one, Around(1e-6))

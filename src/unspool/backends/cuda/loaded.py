@@ -11,12 +11,13 @@ from torch import Tensor
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.looks import normed
 from unspool.backends.cuda.pages import Pages, page_bytes
+from unspool.backends.cuda.warming import warm_up
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.memory import pages_in
 from unspool.backends.step import Floats
 from unspool.model.config import ModelConfig
 
-_SAMPLED = 64  # numbers of each tensor that go into the fingerprint
+_SAMPLED, _SAMPLED_ROWS = 16, 4  # numbers of each matrix that go into the fingerprint
 
 
 class CudaModel:
@@ -43,7 +44,10 @@ class CudaModel:
             memory = torch.cuda.mem_get_info(weights.device)[0] // 2
         count = pages_in(memory, page_bytes(weights.config, weights.dtype))
         pages = Pages(weights.config, count, weights.dtype, weights.device)
-        return CudaBackend(weights, pages=pages, context=context, exact=self.exact)
+        backend = CudaBackend(weights, pages=pages, context=context, exact=self.exact)
+        if weights.device.type == "cuda":  # the interpreter has nothing to compile
+            warm_up(backend)
+        return backend
 
     @torch.inference_mode()
     def logits(self, vectors: Floats) -> Floats:
@@ -63,18 +67,18 @@ class CudaModel:
         return None if found is None else _host(found)
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
-        weights = self.weights
-        table = weights.head.weight if name == "head.weight" else weights.embed
-        return _host(table[start:stop])
+        table = self.weights.head if name == "head.weight" else self.weights.embed
+        return _host(table.part(start, stop))
 
     def fingerprint(self) -> str:
         """Shapes of all matrices, and a few numbers from all over each."""
         seen = hashlib.sha256()
-        for number, tensor in enumerate(self.weights.tensors()):
-            seen.update(f"{number} {tuple(tensor.shape)}".encode())
-            spots = np.linspace(0, tensor.numel() - 1, _SAMPLED).astype(np.int64)
-            places = torch.unravel_index(torch.from_numpy(spots).to(tensor.device), tensor.shape)
-            seen.update(_host(tensor[places]).astype("<f4").tobytes())
+        for number, matrix in enumerate(self.weights.matrices()):
+            seen.update(f"{number} {matrix.rows} {matrix.columns}".encode())
+            spots = np.linspace(0, matrix.columns - 1, _SAMPLED).astype(np.int64)
+            for row in np.linspace(0, matrix.rows - 1, _SAMPLED_ROWS).astype(int).tolist():
+                numbers = _host(matrix.part(row, row + 1))[0, spots]
+                seen.update(numbers.astype("<f4").tobytes())
         return seen.hexdigest()
 
     def _normed(self, vectors: Floats) -> Tensor:
