@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import unspool
+from unspool.backends.base import StepLimits
 from unspool.backends.step import Done, StepBatch, StepResult, no_ints
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
@@ -52,6 +53,7 @@ class Nothing:
     """
 
     page_size, page_bytes, overlaps = 16, 1, False
+    limits = StepLimits()
 
     def __init__(
         self, rows: int, picks: bool = True, pages: int = 20_000, context: int = 120_000

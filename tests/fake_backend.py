@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from unspool.backends.base import StepLimits
 from unspool.backends.step import BlockTable, Done, StepBatch, StepResult
 from unspool.sampling.picker import pick
 
@@ -19,6 +20,7 @@ class FakeBackend:
 
     page_size = 4
     page_bytes = 32
+    limits = StepLimits()
     overlaps = False
 
     def __init__(self, probabilities: Any, *, page_count: int = 512, context: int = 64) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.step import BlockTable, StepBatch, StepResult
+from unspool.backends.base import StepLimits
+from unspool.backends.step import BlockTable, Ints, StepBatch, StepResult, no_ints
 from unspool.sampling.picker import pick
 
 PAGE_SIZE = 4
@@ -36,7 +37,9 @@ class NullModel:
         context: int = 512,
         page_size: int = PAGE_SIZE,
         overlaps: bool = False,
+        limits: StepLimits = StepLimits(),  # noqa: B008
     ) -> None:
+        self.limits = limits
         self.page_size, self.page_count, self.page_bytes = page_size, pages, 1
         self.vocab_size, self.context, self.overlaps = vocab_size, context, overlaps
         self.slots = np.full((pages, page_size), -1, np.int64)
@@ -46,7 +49,7 @@ class NullModel:
         self.ahead = 0  # tokens that were not known when their step was launched
         self.fail_next = False
         self._queue: list[_Later] = []
-        self._picked: dict[int, int] = {}  # by row of the step before
+        self._picked = no_ints()  # in the step before
 
     def launch(self, batch: StepBatch) -> _Later:
         if self.fail_next:
@@ -65,7 +68,7 @@ class NullModel:
             self.slots[target] = self.slots[source]
         tokens = batch.tokens.copy()
         self.ahead += int((tokens < 0).sum())
-        tokens[tokens < 0] = [self._picked[-1 - t] for t in tokens[tokens < 0].tolist()]
+        self._known(tokens)
         wanted = np.concatenate((batch.sampled, batch.logits)).tolist()
         place_of = {token: row for row, token in enumerate(wanted)}
         logits = np.zeros((len(wanted), self.vocab_size), np.float32)
@@ -85,12 +88,14 @@ class NullModel:
         count = len(batch.sampled)
         if batch.pick is None:
             return StepResult(np.empty(0, np.int64), np.empty(0), logits)
+        self._known(batch.pick.history)
         found = pick(logits[:count], batch.pick)
-        owners = np.searchsorted(batch.starts, batch.sampled, side="right") - 1
-        self._picked = {}
-        for owner, token in zip(owners.tolist(), found.tokens.tolist(), strict=True):
-            self._picked.setdefault(owner, token)
+        self._picked = found.tokens
         return StepResult(found.tokens, found.logprobs, logits[count:], None, found.failures)
+
+    def _known(self, tokens: Ints) -> None:
+        """Put the picks of the step before where they are meant."""
+        tokens[tokens < 0] = np.maximum(0, self._picked[-1 - tokens[tokens < 0]])
 
     def _place(self, batch: StepBatch, row: int, position: int) -> tuple[int, int]:
         page = int(self.table.pages[batch.slots[row], position // self.page_size])

@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_backend import FakeBackend
+from unspool.backends.base import StepLimits
+from unspool.backends.torch.paged import TorchBackend
 from unspool.decoding.adaptive import FIRST_REST, HOPELESS, Adaptive
 from unspool.decoding.speculative import (
     Corpus,
@@ -554,7 +556,7 @@ def test_a_tiny_model_writes_the_same(tiny_lm: Any, name: str, temperature: floa
 
 
 def test_a_model_reads_a_long_prompt_in_pieces(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.decoding.speculative.PREFILL_TOKENS", 16)
+    monkeypatch.setattr(TorchBackend, "limits", StepLimits(prefill_tokens=16))
     prompt = [n % 250 for n in range(60)]
     plain = generate(tiny_lm, prompt, None, temperature=0.8, max_tokens=20)
     drafted = generate(

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unspool
+from unspool.backends.base import StepLimits
 from unspool.backends.torch.paged import TorchBackend
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.plain import write
 from unspool.engine.request import Request
-from unspool.engine.scheduler import PREFILL_TOKENS
 from unspool.errors import ContextError, UnspoolError
 from unspool.sampling import SamplingSettings
 
@@ -235,8 +235,23 @@ def test_a_long_prompt_does_not_freeze_the_others():
     list(short)
     mixed = [run for run in backend.runs if max(run) > 1 and 1 in run]
     assert len(mixed) > 5, "chunks of the prompt ran beside next tokens"
-    assert max(sum(run) for run in backend.runs) <= PREFILL_TOKENS
+    assert max(sum(run) for run in backend.runs) <= backend.limits.prefill_tokens
     long.close()
+
+
+def test_the_backend_says_how_much_it_takes_in_a_step():
+    limits = StepLimits(max_rows=3, prefill_tokens=40, prefill_beside_decode=20)
+    engine = new_engine(pages=400, limits=limits)
+    backend: Any = engine.backend
+    both = threading.Event()
+    engine.loop.tell(lambda: both.wait(30))
+    streams = [engine.submit(request([n] * 50, count=12)) for n in range(7)]
+    both.set()
+    assert all(len(list(stream)) == 12 for stream in streams)
+    assert max(map(len, backend.runs)) == 3
+    assert max(map(sum, backend.runs)) == 40
+    beside = [sum(count for count in run if count > 1) for run in backend.runs if 1 in run]
+    assert 10 < max(beside) <= 20
 
 
 def finishing_order(engine: Engine, asked: dict[str, Request]) -> list[str]:

@@ -10,10 +10,21 @@ What crosses is in `step.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from unspool.backends.step import Floats, Handle, StepBatch
 from unspool.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How much a backend takes in one step; the usual numbers are a processor's."""
+
+    max_rows: int = 256
+    prefill_tokens: int = 256  # of prompts
+    # The same while texts are written: bounds how long their tokens wait.
+    prefill_beside_decode: int = 64
 
 
 class Backend(Protocol):
@@ -24,6 +35,7 @@ class Backend(Protocol):
     page_bytes: int
     vocab_size: int
     context: int
+    limits: StepLimits
     overlaps: bool  # whether a step can be launched before the one before it was read
 
     def launch(self, batch: StepBatch) -> Handle:

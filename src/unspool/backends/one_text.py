@@ -25,6 +25,7 @@ class OneText:
         widest = 2 * config.layers * config.kv_width * 4
         memory = (capacity + _LARGEST_PAGE) * widest
         self._backend = model.backend(memory=memory, context=capacity)
+        self.limits = self._backend.limits
         pages = np.arange(-(-capacity // self._backend.page_size))
         self._updates = TableUpdates(np.zeros_like(pages), pages, pages)  # for the first step
         self._length = 0

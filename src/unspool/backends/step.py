@@ -4,7 +4,7 @@ A `StepBatch` says which tokens of which texts are to be read, where their keys 
 what is wanted of the outcome. A backend launches it and gives a `Handle` at once; the handle's
 result holds the picked tokens with their log-probabilities, and logits or looks only where they
 were asked for. So a device can begin the next step before the last one has been read: a token may
-be given as "what row r of the step before picked".
+be given as "pick number n of the step before".
 
 Everything in it is a flat array. A step can be sent to another process, written down and replayed.
 """
@@ -78,7 +78,8 @@ class StepBatch:
     """New tokens of several texts, to be read together.
 
     The new tokens of row r are `tokens[starts[r]:starts[r + 1]]`, at consecutive positions. A
-    negative token -1 - r stands for the one that was picked first for row r of the step before.
+    negative token -1 - n, there and in the history that penalties see, stands for pick number n of
+    the step that was launched before this one.
     """
 
     tokens: Ints  # [n]

@@ -23,7 +23,6 @@ from unspool.backends.one_text import OneText
 from unspool.decoding.adaptive import LONGEST, Adaptive
 from unspool.decoding.draft_corpus import Corpus, CorpusDrafter, corpus_file
 from unspool.engine.request import Drafter, DraftMaker, Request
-from unspool.engine.scheduler import PREFILL_TOKENS
 from unspool.errors import ModelFileError, SettingsError
 from unspool.sampling import Chain, RowInput, StageState
 from unspool.session import Session
@@ -140,8 +139,9 @@ class ModelDrafter:
             return []
         self._back_to(min(_shared(self._text, tokens), len(tokens) - 1))
         behind = list(tokens[len(self._text) :])
-        if len(behind) > PREFILL_TOKENS:
-            self._append(behind[:PREFILL_TOKENS])
+        at_once = self._reader.limits.prefill_tokens
+        if len(behind) > at_once:
+            self._append(behind[:at_once])
             return []  # the rest in the rounds to come
         history = np.empty(len(tokens) + most, np.int64)
         history[: len(tokens)] = tokens

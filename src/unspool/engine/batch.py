@@ -21,80 +21,102 @@ class Share:
     """One row's part of a step."""
 
     task: Task
-    first: int  # it computes the positions from here ...
-    until: int  # ... to here
+    until: int  # it computes the positions up to here
     outcomes: int  # the last so many of them have an outcome
     places: list[int]  # positions that are looked at
 
 
-def build(tree: Tree, rows: list[Task]) -> tuple[StepBatch, list[Share]]:
-    """The step that computes each task's branch up to `task.until`."""
-    size, shares = tree.page_size, list[Share]()
-    tokens: list[int] = []
-    starts, firsts, slots = [0], list[int](), list[int]()
-    table: list[tuple[int, int, int]] = []
-    sampled, logits, seen, deep = list[int](), list[int](), list[int](), list[int]()
-    picks = _Picks()
-    for row, task in enumerate(rows):
-        branch, first, until = task.branch, task.first, task.until
-        start, at = branch.start, starts[row]
-        tokens += branch.tail[first - start : until - start]
-        firsts.append(first)
-        starts.append(at + until - first)
-        slots.append(branch.slot if branch.slot >= 0 else tree.slot_of(branch))
-        column = branch.tabled
-        if column * size < until:
-            for page in branch.pages_from(column):
-                table.append((branch.slot, column, page))
-                column += 1
-            branch.tabled = column
-        begin = max(first, branch.length - task.wanted)
-        outcomes = max(0, until - begin)
-        if outcomes:
-            numbers = range(begin - first + at, until - first + at)
-            if task.pick_floats is None:
-                logits += numbers
-            else:
-                sampled += numbers
-                picks.add(task, begin + 1, outcomes)
-        places: list[int] = []
-        if task.look:
-            places = [p for p in sorted(task.look) if first <= p < until]
-            seen += [p - first + at for p in places]
-            deep += [p - first + at for p in places] if task.deep else []
-        task.flights += 1
-        task.row = row
-        shares.append(Share(task, first, until, outcomes, places))
-    begins = np.array(starts)
-    positions = np.array(firsts)
-    if len(tokens) > len(rows):  # a row's positions follow one another
-        counts = np.diff(begins)
-        positions = np.arange(len(tokens)) + np.repeat(positions - begins[:-1], counts)
-    copies, tree.copies = tree.copies, []
-    return StepBatch(
-        tokens=np.array(tokens),
-        positions=positions,
-        visible_end=_visible_end(rows, positions, starts),
-        starts=begins,
-        slots=np.array(slots),
-        updates=TableUpdates(*np.array(table).T) if table else _NO_UPDATES,
-        copies=np.array(copies) if copies else _NO_COPIES,
-        sampled=np.array(sampled, np.int64),
-        pick=picks.rows() if sampled else None,
-        logits=np.array(logits, np.int64),
-        look=_look(seen, deep),
-    ), shares
+class BatchBuilder:
+    """Makes the steps of one tree. The numbers that a text is picked with stay the same from token
+    to token, so they are kept, by its line of the block table."""
 
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._floats, self._ints = np.zeros((8, 6)), np.zeros((8, 6), np.int64)
 
-def _visible_end(rows: list[Task], positions: Ints, starts: list[int]) -> Ints:
-    """Each token sees those before it and itself; provisional ones see each other too."""
-    ends: Ints = positions + 1
-    for row, task in enumerate(rows):
-        first = task.branch.provisional
-        if first is not None:
+    def build(self, rows: list[Task]) -> tuple[StepBatch, list[Share]]:
+        """The step that computes each task's branch up to `task.until`."""
+        tree, size = self._tree, self._tree.page_size
+        shares, tokens, starts = list[Share](), list[int](), [0]
+        firsts, slots = list[int](), list[int]()
+        table: list[tuple[int, int, int]] = []
+        sampled, lines, logits = list[int](), list[int](), list[int]()
+        seen, deep, blocks = list[int](), list[int](), list[tuple[int, int]]()
+        histories = _Histories()
+        for row, task in enumerate(rows):
+            branch, first, until = task.branch, task.first, task.until
+            start, at = branch.start, starts[row]
+            tokens += branch.tail[first - start : until - start]
+            end = at + until - first
+            firsts.append(first)
+            starts.append(end)
+            slot = branch.slot if branch.slot >= 0 else self._enter(task)
+            slots.append(slot)
+            column = branch.tabled
+            if column * size < until:
+                for page in branch.pages_from(column):
+                    table.append((slot, column, page))
+                    column += 1
+                branch.tabled = column
+            outcomes = max(0, until - max(first, branch.length - task.wanted))
+            if outcomes:
+                if task.pick_floats is None:
+                    logits += range(end - outcomes, end)
+                else:
+                    if task.sees_history:
+                        histories.add(task, len(sampled), outcomes)
+                    task.pick_number = len(sampled)
+                    sampled += range(end - outcomes, end)
+                    lines += (slot,) * outcomes
+            places: list[int] = []
+            if task.look:
+                places = [p for p in sorted(task.look) if first <= p < until]
+                seen += [p - first + at for p in places]
+                deep += [p - first + at for p in places] if task.deep else []
+            if branch.provisional is not None:
+                blocks.append((row, branch.provisional))
+            task.flights += 1
+            shares.append(Share(task, until, outcomes, places))
+        begins = np.array(starts)
+        positions = np.array(firsts)
+        if len(tokens) > len(rows):  # a row's positions follow one another
+            counts = np.diff(begins)
+            positions = np.arange(len(tokens)) + np.repeat(positions - begins[:-1], counts)
+        visible_end = positions + 1
+        for row, provisional in blocks:  # its tokens see each other too
             mine = slice(starts[row], starts[row + 1])
-            ends[mine] = np.where(positions[mine] >= first, task.until, ends[mine])
-    return ends
+            inside = positions[mine] >= provisional
+            visible_end[mine] = np.where(inside, rows[row].until, visible_end[mine])
+        picked_after = np.array(sampled, np.int64)
+        pick = None
+        if sampled:
+            ints = self._ints[lines]
+            ints[:, POSITION] = positions[picked_after] + 1
+            pick = PickRows(self._floats[lines], ints, histories.put(ints))
+        copies, tree.copies = tree.copies, []
+        return StepBatch(
+            tokens=np.array(tokens),
+            positions=positions,
+            visible_end=visible_end,
+            starts=begins,
+            slots=np.array(slots),
+            updates=TableUpdates(*np.array(table).T) if table else _NO_UPDATES,
+            copies=np.array(copies) if copies else _NO_COPIES,
+            sampled=picked_after,
+            pick=pick,
+            logits=np.array(logits, np.int64),
+            look=_look(seen, deep),
+        ), shares
+
+    def _enter(self, task: Task) -> int:
+        """A task's first step: its line of the block table, and of the numbers for its picks."""
+        slot = self._tree.slot_of(task.branch)
+        if task.pick_floats is not None:
+            while slot >= len(self._floats):
+                self._floats = np.concatenate((self._floats, self._floats))
+                self._ints = np.concatenate((self._ints, self._ints))
+            self._floats[slot], self._ints[slot] = task.pick_floats, task.pick_ints
+        return slot
 
 
 def _look(seen: list[int], deep: list[int]) -> Look | None:
@@ -104,37 +126,31 @@ def _look(seen: list[int], deep: list[int]) -> Look | None:
     return Look(residuals=np.array(seen), attention=whole, parts=whole)
 
 
-class _Picks:
-    """How the sampled rows are to be picked from."""
+class _Histories:
+    """What the penalties of a step's picks see."""
 
     def __init__(self) -> None:
-        self.floats: list[list[float]] = []
-        self.ints: list[list[int]] = []
-        self.histories: list[Ints] = []
-        self.length = 0
+        self._parts: list[Ints] = []
+        self._length = 0
+        self._ranges: list[tuple[int, int, int]] = []  # number of the pick, start, end
 
-    def add(self, task: Task, position: int, count: int) -> None:
-        """Tokens of one text, to be picked for so many positions from this one on."""
-        floats = task.pick_floats
-        assert floats is not None
-        seen = task.penalized()
-        base = 0
-        if seen is not None:
-            text, start, end = seen
-            base, last = self.length - start, end + count - 1
-            self.histories.append(text[start:last])
-            self.length += last - start
-        for number in range(count):
-            ints = task.pick_ints.copy()
-            ints[POSITION] = position + number
-            if seen is not None:
-                ints[HISTORY_START], ints[HISTORY_END] = base + start, base + end + number
-            self.floats.append(floats)
-            self.ints.append(ints)
+    def add(self, task: Task, number: int, count: int) -> None:
+        """For so many picks of one text, the first of them with this number."""
+        text, start, end = task.penalized()
+        part = text[start : end + count - 1]
+        base = self._length
+        self._parts.append(part)
+        self._length += len(part)
+        for more in range(count):
+            self._ranges.append((number + more, base, base + end - start + more))
 
-    def rows(self) -> PickRows:
-        history = np.concatenate(self.histories) if self.histories else _NO_HISTORY
-        return PickRows(np.array(self.floats), np.array(self.ints), history)
+    def put(self, ints: Ints) -> Ints:
+        """Write into the picks' numbers where their histories are; all of them in one array."""
+        if not self._ranges:
+            return _NO_HISTORY
+        numbers, starts, ends = np.array(self._ranges).T
+        ints[numbers, HISTORY_START], ints[numbers, HISTORY_END] = starts, ends
+        return np.concatenate(self._parts)
 
 
 def share_out(

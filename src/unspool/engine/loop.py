@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from unspool.backends.base import Backend
 from unspool.backends.step import Handle
-from unspool.engine.batch import Share, build, share_out
+from unspool.engine.batch import BatchBuilder, Share, share_out
 from unspool.engine.picking import ChainPicker
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.sequence import Sequence
@@ -38,8 +38,9 @@ class Loop(SupervisedThread):
         super().__init__()
         self.backend = backend
         self.tree = Tree(backend.page_count, backend.page_size)
-        self.scheduler = Scheduler(self.tree)
+        self.scheduler = Scheduler(self.tree, backend.limits)
         self.steps = 0  # settled so far
+        self._batches = BatchBuilder(self.tree)
         self._picker = ChainPicker()
         self._flight: Flight | None = None
 
@@ -67,7 +68,7 @@ class Loop(SupervisedThread):
 
     def _launch(self, rows: list[Task]) -> Flight | None:
         try:
-            batch, shares = build(self.tree, rows)
+            batch, shares = self._batches.build(rows)
             return Flight(shares, self.backend.launch(batch))
         except BaseException as error:  # those in this step fail, and nobody else
             for task in rows:

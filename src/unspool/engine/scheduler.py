@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from bisect import insort
 
+from unspool.backends.base import StepLimits
 from unspool.backends.step import Inside, Logits
 from unspool.engine.pages import OutOfPagesError
 from unspool.engine.tree import Branch, Tree
 from unspool.errors import UnspoolError
 from unspool.sampling.picker import Ints
 
-PREFILL_TOKENS = 256  # of prompts in one step
-PREFILL_BESIDE_DECODE = 64  # the same while texts are written: bounds how long their tokens wait
-MAX_ROWS = 256
 SMALLEST_CHUNK = 16  # of a prompt that does not end with it
 _LOOKED_AT = 64  # of those that wait, at one step
 
@@ -30,8 +28,8 @@ class Task:
 
     __slots__ = (
         "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
-        "logits", "look", "number", "pick_floats", "pick_ints", "picked", "priority", "queued",
-        "row", "until", "wanted",
+        "logits", "look", "number", "pick_floats", "pick_ints", "pick_number", "picked", "priority",
+        "queued", "sees_history", "until", "wanted",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
@@ -39,6 +37,7 @@ class Task:
         self.wanted = wanted  # the outcome is wanted of so many of the last tokens:
         self.pick_floats: list[float] | None = None  # a pick, if there are these numbers for it,
         self.pick_ints: list[int] = []
+        self.sees_history = False  # whether penalties have a part in it
         self.picked: list[tuple[int, float]] = []  # so far, with log-probabilities,
         self.logits: list[Logits] = []  # or the logits
         self.inside: list[Inside] = []
@@ -51,7 +50,7 @@ class Task:
         self.first = 0  # the next step computes the positions from here ...
         self.until = 0  # ... to here
         self.flights = 0  # steps with it that are launched and not settled yet
-        self.row = 0  # its row in the last of them
+        self.pick_number = 0  # of its first pick in the last of them
         self.ahead = False  # whether its last token is not known yet
         self.queued = False  # whether the scheduler has it
         self.admitted = False  # whether it is among the running ones
@@ -71,9 +70,9 @@ class Task:
         token that will be picked. If so, the branch has a placeholder for it afterwards."""
         return False
 
-    def penalized(self) -> tuple[Ints, int, int] | None:
+    def penalized(self) -> tuple[Ints, int, int]:
         """The text that penalties see at the first token to be picked, and which part of it."""
-        return None
+        raise NotImplementedError
 
     # -- what everybody asks ------------------------------------------------------------------
 
@@ -120,8 +119,8 @@ def _shares(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
 class Scheduler:
     """The tasks, and the choice of what runs next."""
 
-    def __init__(self, tree: Tree) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, limits: StepLimits) -> None:
+        self.tree, self.limits = tree, limits
         self.running: list[Task] = []
         self.waiting: list[Task] = []
         self._of: dict[Branch, Task] = {}
@@ -177,11 +176,11 @@ class Scheduler:
         """The rows of the next step, with pages for what each computes. Empty: nothing can run."""
         if self.waiting:
             self._admit()
-        rows: list[Task] = []
+        limits, rows = self.limits, list[Task]()
         prompts: list[Task] = []
         for task in self.running.copy():
             branch = task.branch
-            if not task.admitted or len(rows) == MAX_ROWS:
+            if not task.admitted or len(rows) == limits.max_rows:
                 continue  # preempted for somebody before it
             if task.flights:
                 if not self._runs_ahead(task):
@@ -197,8 +196,8 @@ class Scheduler:
                 task.until = branch.length
                 rows.append(task)
         if prompts:
-            budget = PREFILL_BESIDE_DECODE if rows else PREFILL_TOKENS
-            for task, count in _shares(prompts, budget)[: MAX_ROWS - len(rows)]:
+            budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
+            for task, count in _shares(prompts, budget)[: limits.max_rows - len(rows)]:
                 if task.admitted and self._reserve(task, task.branch.computed + count, rows):
                     rows.append(task)
         return rows or self._last_resort()
@@ -206,7 +205,7 @@ class Scheduler:
     def _runs_ahead(self, task: Task) -> bool:
         """Whether a task's next step can be launched before the last one is settled."""
         if not task.ahead:
-            task.ahead = task.decoding and task.run_ahead()
+            task.ahead = task.until == task.branch.length and task.run_ahead()
         return task.ahead and task.until < task.branch.length
 
     def _admit(self) -> None:
@@ -214,7 +213,7 @@ class Scheduler:
         # What the running ones still need for their prompts, and a page for each to grow into.
         promised = sum(1 + (0 if t.decoding else self._pages(t)) for t in self.running)
         for task in self.waiting[:_LOOKED_AT]:
-            if len(self.running) >= MAX_ROWS:
+            if len(self.running) >= self.limits.max_rows:
                 return
             if task.cached and task.branch.computed == 0:  # since it came, or since it ran
                 self.tree.adopt(task.branch)

@@ -45,7 +45,7 @@ class Sequence(Task):
     __slots__ = (
         "accepting", "checked", "draft", "draft_asked_at", "drafter", "ending", "finished",
         "grammar", "guard", "history", "length", "marks", "prompt_length", "queue", "request",
-        "retracted", "scheduler", "sees_history", "since", "token_bytes", "vocab_size",
+        "retracted", "scheduler", "since", "token_bytes", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -125,21 +125,19 @@ class Sequence(Task):
         if (
             self.pick_floats is None
             or self.drafter is not None
-            or self.sees_history
             or not self.cached
             or self.length + 1 >= len(self.history)
         ):
             return False
-        self.scheduler.tree.append(self.branch, [-1 - self.row])
+        self.scheduler.tree.append(self.branch, [-1 - self.pick_number])
         return True
 
-    def penalized(self) -> tuple[Ints, int, int] | None:
-        if not self.sees_history:
-            return None
-        end = self.length + len(self.draft)
-        self.history[self.length : end] = self.draft  # overwritten by what is picked
-        start, last = history_range(self.request.settings, self.prompt_length, self.length)
-        return self.history, start, last
+    def penalized(self) -> tuple[Ints, int, int]:
+        guessed = [-1 - self.pick_number] if self.ahead else self.draft
+        length = self.length + self.ahead
+        self.history[self.length : self.length + len(guessed)] = guessed  # until they are picked
+        start, end = history_range(self.request.settings, self.prompt_length, length)
+        return self.history, start, end
 
     def fail(self, error: BaseException) -> None:
         self.end(error)

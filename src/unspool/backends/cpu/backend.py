@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from unspool.backends.base import StepLimits
 from unspool.backends.cpu.structures import (
     BatchStructure,
     KeyValues,
@@ -88,6 +89,7 @@ class PlannedModel(Protocol):
 class CpuBackend:
     """A native model behind the engine's contract."""
 
+    limits = StepLimits()
     overlaps = False
 
     def __init__(self, model: PlannedModel, *, memory: int | None, context: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unspool.backends.base import StepLimits
 from unspool.backends.memory import free_memory, pages_in
 from unspool.backends.step import (
     BlockTable,
@@ -33,6 +34,7 @@ PAGE_SIZE = 16
 class TorchBackend:
     """A `Transformer` behind the engine's contract."""
 
+    limits = StepLimits()
     overlaps = False
 
     def __init__(self, model: Transformer, *, page_count: int, context: int | None = None) -> None:
