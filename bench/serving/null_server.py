@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from unspool.backends.base import StepLimits
 from unspool.backends.step import StepBatch, StepResult
 from unspool.language_model import LanguageModel
 from unspool.model.config import ModelConfig
@@ -37,6 +38,7 @@ class NullDevice:
 
     page_size, page_bytes, overlaps = 16, 1, True
     page_count, context, vocab_size = 200_000, CONTEXT, VOCABULARY
+    limits = StepLimits(max_rows=256, prefill_tokens=8192, prefill_beside_decode=2048)
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
