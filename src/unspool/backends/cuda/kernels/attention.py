@@ -12,6 +12,7 @@ many programs share the work.
 import triton
 import triton.language as tl
 
+from unspool.backends.cuda.kernels.common import wait
 from unspool.backends.cuda.kernels.softmax import (
     add_tile,
     join,
@@ -77,9 +78,7 @@ def store_keys(
     position = tl.load(positions + n).to(tl.int64)
     page = tl.load(table + tl.load(lines + n).to(tl.int64) * COLUMNS + position // PAGE)
     place = (page.to(tl.int64) * PAGE + position % PAGE) * KV * HD
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait(PDL)
     base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
     angles = position * (ROTARY // 2)
     x = _heads(
@@ -137,9 +136,8 @@ def attend(
         heads, real = h * GROUP + g, g < GROUP
         row = table + tl.load(lines + n).to(tl.int64) * COLUMNS
         within = (wide < HD)[None, :]
-        if PDL and not NEW:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        if not NEW:
+            wait(PDL)
         # The last tile is asked for before the queries are there.
         offsets = last * TILE + tl.arange(0, TILE)
         stored = offsets < (position if NEW else end)
@@ -148,9 +146,8 @@ def attend(
         places = (_slots(row, offsets, stored, PAGE) * KV + h)[:, None] * HD + wide[None, :]
         last_key = tl.load(keys + places, mask=stored[:, None] & within, other=0.0)
         last_value = tl.load(values + places, mask=stored[:, None] & within, other=0.0)
-        if PDL and NEW:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        if NEW:
+            wait(PDL)
         base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
         if NEW:
             angles = position.to(tl.int64) * (ROTARY // 2)
@@ -202,7 +199,7 @@ def attend(
                         key = tl.load(keys + places, mask=within, other=0.0)
                         value = tl.load(values + places, mask=within, other=0.0)
                     scores = scores_of(query, key, scale, SOFTCAP)
-                peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+                peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE, True)
                 if (t + 1) % size == 0:  # the end of a piece, and not of this program's share
                     if whole:
                         all_peak, all_total, all_mixed = join(
@@ -221,7 +218,7 @@ def attend(
             seen = seen & (offsets >= first)
         scores = scores_of(query, last_key, scale, SOFTCAP)
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE)
+        peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE, True)
         ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
         if whole:
             if LOOP:

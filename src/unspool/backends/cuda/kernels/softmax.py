@@ -1,10 +1,9 @@
 """Softmax over keys that come in tiles, and over pieces of a text that were looked at apart.
 
 What is kept of the keys so far: the highest score (`peak`, in powers of two), the sum of the
-weights relative to it (`total`), and the values added up with these weights (`mixed`). Decoding
-and prompts use the same steps in the same order, each row by itself, so that a query gets the same
-bits whoever computes it: sums over keys are made by `tl.dot`, whose order does not depend on how
-many rows there are.
+weights relative to it (`total`), and the values added up with these weights (`mixed`). With EXACT
+a query gets the same bits whoever computes it, decoding or a prompt: then even the weights are
+added up by `tl.dot`, whose order does not depend on how many rows a program has.
 """
 
 import triton
@@ -37,15 +36,19 @@ def finite(peak):
 
 
 @triton.jit
-def add_tile(scores, value, peak, total, mixed, TILE: tl.constexpr):
+def add_tile(scores, value, peak, total, mixed, TILE: tl.constexpr, EXACT: tl.constexpr):
     """One more tile of keys, its scores [rows, TILE] (-inf: hidden) and values [TILE, width]."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     base = finite(higher)
     fade = tl.exp2(peak - base)
-    weights = tl.exp2(scores - base[:, None]).to(value.dtype)
-    ones = tl.full((TILE, 16), 1.0, tl.float32).to(value.dtype)
-    summed = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)  # all columns are the same
-    mixed = tl.dot(weights, value, mixed * fade[:, None], input_precision="ieee")
+    weights = tl.exp2(scores - base[:, None])
+    if EXACT:
+        weights = weights.to(value.dtype)
+        ones = tl.full((TILE, 16), 1.0, tl.float32).to(value.dtype)
+        summed = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)  # its columns are alike
+    else:
+        summed = tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee")
     return higher, total * fade + summed, mixed
 
 
@@ -64,7 +67,7 @@ def join(peak, total, mixed, its_peak, its_total, its_mixed):
 
 @triton.jit
 def outcome(peak, total, mixed, heads, real, sinks, SINKS: tl.constexpr):
-    """The values as the weights mix them. A sink takes its share of the weight and gives nothing."""
+    """The values as the weights mix them. A sink takes its share of weight and gives nothing."""
     if SINKS:
         sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         peak, total, mixed = join(
