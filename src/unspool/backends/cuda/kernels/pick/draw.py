@@ -148,9 +148,7 @@ def spread(
         bin = bin_of(x, peak, scale, BINS)
         near = (ids < vocabulary) & (bin < BINS - 1)
         weight = weights(x, peak, cool, unit)
-        tl.atomic_add(
-            bins + WARMED * BINS + bin, weight, mask=near & (weight > 0), sem="relaxed"
-        )
+        tl.atomic_add(bins + WARMED * BINS + bin, weight, mask=near & (weight > 0), sem="relaxed")
         if tl.load(state + WHOLE) != 0.0:
             rest = tl.sum(tl.where((ids < vocabulary) & (bin == BINS - 1), weight, 0), 0)
             tl.atomic_add(bins + WARMED * BINS + BINS - 1, rest, sem="relaxed")
