@@ -16,7 +16,7 @@ from unspool.backends.memory import pages_in
 from unspool.backends.step import Floats
 from unspool.model.config import ModelConfig
 
-_SAMPLED = 64  # numbers of each tensor that go into the fingerprint
+_SAMPLED, _SAMPLED_ROWS = 16, 4  # numbers of some rows of each matrix: the fingerprint
 
 
 class CudaModel:
@@ -31,7 +31,7 @@ class CudaModel:
 
     @property
     def precision(self) -> str:
-        return str(self.weights.dtype).removeprefix("torch.")
+        return self.weights.precision or str(self.weights.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
@@ -63,18 +63,18 @@ class CudaModel:
         return None if found is None else _host(found)
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
-        weights = self.weights
-        table = weights.head.weight if name == "head.weight" else weights.embed
-        return _host(table[start:stop])
+        table = self.weights.head if name == "head.weight" else self.weights.embed
+        return _host(table.part(start, min(stop, table.rows)))
 
     def fingerprint(self) -> str:
         """Shapes of all matrices, and a few numbers from all over each."""
         seen = hashlib.sha256()
-        for number, tensor in enumerate(self.weights.tensors()):
-            seen.update(f"{number} {tuple(tensor.shape)}".encode())
-            spots = np.linspace(0, tensor.numel() - 1, _SAMPLED).astype(np.int64)
-            places = torch.unravel_index(torch.from_numpy(spots).to(tensor.device), tensor.shape)
-            seen.update(_host(tensor[places]).astype("<f4").tobytes())
+        for number, matrix in enumerate(self.weights.matrices()):
+            seen.update(f"{number} {matrix.rows} {matrix.columns}".encode())
+            for row in np.linspace(0, matrix.rows - 1, _SAMPLED_ROWS).astype(np.int64).tolist():
+                values = _host(matrix.part(row, row + 1)[0])
+                spots = np.linspace(0, len(values) - 1, _SAMPLED).astype(np.int64)
+                seen.update(values[spots].astype("<f4").tobytes())
         return seen.hexdigest()
 
     def _normed(self, vectors: Floats) -> Tensor:

@@ -22,7 +22,7 @@ from unspool.backends.cuda.kernels import rows
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
 from unspool.backends.cuda.pages import Pages
 from unspool.backends.cuda.products import Around, norm_kind, power_of_two
-from unspool.backends.cuda.weights import LayerWeights, Matrix, NormWeights, Weights
+from unspool.backends.cuda.weights import LayerWeights, Matrix, NormWeights, PlainMatrix, Weights
 from unspool.model.positions import sinusoidal
 
 _FEED_BLOCK = 1024
@@ -211,11 +211,16 @@ class Program:
         """The vectors of tokens, those that the step before picked among them."""
         weights, config, inputs = self.weights, self.weights.config, self.inputs
         table, places = weights.embed, self._places
+        plain = h
+        if isinstance(table, PlainMatrix):
+            plain = table.weight
+        else:
+            table.gather(tokens[: len(h)], inputs.previous, h)
         rows.begin[(len(h) + 1,)](
-            updates, inputs.table, tokens, inputs.previous, positions, table,
+            updates, inputs.table, tokens, inputs.previous, positions, plain,
             h if places is None else places, h, self._scale, ROOM,
             D=config.width, DP=power_of_two(config.width), SCALED=config.embedding_scale != 1,
-            POSITIONS=places is not None, num_warps=4,
+            POSITIONS=places is not None, BY_LINE=plain is h, num_warps=4,
         )  # fmt: skip
 
     def _add(
@@ -268,7 +273,7 @@ class Program:
         )  # fmt: skip
 
     def _times(self, matrix: Matrix, x: Tensor, out: Tensor) -> None:
-        matrix.times_many(x, out)
+        matrix.times_many(x, out, exact=self.exact, pdl=self.pdl)
 
     def _soften(self, logits: Tensor) -> None:
         cap = self.weights.config.logit_softcap

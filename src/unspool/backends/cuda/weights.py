@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda.exact import exact_many
 from unspool.backends.cuda.packed import PackedMatrix
 from unspool.backends.cuda.products import Around, times_many, times_one
 from unspool.model.config import ModelConfig
@@ -31,12 +32,14 @@ class Matrix(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def bias(self) -> Tensor | None: ...
+
     def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
         """For one vector, with what is folded into the product."""
 
-    def times_many(self, x: Tensor, out: Tensor, exact: bool = False) -> None:
-        """out [M, rows] = x [M, columns] · Wᵀ + bias. With `exact` each line's numbers are summed
-        in the same order whatever M is."""
+    def times_many(self, x: Tensor, out: Tensor, *, exact: bool = False, pdl: bool = False) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias; `exact`: each sum in an order of its own."""
 
     def part(self, first: int, last: int) -> Tensor:
         """Some rows in 32 bits."""
@@ -72,8 +75,11 @@ class PlainMatrix:
     def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
         times_one(self.weight, self.bias, x, out, by)
 
-    def times_many(self, x: Tensor, out: Tensor, exact: bool = False) -> None:
-        times_many(self.weight, self.bias, x, out)
+    def times_many(self, x: Tensor, out: Tensor, *, exact: bool = False, pdl: bool = False) -> None:
+        if exact:
+            exact_many(self.weight, self.bias, x, out, pdl=pdl)
+        else:
+            times_many(self.weight, self.bias, x, out)
 
     def part(self, first: int, last: int) -> Tensor:
         return self.weight[first:last].float()
@@ -123,17 +129,26 @@ class Weights:
     layers: list[LayerWeights]
     norm: NormWeights
     head: Matrix  # the embedding itself where the two are tied
+    precision: str = ""  # what most weights are kept in; empty: in the activations' type
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All matrices, in the order that the data meets them."""
+    def matrices(self) -> Iterator[Matrix]:
+        """All but those of experts, in the order that the data meets them."""
         yield self.embed
         for layer in self.layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 if matrix is not None:
-                    yield matrix.weight
+                    yield matrix
+        if self.head is not self.embed:
+            yield self.head
+
+    @property
+    def nbytes(self) -> int:
+        """What all of it takes, but for norms."""
+        found = sum(matrix.nbytes for matrix in self.matrices())
+        for layer in self.layers:
             if layer.experts is not None:
-                yield from (layer.experts.router, layer.experts.gate_up, layer.experts.down)
-        yield self.head.weight
+                found += layer.experts.gate_up.nbytes + layer.experts.down.nbytes
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
