@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels import attention as kernels
+from unspool.backends.cuda.kernels import prefill as prefill_kernels
 from unspool.backends.cuda.weights import Weights
+from unspool.backends.step import Ints
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
 
@@ -25,6 +28,13 @@ MOST_PIECES = PIECES + 1  # pieces begin at fixed places, so that a window may t
 ROWS = 16  # query heads of one key head that a program takes: what tensor cores want
 MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
 SEVERAL = 8
+STAGES = 4  # tiles on their way at a time
+WARPS, MANY_WARPS = 4, 4  # of a program
+
+# Prompts: rows (tokens times query heads of a key head) and keys that a program takes at once.
+PREFILL_ROWS, PREFILL_TILE = 128, 64
+PREFILL_STAGES, PREFILL_WARPS = 4, 8
+EXACT_ROWS = 32  # so few that the compiler chooses the instructions of decoding
 
 LOG2_E = math.log2(math.e)
 
@@ -143,10 +153,12 @@ class Scratch:
     arrived: Tensor  # all zero between launches
 
     @classmethod
-    def for_lines(cls, lines: int, config: ModelConfig, device: torch.device) -> Scratch:
+    def for_lines(
+        cls, lines: int, config: ModelConfig | AttentionLayer, device: torch.device
+    ) -> Scratch:
         """Room for so many lines at a time, whatever their lengths."""
         groups = lines * config.kv_heads * -(-config.heads // config.kv_heads // ROWS)
-        rows = groups * MOST_PIECES * ROWS
+        rows = groups * MOST_PIECES * min(ROWS, config.heads // config.kv_heads)
         width = power_of_two(config.head_width)
         return cls(
             torch.empty(rows * width, dtype=torch.float32, device=device),
@@ -196,15 +208,72 @@ def attend(
     longest text may have.
     """
     groups = layer.kv_heads * -(-layer.heads // layer.kv_heads // ROWS)
-    each = SEVERAL if len(lines) * groups >= MANY_PROGRAMS else 1
-    loop = each > 1 or pieces > PIECES  # whether a program may have more than one tile
+    many = len(lines) * groups >= MANY_PROGRAMS
+    if new and many:  # preparing is better done once than by every program
+        store_keys(qkv, keys, values, layer, lines, pdl=pdl)
+        new = False
+    kept = min(ROWS, layer.heads // layer.kv_heads)
+    each = SEVERAL if many else 1
+    # A program with a single piece of one tile has nothing to ask for ahead.
+    stages = 1 if new and pieces < MOST_PIECES else STAGES
     kernels.attend[(len(lines), groups, -(-pieces // each))](
         qkv, out, keys, values, lines.table, lines.lines, lines.positions, lines.ends,
         *_tables_or(layer, qkv), qkv if layer.sinks is None else layer.sinks,
         scratch.parts, scratch.stats, scratch.arrived,
         layer.score_scale, layer.norm_eps, lines.table.shape[1], MOST_PIECES, each,
-        **layer.shape, **layer.preparing, **layer.looking, ROWS=ROWS, STAGES=3, NEW=new, PDL=pdl,
-        LOOP=loop, num_warps=4 if loop else 8, **_launch(pdl),
+        **layer.shape, **layer.preparing, **layer.looking,
+        ROWS=ROWS, KEPT=kept, SOME=1 << (kept - 1).bit_length(), STAGES=stages, NEW=new, PDL=pdl,
+        num_warps=MANY_WARPS if many else WARPS, **_launch(pdl),
+    )  # fmt: skip
+
+
+def chunk_tiles(
+    starts: Ints, slots: Ints, ends: Ints, config: ModelConfig | AttentionLayer, rows: int
+) -> npt.NDArray[np.int32]:
+    """The programs of `prefill`, those with most to see first: [programs, 4].
+
+    starts: [chunks + 1], where each chunk's tokens begin; slots: [chunks], lines of the table;
+    ends: [tokens]. Each program takes `rows` rows (see `prefill_rows`).
+    """
+    counts, group = np.diff(starts), config.heads // config.kv_heads
+    programs = -(-counts * group // rows)
+    chunk = np.repeat(np.arange(len(counts)), programs)
+    block = np.arange(len(chunk)) - np.repeat(np.cumsum(programs) - programs, programs)
+    newest = np.minimum(((block + 1) * rows - 1) // group, counts[chunk] - 1)
+    order = np.argsort(-ends[starts[chunk] + newest], kind="stable")
+    columns = (starts[chunk], counts[chunk], block * rows, slots[chunk])
+    return np.stack(columns, 1)[order].astype(np.int32)
+
+
+def prefill_rows(dtype: torch.dtype, exact: bool) -> int:
+    """How many rows (tokens times query heads of a key head) a program of `prefill` takes."""
+    if dtype == torch.float32:
+        return ROWS
+    return EXACT_ROWS if exact else PREFILL_ROWS
+
+
+def prefill(
+    qkv: Tensor,
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: AttentionLayer,
+    lines: Lines,
+    tiles: Tensor,
+    *,
+    exact: bool,
+) -> None:
+    """As `attend`, for chunks of many tokens that `store_keys` has prepared. The tokens of a chunk
+    stand one after the other in `qkv` and in `lines`; tiles: `chunk_tiles` on the device."""
+    exact = exact or qkv.dtype == torch.float32
+    shape = {**layer.shape, **layer.looking, "ROWS": prefill_rows(qkv.dtype, exact)}
+    if not exact:
+        shape["TILE"] = PREFILL_TILE
+    prefill_kernels.prefill[(layer.kv_heads, len(tiles))](
+        qkv, out, keys, values, lines.table, tiles, lines.positions, lines.ends,
+        qkv if layer.sinks is None else layer.sinks, layer.score_scale, lines.table.shape[1],
+        **shape, STAGES=STAGES if exact else PREFILL_STAGES, EXACT=exact,
+        num_warps=WARPS if exact else PREFILL_WARPS, enable_fp_fusion=not exact,
     )  # fmt: skip
 
 

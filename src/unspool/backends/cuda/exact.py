@@ -54,7 +54,7 @@ def exact_many(
     count, (rows, columns) = len(x), weight.shape
     parts = splits(rows, columns)
     together = parts == 1 or count > _FEW or rows > 16_384
-    high, wide, stages, warps = _tile(count)
+    high, wide, stages, warps = _tile(count, parts)
     grid = (-(-rows // high), -(-count // wide), 1 if together else parts)
     scratch = ExactScratch.of(weight.device)
     exact_product[grid](
@@ -64,10 +64,10 @@ def exact_many(
     )  # fmt: skip
 
 
-def _tile(count: int) -> tuple[int, int, int, int]:
-    """Rows of the matrix, lines, stages and warps of a program."""
+def _tile(count: int, parts: int) -> tuple[int, int, int, int]:
+    """Rows of the matrix, lines, stages and warps of a program; the best of those measured."""
     if count <= 64:
         return 64, 16 if count <= 16 else 32 if count <= 32 else 64, 6, 4
-    if count <= 256:
-        return 64, 128, 4, 4
-    return 128, 256, 3, 8
+    if parts > 1:
+        return (64, 64, 6, 4) if count <= 256 else (64, 128, 4, 4)
+    return (128, 128, 3, 4) if count <= 128 else (128, 256, 3, 8)

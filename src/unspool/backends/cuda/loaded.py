@@ -11,12 +11,13 @@ from torch import Tensor
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.looks import normed
 from unspool.backends.cuda.pages import Pages, page_bytes
+from unspool.backends.cuda.warming import warm_up
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.memory import pages_in
 from unspool.backends.step import Floats
 from unspool.model.config import ModelConfig
 
-_SAMPLED, _SAMPLED_ROWS = 16, 4  # numbers of some rows of each matrix: the fingerprint
+_SAMPLED, _SAMPLED_ROWS = 16, 4  # numbers of each matrix that go into the fingerprint
 
 
 class CudaModel:
@@ -43,7 +44,10 @@ class CudaModel:
             memory = torch.cuda.mem_get_info(weights.device)[0] // 2
         count = pages_in(memory, page_bytes(weights.config, weights.dtype))
         pages = Pages(weights.config, count, weights.dtype, weights.device)
-        return CudaBackend(weights, pages=pages, context=context, exact=self.exact)
+        backend = CudaBackend(weights, pages=pages, context=context, exact=self.exact)
+        if weights.device.type == "cuda":  # the interpreter has nothing to compile
+            warm_up(backend)
+        return backend
 
     @torch.inference_mode()
     def logits(self, vectors: Floats) -> Floats:
@@ -71,10 +75,10 @@ class CudaModel:
         seen = hashlib.sha256()
         for number, matrix in enumerate(self.weights.matrices()):
             seen.update(f"{number} {matrix.rows} {matrix.columns}".encode())
-            for row in np.linspace(0, matrix.rows - 1, _SAMPLED_ROWS).astype(np.int64).tolist():
-                values = _host(matrix.part(row, row + 1)[0])
-                spots = np.linspace(0, len(values) - 1, _SAMPLED).astype(np.int64)
-                seen.update(values[spots].astype("<f4").tobytes())
+            spots = np.linspace(0, matrix.columns - 1, _SAMPLED).astype(np.int64)
+            for row in np.linspace(0, matrix.rows - 1, _SAMPLED_ROWS).astype(int).tolist():
+                numbers = _host(matrix.part(row, row + 1))[0, spots]
+                seen.update(numbers.astype("<f4").tobytes())
         return seen.hexdigest()
 
     def _normed(self, vectors: Floats) -> Tensor:

@@ -99,8 +99,8 @@ class PackedMatrix:
             launch_pdl=by.pdl,
         )
 
-    def times_many(self, x: Tensor, out: Tensor, *, exact: bool = False, pdl: bool = False) -> None:
-        """out [M, rows] = x [M, columns] · Wᵀ + bias; `exact`: each sum in an order of its own."""
+    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias."""
         if exact or len(x) <= _FEW:
             self._times_few(x, out)
             return
@@ -194,7 +194,7 @@ class StackedMatrix:
             residual = None if by.residual is None else by.residual[rows]
             part.times_one(x, out[rows], replace(by, residual=residual))
 
-    def times_many(self, x: Tensor, out: Tensor, *, exact: bool = False, pdl: bool = False) -> None:
+    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         for part, rows in self._placed():
             part.times_many(x, out[:, rows], exact=exact)
 

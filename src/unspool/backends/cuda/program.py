@@ -210,17 +210,16 @@ class Program:
     def embed(self, tokens: Tensor, positions: Tensor, h: Tensor, updates: Tensor) -> None:
         """The vectors of tokens, those that the step before picked among them."""
         weights, config, inputs = self.weights, self.weights.config, self.inputs
-        table, places = weights.embed, self._places
-        plain = h
-        if isinstance(table, PlainMatrix):
-            plain = table.weight
-        else:
-            table.gather(tokens[: len(h)], inputs.previous, h)
+        embed, places = weights.embed, self._places
+        packed = not isinstance(embed, PlainMatrix)
+        if not isinstance(embed, PlainMatrix):
+            embed.gather(tokens[: len(h)], inputs.previous, h)
         rows.begin[(len(h) + 1,)](
-            updates, inputs.table, tokens, inputs.previous, positions, plain,
+            updates, inputs.table, tokens, inputs.previous, positions,
+            embed.weight if isinstance(embed, PlainMatrix) else h,
             h if places is None else places, h, self._scale, ROOM,
-            D=config.width, DP=power_of_two(config.width), SCALED=config.embedding_scale != 1,
-            POSITIONS=places is not None, BY_LINE=plain is h, num_warps=4,
+            D=config.width, DP=power_of_two(config.width), UNPACKED=packed,
+            SCALED=config.embedding_scale != 1, POSITIONS=places is not None, num_warps=4,
         )  # fmt: skip
 
     def _add(

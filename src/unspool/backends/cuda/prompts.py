@@ -25,7 +25,7 @@ class Prepared:
 
     tokens: Tensor
     lines: attention.Lines
-    chunks: attention.Chunks
+    tiles: Tensor  # the programs of attention
     wanted: Tensor  # of which of them logits are wanted
 
 
@@ -46,11 +46,14 @@ class Prompts:
         on_device = to_device(numbers.astype(np.int32), device).view(3, -1)
         lines = attention.Lines(inputs.table, on_device[0], on_device[1], on_device[2])
         starts = np.concatenate(([0], np.cumsum(counts)))
-        chunks = attention.chunks(
-            self._program.weights.config, starts, batch.positions[mine], batch.visible_end[mine],
-            batch.slots[rows] + 1, device, exact=self._program.exact,
-        )  # fmt: skip
-        return Prepared(tokens, lines, chunks, to_device(wanted, device))
+        tiles = attention.chunk_tiles(
+            starts,
+            batch.slots[rows] + 1,
+            batch.visible_end[mine],
+            self._program.weights.config,
+            attention.prefill_rows(self._program.weights.dtype, self._program.exact),
+        )
+        return Prepared(tokens, lines, to_device(tiles, device), to_device(wanted, device))
 
     def run(self, given: Prepared, watch: Watch | None = None) -> Tensor:
         """The logits that were wanted."""
@@ -61,8 +64,10 @@ class Prompts:
 
         def attend(layer: int, qkv: Tensor, mixed: Tensor) -> None:
             turning, keys, values = program.turning[layer], pages.keys(layer), pages.values(layer)
-            attention.store_keys(qkv, keys, values, turning, given.lines, pdl=program.pdl)
-            attention.prefill(qkv, mixed, keys, values, turning, given.chunks, pdl=program.pdl)
+            attention.store_keys(qkv, keys, values, turning, given.lines, pdl=False)
+            attention.prefill(
+                qkv, mixed, keys, values, turning, given.lines, given.tiles, exact=program.exact
+            )
 
         scratch = ExpertScratch.for_lines(len(a.h), weights.config, weights)
         program.layers(a, attend, scratch, watch)

@@ -38,8 +38,9 @@ class Matrix(Protocol):
     def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
         """For one vector, with what is folded into the product."""
 
-    def times_many(self, x: Tensor, out: Tensor, *, exact: bool = False, pdl: bool = False) -> None:
-        """out [M, rows] = x [M, columns] · Wᵀ + bias; `exact`: each sum in an order of its own."""
+    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias. With `exact` each line's numbers are summed
+        in the same order whatever M is."""
 
     def part(self, first: int, last: int) -> Tensor:
         """Some rows in 32 bits."""
@@ -75,7 +76,7 @@ class PlainMatrix:
     def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
         times_one(self.weight, self.bias, x, out, by)
 
-    def times_many(self, x: Tensor, out: Tensor, *, exact: bool = False, pdl: bool = False) -> None:
+    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         if exact:
             exact_many(self.weight, self.bias, x, out, pdl=pdl)
         else:
@@ -132,23 +133,17 @@ class Weights:
     precision: str = ""  # what most weights are kept in; empty: in the activations' type
 
     def matrices(self) -> Iterator[Matrix]:
-        """All but those of experts, in the order that the data meets them."""
+        """All of them, in the order that the data meets them; experts one below the other."""
         yield self.embed
         for layer in self.layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 if matrix is not None:
                     yield matrix
-        if self.head is not self.embed:
-            yield self.head
-
-    @property
-    def nbytes(self) -> int:
-        """What all of it takes, but for norms."""
-        found = sum(matrix.nbytes for matrix in self.matrices())
-        for layer in self.layers:
             if layer.experts is not None:
-                found += layer.experts.gate_up.nbytes + layer.experts.down.nbytes
-        return found
+                yield PlainMatrix(layer.experts.router)
+                yield PlainMatrix(layer.experts.gate_up.flatten(0, 1))
+                yield PlainMatrix(layer.experts.down.flatten(0, 1))
+        yield self.head
 
     @property
     def dtype(self) -> torch.dtype:

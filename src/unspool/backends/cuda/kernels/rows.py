@@ -9,12 +9,11 @@ from unspool.backends.cuda.kernels.common import activated, normalized, rounded,
 @triton.jit
 def begin(
     updates, table, tokens, previous, positions, embed, position_embed, h, scale, ROOM,
-    D: tl.constexpr, DP: tl.constexpr, SCALED: tl.constexpr, POSITIONS: tl.constexpr,
-    BY_LINE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, UNPACKED: tl.constexpr, SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """The first kernel of a step: note new pages in the block table, and look up each token's
-    vector. A token -1 - n is the n-th pick of the step before. BY_LINE: the vectors were looked up
-    already, and lie in `embed` line by line.
+    vector (UNPACKED: it is in `h` already). A token -1 - n is the n-th pick of the step before.
 
     `updates` holds how many there are, then so many places in the table, then (ROOM further on) the
     pages. Its programs are behind those of the lines."""
@@ -29,14 +28,13 @@ def begin(
             tl.store(table + place, page, mask=inside)
     else:
         cols = tl.arange(0, DP)
-        token = tl.load(tokens + line)
-        if token < 0:
-            token = tl.load(previous - 1 - token)
-        token = tl.maximum(token, 0)  # a pick that failed: its row is dropped by the host
-        if BY_LINE:
-            token = line.to(token.dtype)
-        vector = tl.load(embed + token.to(tl.int64) * D + cols, mask=cols < D, other=0.0)
-        vector = vector.to(tl.float32)
+        row = line.to(tl.int64)
+        if not UNPACKED:
+            row = tl.load(tokens + line)
+            if row < 0:
+                row = tl.load(previous - 1 - row)
+            row = tl.maximum(row, 0)  # a pick that failed: its line is dropped by the host
+        vector = tl.load(embed + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
         if SCALED:
             vector = rounded(vector * scale, h)
         if POSITIONS:

@@ -1,7 +1,11 @@
-"""Small functions of numbers that kernels share."""
+"""Numbers: floats in order, exponentials, the draw."""
 
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.925963033500862e-08)  # what float32 leaves of it
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -13,13 +17,24 @@ def ordered(x):
 
 
 @triton.jit
-def smooth_exp(x):
-    """exp(x) in float32 to the last digit or two: exp2 of the rounded x·log2(e), and the rest."""
-    whole = x * 1.4426950408889634
-    rest = tl.fma(x, tl.full([], 1.4426950408889634, tl.float32), -whole)
-    rest = rest + x * 1.925963033500862e-08
-    power = tl.exp2(whole)
-    return power + power * (rest * 0.6931471805599453)
+def unordered(key):
+    """The float that `ordered` gives this whole number."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power(x, base, rest):
+    """2 ** (x · (base + rest)) in float32, good to the last digit or two for x far below 0 too."""
+    whole = x * base
+    left = tl.fma(x, tl.zeros_like(x) + base, -whole) + x * rest
+    result = tl.exp2(whole)
+    return result + result * (left * LN2)
+
+
+@triton.jit
+def depth_below(x, peak):
+    """How far below the peak; 0 for what equals it, infinite peaks too."""
+    return tl.where(x == peak, 0.0, peak - x)
 
 
 @triton.jit
