@@ -111,3 +111,96 @@ def test_the_same_token_as_the_chain(
     picker.launch(tensor)
     inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
     check(picker, Chain(asked).pick(logits, inputs), logits)
+
+
+def draws(count: int, **options: Any) -> list[SamplingSettings]:
+    given = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0, **options}
+    return [SamplingSettings(seed=seed, **given) for seed in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("spread", "options"),
+    [
+        (0.6, {}),  # nearly all of them are in the nucleus
+        (4.0, {}),
+        (4.0, {"top_k": 40, "min_p": 0.05}),
+        (4.0, {"top_p": 1.0, "temperature": 1.3}),
+        (4.0, {"temperature": 1.0, "min_p": 0.3}),  # which cuts off more than top-p
+    ],
+)
+def test_a_large_vocabulary(spread: float, options: dict[str, Any]):
+    width = 49_152
+    tensor = torch.randn(3, width, generator=torch.Generator().manual_seed(7)) * spread
+    tensor = tensor.bfloat16()
+    asked = draws(3, **options)
+    texts = [np.arange(3)] * 3
+    picker = filled(rows_of(asked, texts), width)
+    picker.launch(tensor, penalties=False)
+    logits = tensor.float().numpy()
+    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
+    check(picker, Chain(asked).pick(logits, inputs), logits)
+
+
+def test_a_row_alone_is_as_among_others():
+    """Bit for bit, and whichever kernels were spared."""
+    tensor = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(3)) * 3
+    asked = [*draws(3), SamplingSettings(temperature=0)]
+    texts = [np.arange(5)] * 4
+    rows = rows_of(asked, texts)
+    together = filled(rows, 3_000)
+    together.launch(tensor)
+    for n in range(4):
+        one = PickRows(rows.floats[n : n + 1], rows.ints[n : n + 1], rows.history)
+        alone = filled(one, 3_000)
+        alone.launch(tensor[n : n + 1], penalties=False, sampled=n < 3)
+        assert alone.picks[0] == together.picks[n]
+        assert alone.logprobs[0] == together.logprobs[n]
+        assert (alone.own[0] == together.own[n]).all()
+
+
+def test_a_picker_is_used_again_and_for_fewer_rows():
+    chance = torch.Generator().manual_seed(5)
+    asked = draws(4, repetition_penalty=1.5, frequency_penalty=0.5)
+    texts = [np.array([1, 2, 2, 3, n]) for n in range(4)]
+    picker = filled(rows_of(asked, texts), 300)
+    for count in (4, 2, 4):
+        tensor = torch.randn(count, 300, generator=chance) * 2
+        picker.launch(tensor)
+        inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts[:count])]
+        logits = tensor.numpy()
+        check(picker, Chain(asked[:count]).pick(logits, inputs), logits)
+
+
+def test_picks_of_the_step_before_count_as_history():
+    """They are known on the device only: -1-n in a history is the n-th of them."""
+    asked = draws(2, temperature=0.0, presence_penalty=50.0)
+    texts = [np.array([0, 9, -1 - 1, -1 - 2]), np.array([0, -1 - 0])]
+    picker = filled(rows_of(asked, texts), 64)
+    picker.previous = torch.tensor([7, 8, -1])  # the last one was none
+    tensor = torch.zeros(2, 64)
+    tensor[:, [7, 8, 9, 10]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    picker.launch(tensor)
+    assert picker.picks.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty: float):
+    tensor = torch.zeros(6, 300)
+    tensor[1, 7] = torch.nan
+    tensor[2] = -torch.inf
+    tensor[3, 5] = torch.inf  # infinitely likely is picked
+    tensor[4, 299] = torch.nan
+    tensor[5, [20, 30, 40]] = torch.inf  # and of several, as of equals
+    asked = draws(6, temperature=temperature, frequency_penalty=penalty)
+    texts = [np.array([0, 20, 20, 30])] * 6
+    picker = filled(rows_of(asked, texts), 300)
+    picker.launch(tensor)
+    good = [0, 3, 5]
+    inputs = [RowInput(texts[n], 1, sample=n) for n in good]
+    wanted = Chain([asked[n] for n in good]).pick(tensor[good].numpy(), inputs)
+    assert picker.picks[good].tolist() == [one.token for one in wanted]
+    np.testing.assert_allclose(
+        picker.logprobs[good].numpy(), [one.logprob for one in wanted], atol=1e-6
+    )
+    assert picker.picks[[1, 2, 4]].tolist() == [-1, -1, -1]

@@ -204,6 +204,11 @@ def fall(
     value = tl.full([], NO_BORDER, tl.int32)
     last = tl.full([], 2147483647, tl.int32)
     token = tl.full([], 0, tl.int32)
+    least = tl.full([], NO_BORDER, tl.int32)
+    reach = tl.full([], BINS, tl.int32)
+    if tl.load(floats + MIN_P) > 0.0:
+        bound, least = least_reaching(floats, line[0], (top_k > 0) | (top_p < 1.0))
+        reach = bin_of(bound, line[0], line[1], BINS)
     for kind in range(KINDS):
         asked = kind == WARMED
         sums = bins + kind * BINS
@@ -215,10 +220,8 @@ def fall(
             asked = top_p < 1.0
             sums = weighed_bins(bins, floats, BINS)
         if kind == WARMED:
-            if tl.load(floats + MIN_P) > 0.0:
-                _, least = least_reaching(floats, line[0], (top_k > 0) | (top_p < 1.0))
-                last = tl.where(least > value, 2147483647, last)
-                value = tl.maximum(least, value)
+            last = tl.where(least > value, 2147483647, last)
+            value = tl.maximum(least, value)
         if asked & (kind != COUNTED):
             if value > NO_BORDER:
                 total = sum_until(
@@ -232,6 +235,8 @@ def fall(
             if kind == WEIGHED:
                 share = top_p * (1.0 - 1.0e-6) * total.to(tl.float64)
                 goal = tl.maximum(tl.ceil(share).to(tl.int64), 1)
+                # Where min-p cuts off more, it does not matter where top-p would have.
+                asked = tl.sum(tl.where(place <= reach, tl.load(sums + place), 0), 0) >= goal
             else:
                 part = (tl.load(state + NUMBER) * total.to(tl.float64)).to(tl.int64)
                 goal = tl.minimum(part + 1, total)
