@@ -136,15 +136,15 @@ def attend(
     H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEPT: tl.constexpr, SOME: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ROTARY: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROTARY: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr, LOOP: tl.constexpr,
+    PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One line, up to ROWS query heads of one key head (KEPT of them real; SOME: the next power of
     two), EACH pieces of what the line sees.
 
     NEW: the token's key and value are not in the pages yet. They are made here, stored, and put
     where the last tile would have read them. That tile is asked for before the wait: a text of
-    one line has little else to do.
+    one line has little else to do. Without LOOP it is a program's only one.
     """
     n, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // KV
@@ -209,28 +209,30 @@ def attend(
         query = tl.load(at, mask=real[:, None] & within, other=0.0)
         stop = last + 1
     peak, total, mixed = nothing(ROWS, WIDE)  # of the piece at hand
-    all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
+    if LOOP:
+        all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
     spot = (n * KV * GROUPS + group).to(tl.int64) * ROOM - first_piece
-    for t in tl.range(begin, stop, num_stages=STAGES):
-        offsets = t * TILE + tl.arange(0, TILE)
-        there = offsets < end
-        if WINDOW > 0:
-            there = there & (offsets >= first)
-        places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
-        key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
-        value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
-        scores = scores_of(query, key, scale, SOFTCAP)
-        scores = tl.where(there[None, :], scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
-        if ((t + 1) & ((1 << power) - 1)) == 0 and t < last:  # a piece ends, not the share
-            if whole:
-                all_peak, all_total, all_mixed = join(
-                    all_peak, all_total, all_mixed, peak, total, mixed
-                )
-            else:
-                piece = spot + (t >> power)
-                _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
-            peak, total, mixed = nothing(ROWS, WIDE)
+    if LOOP:
+        for t in tl.range(begin, stop, num_stages=STAGES):
+            offsets = t * TILE + tl.arange(0, TILE)
+            there = offsets < end
+            if WINDOW > 0:
+                there = there & (offsets >= first)
+            places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
+            key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
+            value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
+            scores = scores_of(query, key, scale, SOFTCAP)
+            scores = tl.where(there[None, :], scores, -float("inf"))
+            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+            if ((t + 1) & ((1 << power) - 1)) == 0 and t < last:  # a piece ends, not the share
+                if whole:
+                    all_peak, all_total, all_mixed = join(
+                        all_peak, all_total, all_mixed, peak, total, mixed
+                    )
+                else:
+                    piece = spot + (t >> power)
+                    _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
+                peak, total, mixed = nothing(ROWS, WIDE)
     if NEW:
         offsets = last * TILE + tl.arange(0, TILE)
         seen = (offsets < end) & (offsets >= first)
@@ -239,7 +241,8 @@ def attend(
         peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE)
     ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
     if whole:
-        peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
+        if LOOP:
+            peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
         found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
         tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
     else:
