@@ -115,3 +115,6 @@ class _Later:
             first = self._queue.pop(0)
             first._result = first._compute()
         return self._result
+
+    def ready(self) -> bool:
+        return self._result is not None

@@ -112,6 +112,9 @@ class Handle(Protocol):
     def result(self) -> StepResult:
         """Wait for the step and give what came of it; raises what went wrong."""
 
+    def ready(self) -> bool:
+        """Whether it need not be waited for any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -121,6 +124,9 @@ class Done:
 
     def result(self) -> StepResult:
         return self.outcome
+
+    def ready(self) -> bool:
+        return True
 
 
 class BlockTable:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from time import perf_counter
 from typing import Any
 
 from unspool.decoding.progress import progress_bar
@@ -18,7 +19,8 @@ from unspool.engine.stream import StepStream
 from unspool.errors import BatchError, UnspoolError
 from unspool.session import Prompt, Session
 
-_AT_ONCE = 256  # texts handed in together: more than fit a batch, fewer than may wait
+_AT_ONCE = 512  # texts handed in together: more than fit a batch, fewer than may wait
+_LOOK_UP = 0.02  # seconds after which it is seen to whether some are done
 
 
 def generate_all(
@@ -63,8 +65,11 @@ def write_all(
     """
     failed: dict[int, Exception] = {}
     started: list[StepStream] = []
+    looked = 0.0
 
     def start_more() -> None:
+        nonlocal looked
+        looked = perf_counter()
         done = sum(steps.ended for steps in started)
         tell(done)
         for text in texts[len(started) : done + _AT_ONCE]:
@@ -77,7 +82,8 @@ def write_all(
         for number, text in enumerate(texts):
             try:
                 for _ in text.extend(started[number]):
-                    start_more()
+                    if perf_counter() > looked + _LOOK_UP:
+                        start_more()
             except Exception as error:
                 if not patient:
                     raise

@@ -203,11 +203,11 @@ class Engine:
         self._waiting.add(queue)
         queue.on_start = lambda: self._waiting.discard(queue)
         try:
-            loop.tell(begin)
+            loop.tell(begin, at_rest=False)
         except UnspoolError:  # it is closed
             self._waiting.discard(queue)
             raise
-        return StepStream(queue, lambda: loop.tell(cancel), loop.check_alive)
+        return StepStream(queue, lambda: loop.tell(cancel, at_rest=False), loop.check_alive)
 
     # -- the thread below ----------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 """The engine's own thread: plan a step, launch it, settle what came of it, and round again.
 
 While a device computes step n, step n+1 is planned and launched, and only then is n settled, if the
-backend can overlap them. What others want of the tree comes in as commands (`thread.py`).
+backend can overlap them. Texts that the chain picks for sit out that step: their tokens are picked
+while it runs, a few texts at a time, so that they do not hold up the others. What others want of
+the tree comes in as commands (`thread.py`).
 
 An exception fails the rows that it concerns, in words, and the loop goes on. One that concerns
 nobody in particular fails everyone in flight, and the loop goes on.
@@ -21,6 +23,8 @@ from unspool.engine.sequence import Sequence
 from unspool.engine.thread import SupervisedThread
 from unspool.engine.tree import Tree
 from unspool.errors import BusyError
+
+_PICKED_TOGETHER = 16  # texts, by the chain, before somebody looks whether the device has to wait
 
 
 @dataclass(slots=True)
@@ -43,6 +47,7 @@ class Loop(SupervisedThread):
         self._batches = BatchBuilder(self.tree)
         self._picker = ChainPicker()
         self._flight: Flight | None = None
+        self._unpicked: list[Sequence] = []  # those with logits to pick from
 
     def has_work(self) -> bool:
         return len(self.scheduler) > 0 or self._flight is not None
@@ -56,7 +61,7 @@ class Loop(SupervisedThread):
         if not self.has_work():
             return
         rows = self.scheduler.plan() if len(self.scheduler) else []
-        if not rows and self._flight is None:
+        if not (rows or self._flight or self._unpicked):
             self._nothing_fits()
             return
         launched = self._launch(rows) if rows else None
@@ -65,6 +70,7 @@ class Loop(SupervisedThread):
         self._flight = launched
         if not self.backend.overlaps and launched is not None:
             self._settle()
+        self._pick()
 
     def _launch(self, rows: list[Task]) -> Flight | None:
         try:
@@ -86,29 +92,36 @@ class Loop(SupervisedThread):
                 self.fail(share.task, error)
             return
         self.steps += 1
-        explaining: list[Sequence] = []  # those with logits to pick from
         for task, failure in complete:
             try:
                 if failure is not None:
                     raise failure
                 if isinstance(task, Sequence) and task.pick_floats is None:
-                    explaining.append(task)
+                    task.flights += 1  # it sits out until it is picked for
+                    self._unpicked.append(task)
                 else:
                     task.complete()
             except BaseException as error:
                 self.fail(task, error)
-        if explaining:
-            self._pick(explaining)
 
-    def _pick(self, ready: list[Sequence]) -> None:
-        """Let the chain pick for the texts that the backend did not pick for."""
-        for sequence, error in self._picker.pick(ready):
-            self.fail(sequence, error)
-        for sequence in ready:
-            try:
-                sequence.go_on()
-            except BaseException as error:
+    def _pick(self) -> None:
+        """Let the chain pick for texts that the backend did not pick for: all of them, or, while a
+        device computes, as many as there is time for."""
+        together = _PICKED_TOGETHER if self.backend.overlaps else len(self._unpicked)
+        while self._unpicked:
+            some, self._unpicked = self._unpicked[:together], self._unpicked[together:]
+            for sequence in some:
+                sequence.flights -= 1
+            ready = [sequence for sequence in some if sequence.queued]
+            for sequence, error in self._picker.pick(ready):
                 self.fail(sequence, error)
+            for sequence in ready:
+                try:
+                    sequence.go_on()
+                except BaseException as error:
+                    self.fail(sequence, error)
+            if self._flight is None or self._flight.handle.ready():
+                return
 
     def _nothing_fits(self) -> None:
         """Nothing can run and nobody can be preempted: others hold the memory."""
@@ -130,6 +143,7 @@ class Loop(SupervisedThread):
 
     def fail_everyone(self, error: BaseException) -> None:
         self._flight = None
+        self._unpicked.clear()
         for task in self.scheduler.tasks():
             with contextlib.suppress(BaseException):
                 self.fail(task, error)

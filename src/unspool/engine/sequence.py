@@ -24,7 +24,7 @@ import numpy as np
 from unspool.engine.ending import Ending
 from unspool.engine.request import Drafter, Request
 from unspool.engine.scheduler import Scheduler, Task
-from unspool.engine.steps import Step, explained_step
+from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
 from unspool.sampling import GrammarState, Pick, RowInput, StageState, next_state
 from unspool.sampling.guards import GuardRun
@@ -282,8 +282,8 @@ class Sequence(Task):
         seconds, self.since = now - self.since, now
         position, retracted = self.length - 1, self.retracted
         if pick is None:
-            step = Step(
-                token, piece, shown, logprob, position, seconds, finish, draft=drafted, begun=begun
+            step = plain_step(
+                token, piece, shown, logprob, position, seconds, finish, drafted, begun
             )
         else:
             if self.marks is not None:

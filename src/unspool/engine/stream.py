@@ -24,6 +24,7 @@ class StepQueue:
     def __init__(self) -> None:
         self.steps: deque[Step] = deque()
         self.changed = threading.Condition()
+        self.readers = 0  # that wait for a change
         self.ended = False
         self.error: BaseException | None = None
         self.listeners: list[Callable[[], object]] = []
@@ -34,26 +35,29 @@ class StepQueue:
         self.on_start: Callable[[], object] | None = None  # called at the first step, or the end
 
     def put(self, step: Step) -> None:
-        with self.changed:
-            self.steps.append(step)
+        self.steps.append(step)
+        if self.readers or self.listeners or self.on_start is not None:
             self._notify()
 
     def end(self, error: BaseException | None = None) -> None:
-        with self.changed:
-            if not self.ended:
-                self.ended, self.error = True, error
-                self._notify()
+        if not self.ended:
+            self.error = error
+            self.ended = True  # last: who sees it finds all the rest
+            self._notify()
 
     def _notify(self) -> None:
-        if self.on_start is not None:
-            self.on_start()
-            self.on_start = None
-        self.changed.notify_all()
-        for listener in tuple(self.listeners):
-            try:
-                listener()
-            except Exception:  # its event loop is closed, say: nobody listens there any more
-                self.listeners.remove(listener)
+        """Most often nobody has to be told, and no lock is taken: who is about to wait, or to
+        listen, says so first and then looks whether something has come."""
+        with self.changed:
+            if self.on_start is not None:
+                self.on_start()
+                self.on_start = None
+            self.changed.notify_all()
+            for listener in tuple(self.listeners):
+                try:
+                    listener()
+                except Exception:  # its event loop is closed, say: nobody listens there any more
+                    self.listeners.remove(listener)
 
 
 class StepStream(Iterator[Step]):
@@ -113,16 +117,28 @@ class StepStream(Iterator[Step]):
 
     def __next__(self) -> Step:
         queue = self._queue
-        with queue.changed:
-            while not queue.steps and not queue.ended:
-                if not queue.changed.wait(_LOOK_UP):
-                    self._check_alive()
+        while not queue.ended:
             if queue.steps:
                 return queue.steps.popleft()
-            error, queue.error = queue.error, None
+            self._wait()
+        if queue.steps:
+            return queue.steps.popleft()
+        error, queue.error = queue.error, None
         if error is not None:
             raise error
         raise StopIteration
+
+    def _wait(self) -> None:
+        """Until there is something to read."""
+        queue = self._queue
+        with queue.changed:
+            queue.readers += 1
+            try:
+                while not queue.steps and not queue.ended:
+                    if not queue.changed.wait(_LOOK_UP):
+                        self._check_alive()
+            finally:
+                queue.readers -= 1
 
     def __aiter__(self) -> AsyncIterator[Step]:
         return self._async_steps()
@@ -174,14 +190,16 @@ class StepStream(Iterator[Step]):
 
         Raises what ended the text, if that was an error, once its steps have been taken.
         """
-        queue = self._queue
-        with queue.changed:
-            steps = list(queue.steps)
-            queue.steps.clear()
-            if queue.error is not None and not steps:
-                error, queue.error = queue.error, None
-                raise error
-            return steps, queue.ended and queue.error is None
+        queue, steps = self._queue, list[Step]()
+        ended = queue.ended  # asked first: what comes while we look is for the next time
+        while queue.steps:
+            steps.append(queue.steps.popleft())
+        if ended and queue.error is not None:
+            if steps:
+                return steps, False
+            error, queue.error = queue.error, None
+            raise error
+        return steps, ended
 
     # -- leaving -----------------------------------------------------------------------------
 

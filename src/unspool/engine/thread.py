@@ -24,7 +24,7 @@ class SupervisedThread:
     """Started by the first command; what it does all day is said by a subclass."""
 
     def __init__(self) -> None:
-        self._commands: deque[Callable[[], object]] = deque()
+        self._commands: deque[tuple[Callable[[], object], bool]] = deque()  # (what, at rest?)
         self._wake = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -40,7 +40,7 @@ class SupervisedThread:
         raise NotImplementedError
 
     def pause(self) -> None:
-        """Called before commands: afterwards nothing may be on its way."""
+        """Called before a command that wants it: afterwards nothing may be on its way."""
         raise NotImplementedError
 
     def fail_everyone(self, error: BaseException) -> None:
@@ -74,8 +74,9 @@ class SupervisedThread:
                     return future.result()
                 self.check_alive()
 
-    def tell(self, command: Callable[[], object]) -> None:
-        """Have a command carried out between two steps; do not wait."""
+    def tell(self, command: Callable[[], object], *, at_rest: bool = True) -> None:
+        """Have a command carried out between two rounds; do not wait. If not `at_rest`, what is on
+        its way stays so: for commands that change nothing which that could concern."""
         self._check_process()
         with self._wake:
             if self._closed:
@@ -88,7 +89,7 @@ class SupervisedThread:
                 self._thread.start()
                 # A thread that is in the middle of a step must not meet the end of the process.
                 atexit.register(self.close)
-            self._commands.append(command)
+            self._commands.append((command, at_rest))
             self._wake.notify()
 
     def check_alive(self) -> None:
@@ -149,7 +150,8 @@ class SupervisedThread:
             return not self._closed
 
     def _carry_out_commands(self) -> None:
-        if self._commands:
-            self.pause()
         while self._commands:
-            self._commands.popleft()()
+            command, at_rest = self._commands.popleft()
+            if at_rest:
+                self.pause()
+            command()

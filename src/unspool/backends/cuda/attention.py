@@ -28,7 +28,8 @@ MOST_PIECES = PIECES + 1  # pieces begin at fixed places, so that a window may t
 ROWS = 16  # query heads of one key head that a program takes: what tensor cores want
 MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
 SEVERAL = 8
-STAGES, WARPS = 4, 4  # tiles on their way at a time; warps a program
+STAGES = 4  # tiles on their way at a time
+WARPS, MANY_WARPS = 4, 4  # of a program
 
 # Prompts: rows (tokens times query heads of a key head) and keys that a program takes at once.
 PREFILL_ROWS, PREFILL_TILE = 128, 64
@@ -157,7 +158,7 @@ class Scratch:
     ) -> Scratch:
         """Room for so many lines at a time, whatever their lengths."""
         groups = lines * config.kv_heads * -(-config.heads // config.kv_heads // ROWS)
-        rows = groups * MOST_PIECES * ROWS
+        rows = groups * MOST_PIECES * min(ROWS, config.heads // config.kv_heads)
         width = power_of_two(config.head_width)
         return cls(
             torch.empty(rows * width, dtype=torch.float32, device=device),
@@ -207,16 +208,22 @@ def attend(
     longest text may have.
     """
     groups = layer.kv_heads * -(-layer.heads // layer.kv_heads // ROWS)
-    each = SEVERAL if len(lines) * groups >= MANY_PROGRAMS else 1
-    loop = each > 1 or pieces > PIECES  # whether a program may have more than one tile
+    many = len(lines) * groups >= MANY_PROGRAMS
+    if new and many:  # preparing is better done once than by every program
+        store_keys(qkv, keys, values, layer, lines, pdl=pdl)
+        new = False
+    kept = min(ROWS, layer.heads // layer.kv_heads)
+    each = SEVERAL if many else 1
+    # A program with a single piece of one tile has nothing to ask for ahead.
+    stages = 1 if new and pieces < MOST_PIECES else STAGES
     kernels.attend[(len(lines), groups, -(-pieces // each))](
         qkv, out, keys, values, lines.table, lines.lines, lines.positions, lines.ends,
         *_tables_or(layer, qkv), qkv if layer.sinks is None else layer.sinks,
         scratch.parts, scratch.stats, scratch.arrived,
         layer.score_scale, layer.norm_eps, lines.table.shape[1], MOST_PIECES, each,
         **layer.shape, **layer.preparing, **layer.looking,
-        ROWS=ROWS, STAGES=STAGES, LOOP=loop, NEW=new, PDL=pdl,
-        num_warps=WARPS if loop else 2 * WARPS, **_launch(pdl),
+        ROWS=ROWS, KEPT=kept, SOME=1 << (kept - 1).bit_length(), STAGES=stages, NEW=new, PDL=pdl,
+        num_warps=MANY_WARPS if many else WARPS, **_launch(pdl),
     )  # fmt: skip
 
 

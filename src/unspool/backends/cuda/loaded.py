@@ -32,7 +32,7 @@ class CudaModel:
 
     @property
     def precision(self) -> str:
-        return str(self.weights.dtype).removeprefix("torch.")
+        return self.weights.precision or str(self.weights.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
@@ -68,7 +68,7 @@ class CudaModel:
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
         table = self.weights.head if name == "head.weight" else self.weights.embed
-        return _host(table.part(start, stop))
+        return _host(table.part(start, min(stop, table.rows)))
 
     def fingerprint(self) -> str:
         """Shapes of all matrices, and a few numbers from all over each."""

@@ -130,6 +130,7 @@ class Weights:
     layers: list[LayerWeights]
     norm: NormWeights
     head: Matrix  # the embedding itself where the two are tied
+    precision: str = ""  # what most weights are kept in; empty: in the activations' type
 
     def matrices(self) -> Iterator[Matrix]:
         """All of them, in the order that the data meets them; experts one below the other."""

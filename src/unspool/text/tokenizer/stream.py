@@ -103,7 +103,7 @@ class TextStream:
     @property
     def half(self) -> bytes:
         """The bytes of a character that is not whole yet."""
-        return self._decoder.getstate()[0]
+        return b"" if self._is_direct else self._decoder.getstate()[0]
 
     def push(self, piece: bytes) -> str:
         """Take the bytes of one more token; give the text that has become certain."""

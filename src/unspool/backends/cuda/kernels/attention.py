@@ -18,7 +18,7 @@ from unspool.backends.cuda.kernels.softmax import (
     join,
     nothing,
     outcome,
-    piece_tiles,
+    piece_power,
     scores_of,
 )
 
@@ -97,9 +97,36 @@ def store_keys(
 
 
 @triton.jit
-def _slots(table, offsets, seen, PAGE: tl.constexpr):
-    pages = tl.load(table + offsets // PAGE, mask=seen, other=0)
-    return pages.to(tl.int64) * PAGE + offsets % PAGE
+def _places(row, offsets, there, h, wide, KV: tl.constexpr, HD: tl.constexpr, PAGE: tl.constexpr):
+    """Where the pages of a text (a row of the table) have one head of the tokens at `offsets`."""
+    pages = tl.load(row + offsets // PAGE, mask=there, other=0)
+    slots = pages.to(tl.int64) * PAGE + offsets % PAGE
+    return (slots * KV + h)[:, None] * HD + wide[None, :]
+
+
+@triton.jit
+def _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT: tl.constexpr,
+           WIDE: tl.constexpr):  # fmt: skip
+    """What was seen in a piece, for whoever joins them."""
+    tl.store(stats + piece * 2 * KEPT + rows, peak, mask=real)
+    tl.store(stats + (piece * 2 + 1) * KEPT + rows, tl.max(total, 1), mask=real)
+    where = (piece * KEPT + rows)[:, None] * WIDE + wide[None, :]
+    tl.store(parts + where, mixed, mask=real[:, None])
+
+
+@triton.jit
+def _joined(parts, stats, piece, pieces, rows, real, wide, ROWS: tl.constexpr, KEPT: tl.constexpr,
+            WIDE: tl.constexpr):  # fmt: skip
+    """All pieces of a text, in order. Others wrote them: they are read from where all can see."""
+    peak, total, mixed = nothing(ROWS, WIDE)
+    for p in tl.range(piece, piece + pieces, num_stages=4):
+        at = stats + p * 2 * KEPT + rows
+        its_peak = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
+        its_total = tl.load(at + KEPT, mask=real, other=1.0, cache_modifier=".cg")
+        where = (p * KEPT + rows)[:, None] * WIDE + wide[None, :]
+        its_mixed = tl.load(parts + where, mask=real[:, None], other=0.0, cache_modifier=".cg")
+        peak, total, mixed = join(peak, total, mixed, its_peak, its_total[:, None], its_mixed)
+    return peak, total, mixed
 
 
 @triton.jit
@@ -107,146 +134,124 @@ def attend(
     qkv, out, keys, values, table, lines, positions, ends, cosine, sine, q_gain, k_gain, sinks,
     parts, stats, arrived, scale, eps, COLUMNS, ROOM, EACH,
     H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
-    LOOP: tl.constexpr, NEW: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    KEPT: tl.constexpr, SOME: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    ROTARY: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr, PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One line, up to ROWS query heads of one key head, EACH pieces of what the line sees.
+    """One line, up to ROWS query heads of one key head (KEPT of them real; SOME: the next power of
+    two), EACH pieces of what the line sees.
 
     NEW: the token's key and value are not in the pages yet. They are made here, stored, and put
-    where the last tile would have read them. LOOP: a program may have more than one tile.
+    where the last tile would have read them. That tile is asked for before the wait: a text of
+    one line has little else to do.
     """
     n, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // KV
     GROUPS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     h = group // GROUPS
     position, end = tl.load(positions + n).to(tl.int32), tl.load(ends + n).to(tl.int32)
+    row = table + tl.load(lines + n).to(tl.int64) * COLUMNS
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0)
-    size = piece_tiles(first, end, TILE, PIECES)
-    first_piece = first // (TILE * size)
-    pieces = (end - 1) // (TILE * size) + 1 - first_piece
+    power = piece_power(first, end, TILE, PIECES)
+    first_tile, last = first // TILE, (end - 1) // TILE
+    first_piece = first_tile >> power
+    pieces = (last >> power) + 1 - first_piece
     whole = pieces <= EACH  # one program sees everything
-    if share * EACH < pieces:
-        tile = tl.maximum((first_piece + share * EACH) * size, first // TILE)
-        last = tl.minimum((first_piece + (share + 1) * EACH) * size, (end - 1) // TILE + 1) - 1
-        wide = tl.arange(0, WIDE)
-        g = (group % GROUPS) * ROWS + tl.arange(0, ROWS)
-        heads, real = h * GROUP + g, g < GROUP
-        row = table + tl.load(lines + n).to(tl.int64) * COLUMNS
-        within = (wide < HD)[None, :]
-        if not NEW:
-            wait(PDL)
-        # The last tile is asked for before the queries are there.
+    if share * EACH >= pieces:
+        return
+    newest = last  # the tile with the end of the text
+    begin = tl.maximum((first_piece + share * EACH) << power, first_tile)
+    last = tl.minimum((first_piece + (share + 1) * EACH) << power, last + 1) - 1
+    wide, rows = tl.arange(0, WIDE), tl.arange(0, ROWS)
+    heads = h * GROUP + (group % GROUPS) * ROWS + rows
+    real = (rows < KEPT) & (heads < (h + 1) * GROUP)
+    within = (wide < HD)[None, :]
+    base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
+    if NEW:
         offsets = last * TILE + tl.arange(0, TILE)
-        stored = offsets < (position if NEW else end)
-        if WINDOW > 0:
-            stored = stored & (offsets >= first)
-        places = (_slots(row, offsets, stored, PAGE) * KV + h)[:, None] * HD + wide[None, :]
-        last_key = tl.load(keys + places, mask=stored[:, None] & within, other=0.0)
-        last_value = tl.load(values + places, mask=stored[:, None] & within, other=0.0)
-        if NEW:
-            wait(PDL)
-        base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
-        if NEW:
-            angles = position.to(tl.int64) * (ROTARY // 2)
-            query = _heads(
-                base, q_gain, k_gain, cosine + angles, sine + angles, heads, real, wide, eps,
+        there = (offsets < position) & (offsets >= first)
+        places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
+        last_key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
+        last_value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
+        wait(PDL)
+        angles = position.to(tl.int64) * (ROTARY // 2)
+        # As many heads as there are are prepared, and repeated to what tensor cores want.
+        few = tl.arange(0, SOME)
+        mine = h * GROUP + (group % GROUPS) * ROWS + few
+        query = _heads(
+            base, q_gain, k_gain, cosine + angles, sine + angles, mine, mine < (h + 1) * GROUP,
+            wide, eps, H, HD, ROTARY, NORM,
+        )  # fmt: skip
+        query = tl.broadcast_to(query[None, :, :], (ROWS // SOME, SOME, WIDE))
+        query = tl.reshape(query, (ROWS, WIDE))
+        if last == newest:
+            own = H + h + tl.arange(0, 1)
+            key = _heads(
+                base, q_gain, k_gain, cosine + angles, sine + angles, own, own >= H, wide, eps,
                 H, HD, ROTARY, NORM,
             )  # fmt: skip
-            if last == (end - 1) // TILE:
-                own = H + h + tl.arange(0, 1)
-                key = _heads(
-                    base, q_gain, k_gain, cosine + angles, sine + angles, own, own >= H, wide, eps,
-                    H, HD, ROTARY, NORM,
-                )  # fmt: skip
-                value = tl.load(base + (H + KV + h) * HD + wide, mask=wide < HD, other=0.0)[None, :]
-                if group % GROUPS == 0:
-                    slot = tl.load(row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
-                    place = (slot * KV + h) * HD + wide[None, :]
-                    tl.store(keys + place, key, mask=within)
-                    tl.store(values + place, value, mask=within)
-                fresh = (offsets == position)[:, None]
-                last_key = tl.where(fresh, key, last_key)
-                last_value = tl.where(fresh, value, last_value)
-        else:
-            at = heads[:, None] * HD + wide[None, :]
-            query = tl.load(base + at, mask=real[:, None] & within, other=0.0)
-        peak, total, mixed = nothing(ROWS, WIDE)  # of the piece at hand
-        if LOOP:
-            all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
-        spot = (n * KV * GROUPS + group).to(tl.int64) * ROOM
-        here = tl.arange(0, ROWS)
-        if LOOP:
-            for t in tl.range(tile, last, num_stages=STAGES):
-                offsets = t * TILE + tl.arange(0, TILE)
-                if WINDOW > 0:
-                    seen = offsets >= first
-                    places = (_slots(row, offsets, seen, PAGE) * KV + h)[:, None] * HD + wide[
-                        None, :
-                    ]
-                    key = tl.load(keys + places, mask=seen[:, None] & within, other=0.0)
-                    value = tl.load(values + places, mask=seen[:, None] & within, other=0.0)
-                    scores = scores_of(query, key, scale, SOFTCAP)
-                    scores = tl.where(seen[None, :], scores, -float("inf"))
-                else:
-                    slots = tl.load(row + offsets // PAGE).to(tl.int64) * PAGE + offsets % PAGE
-                    places = (slots * KV + h)[:, None] * HD + wide[None, :]
-                    if WIDE == HD:
-                        key, value = tl.load(keys + places), tl.load(values + places)
-                    else:
-                        key = tl.load(keys + places, mask=within, other=0.0)
-                        value = tl.load(values + places, mask=within, other=0.0)
-                    scores = scores_of(query, key, scale, SOFTCAP)
-                peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE, True)
-                if (t + 1) % size == 0:  # the end of a piece, and not of this program's share
-                    if whole:
-                        all_peak, all_total, all_mixed = join(
-                            all_peak, all_total, all_mixed, peak, total, mixed
-                        )
-                    else:
-                        piece = spot + t // size - first_piece
-                        tl.store(stats + piece * 2 * ROWS + here, peak)
-                        tl.store(stats + piece * 2 * ROWS + ROWS + here, total)
-                        where = (piece * ROWS + here)[:, None] * WIDE + wide[None, :]
-                        tl.store(parts + where, mixed, mask=real[:, None])
-                    peak, total, mixed = nothing(ROWS, WIDE)
-        offsets = last * TILE + tl.arange(0, TILE)
-        seen = offsets < end
+            value = tl.load(base + (H + KV + h) * HD + wide, mask=wide < HD, other=0.0)[None, :]
+            if group % GROUPS == 0:
+                slot = tl.load(row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+                place = (slot * KV + h) * HD + wide[None, :]
+                tl.store(keys + place, key, mask=within)
+                tl.store(values + place, value, mask=within)
+            fresh = (offsets == position)[:, None]
+            last_key = tl.where(fresh, key, last_key)
+            last_value = tl.where(fresh, value, last_value)
+        stop = last
+    else:
+        wait(PDL)
+        at = base + heads[:, None] * HD + wide[None, :]
+        query = tl.load(at, mask=real[:, None] & within, other=0.0)
+        stop = last + 1
+    peak, total, mixed = nothing(ROWS, WIDE)  # of the piece at hand
+    all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
+    spot = (n * KV * GROUPS + group).to(tl.int64) * ROOM - first_piece
+    for t in tl.range(begin, stop, num_stages=STAGES):
+        offsets = t * TILE + tl.arange(0, TILE)
+        there = offsets < end
         if WINDOW > 0:
-            seen = seen & (offsets >= first)
+            there = there & (offsets >= first)
+        places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
+        key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
+        value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
+        scores = scores_of(query, key, scale, SOFTCAP)
+        scores = tl.where(there[None, :], scores, -float("inf"))
+        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+        if ((t + 1) & ((1 << power) - 1)) == 0 and t < last:  # a piece ends, not the share
+            if whole:
+                all_peak, all_total, all_mixed = join(
+                    all_peak, all_total, all_mixed, peak, total, mixed
+                )
+            else:
+                piece = spot + (t >> power)
+                _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
+            peak, total, mixed = nothing(ROWS, WIDE)
+    if NEW:
+        offsets = last * TILE + tl.arange(0, TILE)
+        seen = (offsets < end) & (offsets >= first)
         scores = scores_of(query, last_key, scale, SOFTCAP)
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE, True)
-        ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
-        if whole:
-            if LOOP:
-                peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
+        peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE)
+    ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
+    if whole:
+        peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
+        found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
+        tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
+    else:
+        piece = spot + (last >> power)
+        _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
+        tl.debug_barrier()
+        counter = arrived + n * KV * GROUPS + group
+        before = tl.atomic_add(counter, 1, sem="acq_rel")
+        if before == (pieces + EACH - 1) // EACH - 1:  # the last to come joins the pieces
+            peak, total, mixed = _joined(
+                parts, stats, spot + first_piece, pieces, rows, real, wide, ROWS, KEPT, WIDE
+            )
             found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
             tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
-        else:
-            piece = spot + last // size - first_piece
-            tl.store(stats + piece * 2 * ROWS + here, peak)
-            tl.store(stats + piece * 2 * ROWS + ROWS + here, total)
-            where = (piece * ROWS + here)[:, None] * WIDE + wide[None, :]
-            tl.store(parts + where, mixed, mask=real[:, None])
-            tl.debug_barrier()
-            counter = arrived + n * KV * GROUPS + group
-            before = tl.atomic_add(counter, 1, sem="acq_rel")
-            if before == (pieces + EACH - 1) // EACH - 1:  # the last to come joins the pieces
-                peak, total, mixed = nothing(ROWS, WIDE)
-                for p in tl.range(0, pieces, num_stages=STAGES):
-                    piece = spot + p
-                    its_peak = tl.load(stats + piece * 2 * ROWS + here, cache_modifier=".cg")
-                    its_total = tl.load(
-                        stats + piece * 2 * ROWS + ROWS + here, cache_modifier=".cg"
-                    )
-                    where = (piece * ROWS + here)[:, None] * WIDE + wide[None, :]
-                    its_mixed = tl.load(
-                        parts + where, mask=real[:, None], other=0.0, cache_modifier=".cg"
-                    )
-                    peak, total, mixed = join(peak, total, mixed, its_peak, its_total, its_mixed)
-                found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
-                tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
-                tl.store(counter, 0)
+            tl.store(counter, 0)

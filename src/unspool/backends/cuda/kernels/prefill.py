@@ -16,7 +16,7 @@ from unspool.backends.cuda.kernels.softmax import (
     join,
     nothing,
     outcome,
-    piece_tiles,
+    piece_power,
     scores_of,
 )
 
@@ -73,7 +73,7 @@ def prefill(
     start = begin // TILE
     if EXACT:
         all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before
-        size = piece_tiles(first, end, TILE, PIECES)
+        power = piece_power(first, end, TILE, PIECES)
     elif WINDOW == 0 and WIDE == HD:
         seen_by_all = tl.min(end, 0) // TILE
         for t in tl.range(0, seen_by_all, num_stages=STAGES):
@@ -81,7 +81,7 @@ def prefill(
                 keys, values, row, t, h, wide, begin, behind, KV, HD, TILE, PAGE, True
             )
             scores = scores_of(query, key, scale, SOFTCAP)
-            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE, False)
+            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
         start = seen_by_all
     for t in tl.range(start, (behind + TILE - 1) // TILE, num_stages=STAGES):
         offsets, key, value = _tile(
@@ -92,17 +92,17 @@ def prefill(
         if WINDOW > 0:
             seen = seen & (offsets[None, :] >= first[:, None])
         scores = tl.where(seen, scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE, EXACT)
+        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
         if EXACT:
-            ends_here = (t + 1) % size == 0
+            ends_here = (t + 1) & ((1 << power) - 1) == 0
             its_peak, its_total, its_mixed = join(
                 all_peak, all_total, all_mixed, peak, total, mixed
             )
             all_peak = tl.where(ends_here, its_peak, all_peak)
-            all_total = tl.where(ends_here, its_total, all_total)
+            all_total = tl.where(ends_here[:, None], its_total, all_total)
             all_mixed = tl.where(ends_here[:, None], its_mixed, all_mixed)
             peak = tl.where(ends_here, -float("inf"), peak)
-            total = tl.where(ends_here, 0.0, total)
+            total = tl.where(ends_here[:, None], 0.0, total)
             mixed = tl.where(ends_here[:, None], 0.0, mixed)
     if EXACT:
         peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)

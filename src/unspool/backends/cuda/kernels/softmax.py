@@ -1,9 +1,11 @@
 """Softmax over keys that come in tiles, and over pieces of a text that were looked at apart.
 
 What is kept of the keys so far: the highest score (`peak`, in powers of two), the sum of the
-weights relative to it (`total`), and the values added up with these weights (`mixed`). With EXACT
-a query gets the same bits whoever computes it, decoding or a prompt: then even the weights are
-added up by `tl.dot`, whose order does not depend on how many rows a program has.
+weights relative to it (`total`), and the values added up with these weights (`mixed`).
+
+The weights are added up by `tl.dot` as well, against ones: sixteen equal columns, since tensor
+cores take no fewer. Its order does not depend on how many rows a program has, so that a query gets
+the same bits whoever computes it, decoding or a prompt; and no threads have to meet for it.
 """
 
 import triton
@@ -14,7 +16,7 @@ import triton.language as tl
 def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """No key seen yet."""
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, 16), tl.float32)
     return peak, total, tl.zeros((ROWS, WIDTH), tl.float32)
 
 
@@ -36,20 +38,16 @@ def finite(peak):
 
 
 @triton.jit
-def add_tile(scores, value, peak, total, mixed, TILE: tl.constexpr, EXACT: tl.constexpr):
+def add_tile(scores, value, peak, total, mixed, TILE: tl.constexpr):
     """One more tile of keys, its scores [rows, TILE] (-inf: hidden) and values [TILE, width]."""
     higher = tl.maximum(peak, tl.max(scores, 1))
     base = finite(higher)
-    fade = tl.exp2(peak - base)
-    weights = tl.exp2(scores - base[:, None])
-    if EXACT:
-        weights = weights.to(value.dtype)
-        ones = tl.full((TILE, 16), 1.0, tl.float32).to(value.dtype)
-        summed = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)  # its columns are alike
-    else:
-        summed = tl.sum(weights, 1)
-    mixed = tl.dot(weights.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee")
-    return higher, total * fade + summed, mixed
+    fade = tl.exp2(peak - base)[:, None]
+    weights = tl.exp2(scores - base[:, None]).to(value.dtype)
+    ones = tl.full((TILE, 16), 1.0, tl.float32).to(value.dtype)
+    total = tl.dot(weights, ones, total * fade, input_precision="ieee")
+    mixed = tl.dot(weights, value, mixed * fade, input_precision="ieee")
+    return higher, total, mixed
 
 
 @triton.jit
@@ -57,12 +55,8 @@ def join(peak, total, mixed, its_peak, its_total, its_mixed):
     """What was seen so far, and the piece behind it."""
     higher = tl.maximum(peak, its_peak)
     base = finite(higher)
-    fade, gain = tl.exp2(peak - base), tl.exp2(its_peak - base)
-    return (
-        higher,
-        total * fade + its_total * gain,
-        mixed * fade[:, None] + its_mixed * gain[:, None],
-    )
+    fade, gain = tl.exp2(peak - base)[:, None], tl.exp2(its_peak - base)[:, None]
+    return higher, total * fade + its_total * gain, mixed * fade + its_mixed * gain
 
 
 @triton.jit
@@ -70,17 +64,14 @@ def outcome(peak, total, mixed, heads, real, sinks, SINKS: tl.constexpr):
     """The values as the weights mix them. A sink takes its share of weight and gives nothing."""
     if SINKS:
         sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-        peak, total, mixed = join(
-            peak, total, mixed, sink, tl.full(sink.shape, 1.0, tl.float32), mixed * 0.0
-        )
-    return mixed / total[:, None]
+        _, total, mixed = join(peak, total, mixed, sink, total * 0.0 + 1.0, mixed * 0.0)
+    return mixed / tl.max(total, 1)[:, None]
 
 
 @triton.jit
-def piece_tiles(first, end, TILE: tl.constexpr, PIECES: tl.constexpr):
-    """How many tiles a piece of a text has: with a power of two of them there are PIECES, at most
-    one more since pieces begin at fixed places. `first` to `end`: the positions a query sees."""
+def piece_power(first, end, TILE: tl.constexpr, PIECES: tl.constexpr):
+    """A piece of a text has 2 ** this tiles: as many as make PIECES of it, and one more at most,
+    since pieces begin at fixed places. `first` to `end`: the positions a query sees."""
     least = ((end - first + TILE - 1) // TILE + PIECES - 1) // PIECES
     # The next power of two is in the exponent of a float.
-    exponent = ((2 * least - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    return 1 << exponent
+    return ((2 * least - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
