@@ -251,7 +251,7 @@ def fall(
 @triton.jit
 def finish(
     logits, stride, floats, ints, counts, state, bins, brackets, values, tokens, picks, logprobs,
-    vocabulary, span, unit, ROOM: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    vocabulary, unit, span, ROOM: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
     PENALTIES: tl.constexpr,
 ):  # fmt: skip
     """The pick of every row that draws; the bins are empty again."""
