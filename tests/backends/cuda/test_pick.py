@@ -204,3 +204,16 @@ def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty
         picker.logprobs[good].numpy(), [one.logprob for one in wanted], atol=1e-6
     )
     assert picker.picks[[1, 2, 4]].tolist() == [-1, -1, -1]
+
+
+def test_equals_at_the_border_of_top_k():
+    """Logits in steps of 1/16, as bfloat16 has them: the k-th lies exactly where the reach ends."""
+    tensor = torch.randn(12, 4_000, generator=torch.Generator().manual_seed(11))
+    tensor = (tensor * 16).round() / 16
+    asked = draws(12, temperature=1.0, top_k=5, top_p=1.0)
+    texts = [np.arange(3)] * 12
+    picker = filled(rows_of(asked, texts), 4_000)
+    picker.launch(tensor, penalties=False)
+    logits = tensor.numpy()
+    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
+    check(picker, Chain(asked).pick(logits, inputs), logits)

@@ -21,7 +21,11 @@ _BINS = 2048
 _ROOM = 4096
 """For so many candidates of the bins that matter; with more the row is walked over again."""
 _BLOCK = 512
+_WALK_WARPS = 4
+_FINISH_WARPS = 16
 _HISTORY_BLOCK = 512
+_WALK_WARPS = 4
+_FINISH_WARPS = 16
 
 
 class DevicePicker:
@@ -82,22 +86,22 @@ class DevicePicker:
         measure[(rows, self._pieces)](
             *given, own, edited, self._tops, self._state, self._arrived, self.picks, self.logprobs,
             self.own, self.vocabulary, self._unit, PIECE=_PIECE, ROOM=self._piece_room,
-            PENALTIES=penalties, SAMPLED=sampled, num_warps=4, enable_fp_fusion=False,
+            PENALTIES=penalties, SAMPLED=sampled, num_warps=_WALK_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         if sampled:
             line = (*given, self._state, self._bins, self._brackets)
             found = (self._values, self._ids)
             spread[(rows, self._pieces)](
                 *line, self._arrived, self.vocabulary, self._unit, PIECE=_PIECE, BINS=_BINS,
-                PENALTIES=penalties, num_warps=4, enable_fp_fusion=False,
+                PENALTIES=penalties, num_warps=_WALK_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             gather[(rows, self._pieces)](
                 *line, *found, self.vocabulary, self._unit, ROOM=_ROOM, PIECE=_PIECE, BINS=_BINS,
-                PENALTIES=penalties, num_warps=4, enable_fp_fusion=False,
+                PENALTIES=penalties, num_warps=_WALK_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             finish[(rows,)](
                 *line, *found, self.picks, self.logprobs, self.vocabulary, self._span, self._unit,
-                ROOM=_ROOM, BINS=_BINS, BLOCK=_BLOCK, PENALTIES=penalties, num_warps=16,
+                ROOM=_ROOM, BINS=_BINS, BLOCK=_BLOCK, PENALTIES=penalties, num_warps=_FINISH_WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
         if penalties:

@@ -247,7 +247,7 @@ class Program:
     ) -> None:
         config, width = self.weights.config, self.weights.config.ff_width
         if layer.experts is not None:
-            experts(x, layer.experts, config, out, scratch, pdl=self.pdl)
+            experts(x, layer.experts, config, out, scratch, pdl=self.pdl, exact=self.exact)
             return
         assert layer.gate_up is not None and layer.down is not None
         both = a.both.view(-1)[: len(x) * width * (1 + config.gated)].view(len(x), -1)

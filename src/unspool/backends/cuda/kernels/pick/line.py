@@ -141,7 +141,7 @@ def first_reaching(
     bin = tl.sum((tl.cumsum(sums, 0) < goal).to(tl.int32), 0)
     bin = tl.minimum(bin, BINS - 1)
     above = tl.sum(tl.where(place < bin, sums, 0), 0)
-    there = in_reach(number, bin)
+    there = in_reach(number, bin, BINS)
     if (there >= 0) & (there <= FEW):
         value, token = first_of_few(
             source, found, there, line, bin, above, goal, span, kind, BINS, PENALTIES
@@ -158,12 +158,12 @@ def sum_until(
     source, found, number, line, bins, value, last, kind, BINS: tl.constexpr,
     BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """The sum along the line up to a border: of what lies above `value` or, up to id `last`, at it."""
+    """The sum along the line up to a border: over what is above `value` or, up to `last`, at it."""
     peak, scale, _, _ = line
     place = tl.arange(0, BINS)
     border = bin_of(unordered(value), peak, scale, BINS)
     total = tl.sum(tl.where(place < border, tl.load(bins + place), 0), 0)
-    there = in_reach(number, border)
+    there = in_reach(number, border, BINS)
     size = tl.where(there >= 0, there, source[3])
     for at in range(0, size, BLOCK):
         x, ids, inside = candidates(source, found, there, at, BLOCK, PENALTIES)
@@ -183,8 +183,9 @@ def is_gathered(bin, brackets):
 
 
 @triton.jit
-def in_reach(number, bin):
+def in_reach(number, bin, BINS: tl.constexpr):
     """How many candidates to look at for those of a bin: all gathered ones if it is among them
-    and they found room, otherwise -1: the whole row."""
+    and they found room, otherwise -1: the whole row. (The last bin's are never gathered.)"""
     count, room, brackets = number
-    return tl.where(is_gathered(bin, brackets) & (count <= room), count, -1)
+    there = is_gathered(bin, brackets) & (bin < BINS - 1) & (count <= room)
+    return tl.where(there, count, -1)

@@ -102,7 +102,7 @@ def mended(source, BLOCK: tl.constexpr, PENALTIES: tl.constexpr):
     token = tl.zeros([], tl.int32)
     for at in range(0, vocabulary, BLOCK):
         ids = at + tl.arange(0, BLOCK)
-        best, part, moment, first = summary(levels(source, ids, PENALTIES), ids)
+        best, part, _, first = summary(levels(source, ids, PENALTIES), ids)
         wide = best.to(tl.float64)
         higher = tl.maximum(wide, peak)
         total = total * tl.exp(-tl.minimum(depth_below(peak, higher), 700.0))
@@ -166,7 +166,8 @@ def plan(
     tl.store(state + SURE, sure.to(tl.float64))
     tl.store(state + WHOLE, whole.to(tl.float64))
     tl.store(state + COOL, 1.4426950408889634 / temperature)
-    tl.store(state + SCALE, 1.0 / tl.maximum(deepest, 1.0e-3))
+    # A little deeper: what lies at this very depth is not to fall into the last bin.
+    tl.store(state + SCALE, 1.0 / (deepest * 1.001 + 1.0e-3))
     tl.store(state + MASS, total * unit)
     tl.store(state + NUMBER, number)
 
@@ -182,7 +183,7 @@ def settle(
     peak, total = own_peak, own_total
     sure = tl.full([], 0, tl.int32)
     if PENALTIES:
-        peak, total, moment, token = joined(edited, pieces, ROOM)
+        peak, total, _, token = joined(edited, pieces, ROOM)
         if has_penalties(floats, ints):
             if own_peak == float("inf"):
                 sure = tl.full([], 1, tl.int32)
