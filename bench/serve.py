@@ -45,7 +45,7 @@ from peers.environments import (
     say,
 )
 from peers.workers import Worker, WorkerError
-from serving import servers
+from serving import servers, streams
 from serving.report import AT, Figures, figures, markdown
 from serving.servers import Running, Server, ServerError
 
@@ -58,7 +58,9 @@ EXAMPLES = """examples:
   python bench/serve.py --clients 1,16 --rounds 3 --out results
   python bench/serve.py --only ours --clients 16 --rounds 1    a quick look, with the bare engine
   python bench/serve.py --only llama --tokens 32 --requests 16
-  python bench/serve.py --model model.gguf --threads 4 --seconds 60"""
+  python bench/serve.py --model model.gguf --threads 4 --seconds 60
+  python bench/serve.py --device cuda --tokens 128      our server on a GPU, at 1 to 256 streams
+  python bench/serve.py --device null --clients 256     what serving itself costs"""
 
 
 class Texts:
@@ -93,7 +95,7 @@ class Bench:
     def start(self) -> None:
         given = self.given
         if given.only != "llama":
-            ours = servers.ours(self.gguf if given.model else None, given.threads)
+            ours = servers.ours(self.gguf if given.model else None, "--threads", str(given.threads))
             self._start(ours)
         if given.only != "ours":
             title = servers.llama("", self.gguf, 1, 1, frozenset()).title
@@ -256,6 +258,8 @@ class Bench:
 def main() -> int:
     given = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended too
+    if given.device != "cpu":
+        return streams.measure(given)
     from unspool.loading import open_tokenizer
     from unspool.model.checkpoint import open_checkpoint
     from unspool.model.hub import find_model
@@ -296,8 +300,18 @@ def arguments() -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5, help="how often each server has its turn")
-    parser.add_argument("--clients", default="1,4,16,64", metavar="NUMBERS", help="at once")
+    parser.add_argument(
+        "--clients", metavar="NUMBERS", help="at once (1,4,16,64; 1,16,64,256 with --device)"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="that each request asks for")
+    parser.add_argument(
+        "--device", default="cpu",
+        help="cuda: our server alone on a GPU, --model a folder, or random weights of Qwen3-0.6B's "
+        "shape; null: with a model that does nothing, to see what serving costs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--step-ms", type=float, default=5.0, help="that a step takes with --device null"
+    )
     parser.add_argument(
         "--requests", type=int, default=32,
         help=f"at a point, all clients together; at most {MOST} and at least 1 a client",
@@ -314,6 +328,8 @@ def arguments() -> argparse.Namespace:
         help="where llama.cpp and its server are kept (%(default)s)",
     )  # fmt: skip
     given = parser.parse_args()
+    if given.clients is None:
+        given.clients = "1,4,16,64" if given.device == "cpu" else "1,16,64,256"
     try:
         given.clients = sorted({int(word) for word in given.clients.split(",") if word})
     except ValueError:

@@ -2,10 +2,11 @@
 
 The job, on stdin:
     {"port": 8000, "path": "/v1/completions", "max_tokens": 64, "seconds": 120, "patience": 600,
-     "clients": [["body", "body"], ["body"]]}
-Each client sends its bodies one after the other, the next when the one before has ended, all
-clients at once. After `seconds` no request is begun any more; after `patience` those that still run
-have failed. The answer, on stdout:
+     "clients": [["body", "body"], ["body"]], "began": 1234.5}
+`began`, if given, is the moment by the system's monotonic clock at which all begin, so that several
+of these processes begin together. Each client sends its bodies one after the other, the next when
+the one before has ended, all clients at once. After `seconds` no request is begun any more; after
+`patience` those that still run have failed. The answer, on stdout:
     {"rows": [{"client": 0, "sent": 0.0, "times": [0.2, 0.3], "ended": 0.3, "tokens": 2,
                "counted": "usage", "finish": "length", "failure": ""}],
      "not_begun": 0, "cpu_s": 0.1}
@@ -26,7 +27,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-TEXT = re.compile(rb'"text": ?"([^"])')  # an event that brings text; quotes inside are escaped
+# An event that brings text; quotes inside are escaped.
+TEXT = re.compile(rb'"(?:text|content)": ?"([^"])')
 FINISH = re.compile(rb'"finish_reason": ?"(\w+)"')
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 KEPT = 2000  # bytes of a refusal that are kept
@@ -175,7 +177,7 @@ class Asking(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self.reply.feed(data, time.perf_counter())
+            self.reply.feed(data, time.monotonic())
         except ValueError as error:
             self.reply.error = f"not HTTP: {error}"
             self._end()
@@ -205,15 +207,16 @@ class Load:
 
     async def run(self) -> dict[str, Any]:
         texts = [[self._request(body) for body in bodies] for bodies in self.job["clients"]]
+        self.began = self.job.get("began") or time.monotonic()
+        await asyncio.sleep(self.began - time.monotonic())
         used = time.process_time()
-        self.began = time.perf_counter()
         await asyncio.gather(*(self._client(n, mine) for n, mine in enumerate(texts)))
         used = time.process_time() - used
         return {"rows": self.rows, "not_begun": self.not_begun, "cpu_s": round(used, 4)}
 
     async def _client(self, number: int, requests: list[bytes]) -> None:
         for request in requests:
-            if time.perf_counter() - self.began > self.job["seconds"]:
+            if time.monotonic() - self.began > self.job["seconds"]:
                 self.not_begun += 1
             else:
                 self.rows.append(await self._ask(number, request))
@@ -222,7 +225,7 @@ class Load:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         asking = Asking(request, ended)
-        sent, failure = time.perf_counter(), ""
+        sent, failure = time.monotonic(), ""
         left = self.began + self.job["patience"] - sent
         try:
             async with asyncio.timeout(left):
@@ -234,7 +237,7 @@ class Load:
             failure = f"no connection: {error}"
         if failure and hasattr(asking, "transport"):
             asking.transport.abort()
-        reply, now = asking.reply, time.perf_counter()
+        reply, now = asking.reply, time.monotonic()
         tokens, counted = reply.count(self.job["max_tokens"])
         return {
             "client": number,

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,10 @@ class Server:
     asked: dict[str, Any] = field(default_factory=dict)  # in every request, beside the prompt
 
 
-def ours(model: Path | None, threads: int) -> Server:
+def ours(model: Path | None, *options: str, running: int = 64) -> Server:
     """`unspool serve`, as it is shown to users; the default model where none is given."""
-    command = [sys.executable, "-m", "unspool", "serve", "--port", "{port}"]
-    command += ["--threads", str(threads), "--max-running", "64", "--max-queue", "256"]
+    command = [sys.executable, "-m", "unspool", "serve", "--port", "{port}", *options]
+    command += ["--max-running", str(running), "--max-queue", "256"]
     if model is not None:
         command += ["--model", str(model)]
     asked = {"unspool": {"end": False}, "stream_options": {"include_usage": True}}
@@ -121,20 +122,33 @@ class Running:
         return answer
 
     def load(
-        self, prompts: list[list[str]], most: int, seconds: float, patience: float
+        self,
+        prompts: list[list[str]],
+        most: int,
+        seconds: float,
+        patience: float,
+        processes: int = 1,
     ) -> dict[str, Any]:
-        """What clients see that send these prompts, each client one after the other."""
+        """What clients see that send these prompts, each client one after the other; the clients
+        are dealt out to so many processes, which begin together."""
         job = {"port": self.port, "path": PATH, "max_tokens": most, "seconds": seconds}
+        job |= {"patience": patience}
+        if processes > 1:
+            job["began"] = time.monotonic() + 1  # when all of them have started
         clients = [[self.body(text, most) for text in mine] for mine in prompts]
-        words = json.dumps({**job, "patience": patience, "clients": clients})
-        command = [sys.executable, "-I", str(HERE / "load.py")]
-        done = subprocess.run(command, input=words, capture_output=True, text=True)
-        if done.returncode:
-            raise ServerError(f"the load generator failed: {done.stderr.strip()[-300:]}")
+        hands = [clients[first::processes] for first in range(processes)]
+        with ThreadPoolExecutor(processes) as pool:
+            parts = list(pool.map(lambda mine: _generate({**job, "clients": mine}), hands))
         if self.process.poll() is not None:
             raise ServerError(self._last_words())
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        for first, part in enumerate(parts):
+            for row in part["rows"]:
+                row["client"] = first + row["client"] * processes
+        return {
+            "rows": [row for part in parts for row in part["rows"]],
+            "not_begun": sum(part["not_begun"] for part in parts),
+            "cpu_s": sum(part["cpu_s"] for part in parts),
+        }
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -185,6 +199,16 @@ class Running:
         words = [line.strip(" │╭╮╰╯─") for line in lines]  # errors may stand in a frame
         reason = next((line for line in reversed(words) if line), "it said nothing")
         return f"ended with status {self.process.wait()}: {reason[:300]} (see {self.log})"
+
+
+def _generate(job: dict[str, Any]) -> dict[str, Any]:
+    """One process of clients."""
+    command = [sys.executable, "-I", str(HERE / "load.py")]
+    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True)
+    if done.returncode:
+        raise ServerError(f"the load generator failed: {done.stderr.strip()[-300:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def free_port() -> int:

@@ -155,21 +155,40 @@ class Attention(nn.Module):
         `ours` and `theirs` are the positions of queries [..., queries] and keys [..., keys]. A
         query sees the keys up to its own position, or before `visible_end` [..., queries].
         """
-        # Several query heads share one key head: put them side by side as more queries.
-        group = self.config.heads // self.config.kv_heads
-        grouped = query.unflatten(1, (-1, group)).flatten(2, 3)
-        scores = (grouped @ key.transpose(-1, -2)).float() * self.config.scale
-        scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
-        if self.config.attention_softcap:
-            scores = torch.tanh(scores / self.config.attention_softcap)
-            scores = scores * self.config.attention_softcap
-        end = ours + 1 if visible_end is None else visible_end
-        hidden = theirs[..., None, :] >= end[..., :, None]  # causal: nobody sees ahead
-        if self.window:
-            hidden = hidden | (theirs[..., None, :] <= ours[..., :, None] - self.window)
-        if hidden.ndim == 3:  # one mask for each text of a batch, the same for all heads
-            hidden = hidden[:, None]
-        return scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return attention_weights(
+            self.config,
+            self.window,
+            query,
+            key,
+            ours,
+            theirs,
+            ours + 1 if visible_end is None else visible_end,
+        )
+
+
+def attention_weights(
+    config: ModelConfig,
+    window: int,
+    query: Tensor,
+    key: Tensor,
+    ours: Tensor,
+    theirs: Tensor,
+    visible_end: Tensor,
+) -> Tensor:
+    """`Attention.weights`, for a layer that sees the last `window` tokens (0: all)."""
+    # Several query heads share one key head: put them side by side as more queries.
+    group = config.heads // config.kv_heads
+    grouped = query.unflatten(1, (-1, group)).flatten(2, 3)
+    scores = (grouped @ key.transpose(-1, -2)).float() * config.scale
+    scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
+    if config.attention_softcap:
+        scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
+    hidden = theirs[..., None, :] >= visible_end[..., :, None]  # causal: nobody sees ahead
+    if window:
+        hidden = hidden | (theirs[..., None, :] <= ours[..., :, None] - window)
+    if hidden.ndim == 3:  # one mask for each text of a batch, the same for all heads
+        hidden = hidden[:, None]
+    return scores.masked_fill(hidden, -math.inf).softmax(-1)
 
 
 def activate(kind: str, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import transformers
-from native_support import Library, RandomCheckpoint, config, look, read, read_whole
+from paged_texts import Library, RandomCheckpoint, config, look, read, read_whole
 
 from unspool import native
 from unspool.backends.base import Backend

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from native_support import Library, RandomCheckpoint, batch_of, config, read, read_whole
+from paged_texts import Library, RandomCheckpoint, batch_of, config, read, read_whole
 
 import unspool
 from unspool import native

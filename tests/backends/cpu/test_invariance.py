@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_support import (
+from paged_texts import (
     Library,
     RandomCheckpoint,
     Text,

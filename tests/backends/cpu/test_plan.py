@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
-from native_support import config
+from paged_texts import config
 
 from unspool.backends.cpu import structures
 from unspool.backends.cpu.plan import Plan, build_plan

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from native_support import RandomCheckpoint, config
+from paged_texts import RandomCheckpoint, config
 
 import unspool
 from unspool import native

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_support import random_blocks
 from packing_support import FLOATS
+from paged_texts import random_blocks
 
 from unspool import native
 from unspool.backends.cpu.packing import PACKINGS, Packed, pack

@@ -6,18 +6,49 @@ are multiplied with as they are (a stored w that means 1 + w is 1 + w here).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda.exact import exact_many
+from unspool.backends.cuda.packed import PackedMatrix
+from unspool.backends.cuda.products import Around, times_many, times_one
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Experts, FeedForward, Layer, Norm, Transformer
 
 
+class Matrix(Protocol):
+    """What vectors are multiplied with, however its weights are kept: out = x · Wᵀ + bias."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
+        """For one vector, with what is folded into the product."""
+
+    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias. With `exact` each line's numbers are summed
+        in the same order whatever M is."""
+
+    def part(self, first: int, last: int) -> Tensor:
+        """Some rows in 32 bits."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Matrix:
-    """What vectors are multiplied with: out = x · Wᵀ + bias."""
+class PlainMatrix:
+    """A matrix whose weights are in the type of the vectors."""
 
     weight: Tensor  # [rows, columns]
     bias: Tensor | None = None  # [rows]
@@ -33,6 +64,26 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
+        times_one(self.weight, self.bias, x, out, by)
+
+    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        if exact:
+            exact_many(self.weight, self.bias, x, out, pdl=pdl)
+        else:
+            times_many(self.weight, self.bias, x, out)
+
+    def part(self, first: int, last: int) -> Tensor:
+        return self.weight[first:last].float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +125,25 @@ class Weights:
     """A whole model."""
 
     config: ModelConfig
-    embed: Tensor  # [vocabulary, width]
+    embed: PlainMatrix | PackedMatrix  # [vocabulary, width]
     position_embed: Tensor | None  # [context, width]
     layers: list[LayerWeights]
     norm: NormWeights
     head: Matrix  # the embedding itself where the two are tied
+    precision: str = ""  # what most weights are kept in; empty: in the activations' type
+
+    def matrices(self) -> Iterator[Matrix]:
+        """All of them, in the order that the data meets them; experts one below the other."""
+        yield self.embed
+        for layer in self.layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                if matrix is not None:
+                    yield matrix
+            if layer.experts is not None:
+                yield PlainMatrix(layer.experts.router)
+                yield PlainMatrix(layer.experts.gate_up.flatten(0, 1))
+                yield PlainMatrix(layer.experts.down.flatten(0, 1))
+        yield self.head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,18 +156,17 @@ class Weights:
 
 def fused(model: Transformer) -> Weights:
     """The weights of a plain transformer, which may be let go of afterwards."""
-    head = model.embed.weight if model.head is None else model.head.weight
-    head_bias = None if model.head is None else model.head.bias
+    embed = PlainMatrix(model.embed.weight)
     position = model.position_embed
     norm = _norm(model.norm)
     assert norm is not None
     return Weights(
         config=model.config,
-        embed=model.embed.weight,
+        embed=embed,
         position_embed=None if position is None else position.weight,
         layers=[_layer(layer) for layer in model.layers if isinstance(layer, Layer)],
         norm=norm,
-        head=Matrix(head, head_bias),
+        head=embed if model.head is None else _stacked(model.head),
     )
 
 
@@ -132,11 +196,11 @@ def _experts(feed: Experts) -> ExpertWeights:
     return ExpertWeights(feed.router.weight, both, feed.down.weight)
 
 
-def _stacked(*parts: torch.nn.Linear) -> Matrix:
+def _stacked(*parts: torch.nn.Linear) -> PlainMatrix:
     weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
     if parts[0].bias is None:
-        return Matrix(weight)
-    return Matrix(weight, torch.cat([part.bias for part in parts]))
+        return PlainMatrix(weight)
+    return PlainMatrix(weight, torch.cat([part.bias for part in parts]))
 
 
 def _norm(norm: torch.nn.Module | None) -> NormWeights | None:

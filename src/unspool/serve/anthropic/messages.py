@@ -7,7 +7,7 @@ put into Anthropic's words.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -32,6 +32,7 @@ from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event
 from unspool.serve.http.routes import JsonReply, new_router, to_json
+from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
 from unspool.serve.openai.chat_schema import ChatRequest
@@ -48,7 +49,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     texts = await call.write([ready.ids], ready.options)
     answer = _Answer(call, body, texts, ready.use)
     if body.stream:
-        return call.stream(answer.events(), lambda error: event(error.anthropic(), "error"))
+        return call.stream(answer.write, lambda error: event(error.anthropic(), "error"))
     return await call.reply(answer.answer())
 
 
@@ -153,6 +154,7 @@ class _Answer(BlockAnswer):
     def __init__(self, call: Call, body: MessagesRequest, texts: Texts, use: ToolUse) -> None:
         super().__init__(call, texts, use)
         self.body, self.id = body, new_id("msg_")
+        self.started = False  # the first event was sent
 
     async def answer(self) -> dict[str, Any]:
         content = [_block(block, _input(block)) for block in await self.read()]
@@ -198,21 +200,18 @@ class _Answer(BlockAnswer):
             return {}
         return {"unspool": texts_json(self.texts, self.body.unspool.trace)}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        started = False
-        async for changes in self.changes():
-            found = b"".join(map(_changed, changes))
-            # Not sooner: how much of the prompt was cached shows with the first step.
-            if not started:
-                started, found = True, self._start() + found
-            if found:
-                yield found
+    async def write(self, wire: Wire) -> None:
+        await self.deliver(lambda changes: self._start() + b"".join(map(_changed, changes)), wire)
         end = {"stop_sequence": None, "stop_details": None} | self._end()
         last = {"type": "message_delta", "delta": end, "usage": self._usage()} | self._extra()
         stop = event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
-        yield stop if started else self._start() + stop
+        wire.put(self._start() + stop)
 
     def _start(self) -> bytes:
+        """Once, and not before the first step: that shows how much of the prompt was cached."""
+        if self.started:
+            return b""
+        self.started = True
         message = self._message([], self._usage() | {"output_tokens": 0})
         return event({"type": "message_start", "message": message}, "message_start") + _PING
 

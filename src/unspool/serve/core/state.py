@@ -2,7 +2,7 @@
 
     call = await state.enter(request, model, places=n)     # waits in line; 429, 503, 404
     texts = await call.write(prompts, options, n)           # 400 if that cannot be
-    return await call.reply(answer(texts))                  # or call.stream(events(texts))
+    return await call.reply(answer(texts))                  # or call.stream(write)
 
 A call is a context: it holds places, a model and texts, and gives all of them back at its end,
 however that comes about. `enter` puts it among the resources of its request, which the middleware
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from unspool.serve.core.texts import Texts
 from unspool.serve.http.admission import Admission
 from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import ApiError, bad_request
-from unspool.serve.http.events import EventStream, event
+from unspool.serve.http.events import EventStream, Writer, event
 from unspool.serve.http.metrics import Metrics
 from unspool.serve.http.notes import ignore, note
 from unspool.serve.http.routes import JsonReply
@@ -179,17 +179,15 @@ class Call:
 
     def stream(
         self,
-        events: AsyncGenerator[bytes, None],
+        write: Writer,
         failed: Callable[[ApiError], bytes] = lambda error: event(error.openai()),
     ) -> Response:
         """The answer as events, sent as they come."""
-        return EventStream(events, until=self.until, failed=failed)
+        return EventStream(write, until=self.until, failed=failed)
 
-    def stream_lines(
-        self, lines: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes]
-    ) -> Response:
+    def stream_lines(self, write: Writer, failed: Callable[[ApiError], bytes]) -> Response:
         """The answer as lines of JSON, sent as they come."""
-        return EventStream(lines, until=self.until, failed=failed, is_lines=True)
+        return EventStream(write, until=self.until, failed=failed, is_lines=True)
 
     def _end(self, texts: Texts) -> None:
         texts.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,8 +21,13 @@ from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
 from unspool.serve.core.registry import ServedModel
-from unspool.serve.http.metrics import Metrics
+from unspool.serve.core.waking import Waking
+from unspool.serve.http.metrics import Metrics, Times
 from unspool.serve.http.threads import in_thread
+from unspool.serve.http.wire import Wire
+
+# Takes (number of the choice, step), as many as there are.
+Take = Callable[[list[tuple[int, Step]]], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,9 +59,14 @@ class Texts:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _streams: list[StepStream] = field(default_factory=list)  # all that were ever started
     _closed: bool = False
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _take: Take | None = None  # who is handed the steps
+    _wire: Wire | None = None
+    _fault: Exception | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # more to do than to hand on steps
     _notified: bool = False
-    _started_prompts: int = 0  # prompts
+    _writing: dict[int, Text] = field(default_factory=dict)  # of the texts, those not ended
+    _started_prompts: int = 0
+    _left: dict[int, int] = field(default_factory=dict)  # choices to be written, by prompt begun
 
     async def start(self) -> None:
         """Check what was asked for, and start the first text of as many prompts as may run."""
@@ -64,54 +74,41 @@ class Texts:
             await self._start_prompt()
 
     async def _start_prompt(self) -> None:
-        self._started_prompts += 1
-        await self._start((self._started_prompts - 1) * self.n)
+        prompt, self._started_prompts = self._started_prompts, self._started_prompts + 1
+        self._left[prompt] = self.n
+        await self._start(prompt * self.n)
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, Step]]]:
-        """(number of the choice, step), as many as there are each time."""
-        while True:
-            self._news.clear()
-            self._notified = False
-            batch: list[tuple[int, Step]] = []
-            for number, text in list(self.texts.items()):
-                if text.ended:
-                    continue
-                steps, text.ended = text.stream.waiting()
-                if steps:
-                    self._count(text, steps)
-                    batch += [(number, step) for step in steps]
-                if (steps or text.ended) and self.n > 1 and number % self.n == 0:
-                    await self._start_others(number)
-                if (
-                    text.ended
-                    and self._started_prompts < len(self.prompts)
-                    and self._all_ended(number)
-                ):
-                    await self._start_prompt()
-            if batch:
-                yield batch
-            elif all(text.ended for text in self.texts.values()):
-                return
-            else:
-                await self._news.wait()
+    async def deliver(self, take: Take, wire: Wire | None = None) -> None:
+        """Hand the steps to `take` as they come, as many as there are each time, until all texts
+        are written. That happens on the event loop as soon as it is woken, and this task sleeps
+        meanwhile. With a `wire`, nothing is handed on while that is full."""
+        self._take, self._wire = take, wire
+        try:
+            while True:
+                self._news.clear()
+                if wire is not None and wire.is_full:
+                    await wire.drain()
+                is_more = self._look()
+                if self._fault is not None:
+                    raise self._fault
+                await self._start_more()
+                if not self._writing and self._started_prompts == len(self.prompts):
+                    return
+                if not is_more:
+                    await self._news.wait()
+        finally:
+            self._take = None
 
-    def _all_ended(self, number: int) -> bool:
-        """Whether all choices of this one's prompt are written."""
-        first = number - number % self.n
-        return all(
-            choice in self.texts and self.texts[choice].ended
-            for choice in range(first, first + self.n)
-        )
-
-    async def final_batches(self, *, live: bool = False) -> AsyncIterator[list[tuple[int, Step]]]:
-        """`batches`, but nothing that may be taken back: with a guard that rewinds, all of it
+    async def deliver_final(
+        self, take: Take, wire: Wire | None = None, *, live: bool = False
+    ) -> None:
+        """`deliver`, but nothing that may be taken back: with a guard that rewinds, all of it
         comes in the end. `live`: as it comes all the same, for a reader who knows of `retracts`."""
         if self._may_rewind and not live:
             await self.finish()
-            yield [(i, step) for i, text in enumerate(self.all) for step in text.generation.steps]
-            return
-        async for batch in self.batches():
-            yield batch
+            take([(i, step) for i, text in enumerate(self.all) for step in text.generation.steps])
+        else:
+            await self.deliver(take, wire)
 
     @property
     def _may_rewind(self) -> bool:
@@ -120,8 +117,7 @@ class Texts:
 
     async def finish(self) -> None:
         """Wait until all are written."""
-        async for _ in self.batches():
-            pass
+        await self.deliver(lambda steps: None)
 
     def close(self) -> None:
         """Stop whatever still runs, also what a thread is only about to start."""
@@ -160,11 +156,44 @@ class Texts:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _look(self) -> bool:
+        """Hand on what has come. True: there is more to do than that."""
+        steps: list[tuple[int, Step]] = []
+        is_more = False
+        try:
+            for number, text in self._writing.items():
+                found, text.ended = text.stream.waiting()
+                if found:
+                    if self.n > 1 and not text.counted:
+                        is_more = True  # the others can follow
+                    self._count(text, found)
+                    steps += [(number, step) for step in found]
+                if text.stream.ended:
+                    is_more = True
+            if steps and self._take is not None:
+                self._take(steps)
+        except Exception as error:
+            self._fault, is_more = error, True
+        return is_more
+
+    async def _start_more(self) -> None:
+        """The other choices of a prompt that is read, and the next prompts."""
+        for number, text in list(self._writing.items()):
+            if self.n > 1 and number % self.n == 0 and (text.counted or text.ended):
+                await self._start_others(number)
+            if text.ended:
+                del self._writing[number]
+                self._left[number // self.n] -= 1
+                if not self._left[number // self.n]:
+                    del self._left[number // self.n]
+        while self._started_prompts < len(self.prompts) and len(self._left) < self.at_once:
+            await self._start_prompt()
+
     async def _start(self, number: int) -> None:
         generation, stream = await in_thread(self._open, number)
-        self.texts[number] = Text(generation, stream)
-        loop = asyncio.get_running_loop()
-        stream.listen(lambda: self._notify(loop))
+        self.texts[number] = self._writing[number] = Text(generation, stream)
+        waking = Waking.here()
+        stream.listen(lambda: self._notify(waking))
 
     def _open(self, number: int) -> tuple[Generation, StepStream]:
         """Start a text, on a thread; if nobody waits for it any more, it is stopped at once."""
@@ -188,26 +217,30 @@ class Texts:
             for number in range(first + 1, first + self.n):
                 await self._start(number)
 
-    def _notify(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the engine's thread: wake the reader, once for all that came since it last looked."""
+    def _notify(self, waking: Waking) -> None:
+        """On the engine's thread: have somebody look, once for all that came since the last."""
         if not self._notified:
             self._notified = True
-            with suppress(RuntimeError):  # the server has stopped meanwhile
-                loop.call_soon_threadsafe(self._news.set)
+            waking.call(self._on_news)
+
+    def _on_news(self) -> None:
+        self._notified = False
+        if self._take is None or (self._wire is not None and self._wire.is_full) or self._look():
+            self._news.set()
 
     def _count(self, text: Text, steps: Sequence[Step]) -> None:
-        name, metrics = self.served.name, self.metrics
         if not text.counted:
-            metrics.first_token.labels(name).observe(perf_counter() - self.arrived)
+            seconds = perf_counter() - self.arrived
+            self.metrics.first_token.labels(self.served.name).observe(seconds)
         for step in steps:
             text.generation.take(step)
             if text.counted:
-                self._per_token.observe(step.seconds)
+                self._times.add(step.seconds)
             text.counted += 1
 
     @cached_property
-    def _per_token(self) -> Any:
-        return self.metrics.per_token.labels(self.served.name)
+    def _times(self) -> Times:
+        return self.metrics.per_token.of(self.served.name)
 
     def account(self) -> None:
         """Tell the metrics what all of it came to, once."""

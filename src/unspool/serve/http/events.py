@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.routes import to_json
+from unspool.serve.http.wire import NAME, Wire
 
 _ERROR_SECONDS = 2.0  # seconds to get an error across when the time is up already
 HEARTBEAT_SECONDS = 5.0
@@ -42,8 +43,24 @@ class EventTemplate:
         return before + to_json(text) + after
 
 
+Writer = Callable[[Wire], Awaitable[None]]
+
+
+def pouring(pieces: AsyncGenerator[bytes, None]) -> Writer:
+    """A writer of pieces that somebody else makes."""
+
+    async def write(wire: Wire) -> None:
+        async with aclosing(pieces) as found:
+            async for piece in found:
+                if wire.is_full:
+                    await wire.drain()
+                wire.put(piece)
+
+    return write
+
+
 class EventStream(Response):
-    """Events as they come, from an iterator of bytes; each item is sent at once.
+    """Events as they come: `write` puts them on the wire, each at once.
 
     While nothing comes, a comment is sent every few seconds: proxies and people see that the
     answer is still being worked on. `failed` makes the last event of an error, because the status
@@ -53,7 +70,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        write: Writer,
         *,
         until: float | None,
         failed: Callable[[ApiError], bytes],
@@ -64,16 +81,16 @@ class EventStream(Response):
             media_type="application/x-ndjson" if is_lines else "text/event-stream",
         )
         del self.headers["content-length"]
-        self._events, self._until, self._failed = events, until, failed
+        self._write, self._until, self._failed = write, until, failed
         self._is_lines = is_lines
-        self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        heartbeat = asyncio.ensure_future(self._send_heartbeats(send))
+        wire = scope["extensions"][NAME]()
+        heartbeat = asyncio.ensure_future(self._send_heartbeats(wire))
         try:
-            fault = await self._send_events(send)
+            fault = await self._send_events(wire)
         except asyncio.CancelledError:
             if not scope["app"].state.server.admission.refusing:  # then the client has gone
                 raise
@@ -88,23 +105,20 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": last, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_events(self, send: Send) -> Exception | None:
+    async def _send_events(self, wire: Wire) -> Exception | None:
         """Send all events; gives the error that ended them, if one did."""
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(self._until), aclosing(self._events) as found:
-                async for piece in found:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    self._sent_at = loop.time()
+            async with asyncio.timeout_at(self._until):
+                await self._write(wire)
         except Exception as error:
             return error
         return None
 
-    async def _send_heartbeats(self, send: Send) -> None:
+    async def _send_heartbeats(self, wire: Wire) -> None:
         loop = asyncio.get_running_loop()
-        self._sent_at = loop.time()
         while not self._is_lines:
-            await asyncio.sleep(self._sent_at + HEARTBEAT_SECONDS - loop.time())
-            if loop.time() >= self._sent_at + HEARTBEAT_SECONDS:
-                self._sent_at = loop.time()
-                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            await asyncio.sleep(wire.sent_at + HEARTBEAT_SECONDS - loop.time())
+            if loop.time() >= wire.sent_at + HEARTBEAT_SECONDS:
+                if wire.is_full:
+                    await wire.drain()
+                wire.put(_COMMENT)

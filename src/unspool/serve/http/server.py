@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import h11
 import uvicorn
@@ -24,6 +25,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.wire import NAME as WIRE
+from unspool.serve.http.wire import Wire
 
 # A thread that computes gives Python up to others at least this often: at the usual 5 ms an
 # answer that is ready would wait for the next one to be picked.
@@ -43,6 +46,15 @@ class _Protocol(H11Protocol):
 
     head_seconds = 30.0
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._served, self.app = self.app, self._serve
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """The application, which may write the body of its answer straight to the socket."""
+        scope["extensions"] = {WIRE: lambda: Wire(self.cycle)}
+        await self._served(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -5,7 +5,7 @@ An adapter over the same core as `/v1/completions`. The settings' defaults are l
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections import Counter
 from typing import Any
 
 from fastapi import Request
@@ -20,6 +20,7 @@ from unspool.serve.core.texts import Text, Texts
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.events import event
 from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.http.wire import Wire
 from unspool.serve.llamacpp.schema import CompletionRequest
 from unspool.serve.openai.completions import start_ids
 from unspool.serve.openai.logprobs import LogprobFormat, finite
@@ -39,7 +40,7 @@ async def completion(body: CompletionRequest, request: Request) -> Response:
     prompts, options = await call.thread(_prepare, call, body, many)
     answer = _Answer(call, body, await call.write(prompts, options, n))
     if body.stream:
-        return call.stream(answer.events(), lambda error: event(error.llamacpp()))
+        return call.stream(answer.write, lambda error: event(error.llamacpp()))
     return await call.reply(answer.whole())
 
 
@@ -81,18 +82,21 @@ class _Answer:
         found = [self._final(number) for number in range(len(self.texts.all))]
         return found[0] if len(found) == 1 else found
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        counts: dict[int, int] = {}
-        async for batch in self.texts.final_batches():
+    async def write(self, wire: Wire) -> None:
+        counts: Counter[int] = Counter()
+
+        def take(steps: list[tuple[int, Step]]) -> None:
             chunks = []
-            for number, step in batch:
-                counts[number] = counts.get(number, 0) + 1
+            for number, step in steps:
+                counts[number] += 1
                 chunks.append(event(self._chunk(number, step, counts[number])))
-            yield b"".join(chunks)
+            wire.put(b"".join(chunks))
+
+        await self.texts.deliver_final(take, wire)
         for number in range(len(self.texts.all)):
             last = self._final(number) | {"content": "", "tokens": []}
             last.pop("completion_probabilities", None)  # each was told with its token
-            yield event(last)
+            wire.put(event(last))
 
     def _chunk(self, number: int, step: Step, count: int) -> dict[str, Any]:
         prompt = self.texts.prompts[number // self.texts.n]

@@ -7,7 +7,6 @@ Ollama's words, a line of JSON for every piece.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any
@@ -24,6 +23,7 @@ from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply, new_router, to_json
+from unspool.serve.http.wire import Wire
 from unspool.serve.ollama.schema import ChatRequest, GenerateRequest, Message
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
@@ -52,7 +52,7 @@ async def _answered(body: Asking, request: Request) -> Response:
     answer = _Answer(call, body, texts, ready.use, entered - request.state.arrived)
     if body.stream is False:
         return await call.reply(answer.whole())
-    return call.stream_lines(answer.lines(), lambda error: line(error.ollama()))
+    return call.stream_lines(answer.write, lambda error: line(error.ollama()))
 
 
 async def _loaded(body: Asking, request: Request) -> Response:
@@ -201,14 +201,13 @@ class _Answer(BlockAnswer):
         return {**_head(self.model), **_piece(self.body, text, **more), **logprobs,
                 **self._end()}  # fmt: skip
 
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        async for changes in self.changes():
-            pieces = [piece for change in changes if (piece := self._changed(change))]
-            if pieces:
-                yield b"".join(
-                    line({**_head(self.model), **piece, "done": False}) for piece in pieces
-                )
-        yield line({**_head(self.model), **_piece(self.body, ""), **self._end()})
+    async def write(self, wire: Wire) -> None:
+        await self.deliver(self._lines, wire)
+        wire.put(line({**_head(self.model), **_piece(self.body, ""), **self._end()}))
+
+    def _lines(self, changes: list[Change]) -> bytes:
+        pieces = [piece for change in changes if (piece := self._changed(change))]
+        return b"".join(line({**_head(self.model), **piece, "done": False}) for piece in pieces)
 
     def _changed(self, change: Change) -> dict[str, Any] | None:
         if change.block.name is None:

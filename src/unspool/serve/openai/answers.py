@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from unspool.engine.generation import Generation
@@ -14,6 +14,7 @@ from unspool.serve.core.state import Call, new_id
 from unspool.serve.core.step_json import step_json, texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.events import DONE, event
+from unspool.serve.http.wire import Wire
 from unspool.serve.openai.chat_prompt import ToolUse
 from unspool.serve.openai.logprobs import LogprobFormat
 
@@ -55,15 +56,13 @@ class Answer:
             chunk["unspool"] = step_json(step, len(prompt), self.served.lm.readable)
         return event(chunk)
 
-    def _last_events(self) -> Iterator[bytes]:
+    def _last_events(self) -> bytes:
         last = self._envelope(self.chunk_kind, [])
         if self.wants_usage:
             last["usage"] = self.texts.usage()
         if self.has_extension:
             last["unspool"] = texts_json(self.texts, False)
-        if self.wants_usage or self.has_extension:
-            yield event(last)
-        yield DONE
+        return (event(last) if self.wants_usage or self.has_extension else b"") + DONE
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -95,7 +94,10 @@ class BlockAnswer:
         await self.texts.finish()
         return self.blocks.read(self.generation)
 
-    async def changes(self) -> AsyncGenerator[list[Change], None]:
-        """What each batch of steps changes."""
-        async for batch in self.texts.final_batches():
-            yield [change for _, step in batch for change in self.blocks.take(step)]
+    async def deliver(self, render: Callable[[list[Change]], bytes], wire: Wire) -> None:
+        """Put on the wire what steps change, as they come."""
+
+        def take(steps: list[tuple[int, Step]]) -> None:
+            wire.put(render([change for _, step in steps for change in self.blocks.take(step)]))
+
+        await self.texts.deliver_final(take, wire)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -16,6 +16,7 @@ from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.routes import new_router
+from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import Answer
 from unspool.serve.openai.chat_prompt import (
     PreparedChat,
@@ -39,7 +40,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     ready = await call.thread(_prepare, call, body)
     texts = await call.write([ready.ids], ready.options, n)
     chat = _Chat(call, body, texts, ready.use)
-    return call.stream(chat.events()) if body.stream else await call.reply(chat.answer())
+    return call.stream(chat.write) if body.stream else await call.reply(chat.answer())
 
 
 def _prepare(call: Call, body: ChatRequest) -> PreparedChat:
@@ -79,6 +80,8 @@ class _Chat(Answer):
         self.body, one_call = body, use.parallel is False
         self.choices = [_Choice(use.reader(call.served), one_call) for _ in range(texts.n)]
         self.is_live = streams_trace(body)
+        # Words and nothing else, which most answers are: known without a look at each.
+        self.is_plain = not (use.offered or body.logprobs or self.is_live)
         self._words = EventTemplate(lambda number, text: self._delta(number, {"content": text}))
 
     def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
@@ -112,17 +115,24 @@ class _Chat(Answer):
 
     # -- in chunks ---------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        async for batch in self.texts.final_batches(live=self.is_live):
-            yield b"".join(e for number, step in batch for e in self._events(number, step))
+    async def write(self, wire: Wire) -> None:
+        await self.texts.deliver_final(
+            lambda steps: wire.put(b"".join([self._events(*each) for each in steps])),
+            wire,
+            live=self.is_live,
+        )
         for number, choice in enumerate(self.choices):
             if not choice.started:  # a text without a single token has ended all the same
-                reason = self.texts.all[number].generation.finish_reason
-                yield self._start(number) + self._delta(number, {}, None, finish_reason(reason))
-        for last in self._last_events():
-            yield last
+                reason = finish_reason(self.texts.all[number].generation.finish_reason)
+                wire.put(self._start(number) + self._delta(number, {}, None, reason))
+        wire.put(self._last_events())
 
-    def _events(self, number: int, step: Step) -> Iterator[bytes]:
+    def _events(self, number: int, step: Step) -> bytes:
+        if self.is_plain and self.choices[number].started and not step.finish_reason:
+            return self._words(number, step.text) if step.text else b""
+        return b"".join(self._changes(number, step))
+
+    def _changes(self, number: int, step: Step) -> Iterator[bytes]:
         choice = self.choices[number]
         if not choice.started:
             yield self._start(number)

@@ -6,7 +6,6 @@ harnesses score given answers.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any, ClassVar
 
 from fastapi import Request
@@ -29,6 +28,7 @@ from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.routes import new_router
+from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import Answer
 from unspool.serve.openai.logprobs import joined
 
@@ -63,7 +63,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     ids, options = await call.thread(_prepare, call, body)
     texts = await call.write(ids, options, written, start=not _is_scored(body))
     answer = _Completion(call, body, texts, n)
-    return call.stream(answer.events()) if body.stream else await call.reply(answer.answer())
+    return call.stream(answer.write) if body.stream else await call.reply(answer.answer())
 
 
 def _check(body: CompletionRequest, n: int) -> None:
@@ -161,25 +161,25 @@ class _Completion(Answer):
 
     # -- in chunks ---------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def write(self, wire: Wire) -> None:
         await self._score()
         if self.body.echo:
             for number in range(len(self.texts.prompts) * self.texts.n):
                 echoed, offset = self._echoed(number // self.texts.n)
                 self.offsets[number] = offset
-                yield self._chunk(_choice(number, self._echo(number // self.texts.n), echoed))
-        async for batch in self.texts.final_batches(live=self.trace):
-            found = (self._event(number, step) for number, step in batch)
-            if events := b"".join(e for e in found if e is not None):
-                yield events
+                wire.put(self._chunk(_choice(number, self._echo(number // self.texts.n), echoed)))
+        await self.texts.deliver_final(
+            lambda steps: wire.put(b"".join([self._event(*each) for each in steps])),
+            wire,
+            live=self.trace,
+        )
         for number, text in self.texts.texts.items():
             if not text.generation.steps:
                 reason = finish_reason(text.generation.finish_reason)
-                yield self._chunk(_choice(number, "", None, reason))
-        for last in self._last_events():
-            yield last
+                wire.put(self._chunk(_choice(number, "", None, reason)))
+        wire.put(self._last_events())
 
-    def _event(self, number: int, step: Step) -> bytes | None:
+    def _event(self, number: int, step: Step) -> bytes:
         logprobs = None
         if self.body.logprobs is not None:
             offset = self.offsets.get(number, 0)
@@ -188,7 +188,7 @@ class _Completion(Answer):
         reason = finish_reason(step.finish_reason) if step.finish_reason else None
         step_shown = step if self.trace or step.retracts else None
         if not (logprobs or reason or step_shown):
-            return self._words(number, step.text) if step.text else None
+            return self._words(number, step.text) if step.text else b""
         return self._chunk(_choice(number, step.text, logprobs, reason), step_shown)
 
 

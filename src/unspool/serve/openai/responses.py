@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,7 @@ from unspool.serve.http.errors import ApiError, bad_request, unsupported
 from unspool.serve.http.events import event
 from unspool.serve.http.notes import ignore
 from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
 from unspool.serve.openai.chat_schema import ChatRequest
@@ -43,7 +44,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     store = None if body.store is False else partial(state.responses.add, items=items)
     answer = _Answer(call, body, texts, ready.use, store)
     if body.stream:
-        return call.stream(answer.events(), answer.failed)
+        return call.stream(answer.write, answer.failed)
     return await call.reply(answer.answer())
 
 
@@ -255,18 +256,17 @@ class _Answer(BlockAnswer):
 
     # -- in events ---------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def write(self, wire: Wire) -> None:
         started = self._response("in_progress")
-        yield self._event("response.created", response=started) + self._event(
-            "response.in_progress", response=started
-        )
-        async for changes in self.changes():
-            if found := b"".join(e for change in changes for e in self._changed(change)):
-                yield found
-        last = self.blocks.end(self.generation.finish_reason)
-        rest = b"".join(e for change in last for e in self._changed(change))
+        created = self._event("response.created", response=started)
+        wire.put(created + self._event("response.in_progress", response=started))
+        await self.deliver(self._render, wire)
+        rest = self._render(self.blocks.end(self.generation.finish_reason))
         done = self._finished()
-        yield rest + self._event(f"response.{done['status']}", response=done)
+        wire.put(rest + self._event(f"response.{done['status']}", response=done))
+
+    def _render(self, changes: Iterable[Change]) -> bytes:
+        return b"".join(e for change in changes for e in self._changed(change))
 
     def _changed(self, change: Change) -> list[bytes]:
         block = change.block

@@ -16,7 +16,7 @@ from unspool.serve.core.options import check_choices
 from unspool.serve.core.state import Call, ServerState, state_of
 from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import EventStream
+from unspool.serve.http.events import EventStream, pouring
 from unspool.serve.http.threads import in_thread
 from unspool.serve.tree.branch_json import (
     branch_json,
@@ -114,7 +114,7 @@ def _streamed(call: Call, writing: BranchWriting, cursors: list[Cursor]) -> Resp
         list(zip(branches, cursors, strict=True)),
         is_over=lambda: all(branch.writing is not writing for branch in branches),
     )
-    return call.stream(events, error_event)
+    return call.stream(pouring(events), error_event)
 
 
 @router.post("/{identity}/stop", summary="Stop the writing that goes on")
@@ -149,7 +149,7 @@ async def events(
         if branch.deleted:
             yield branch_event("delete", branch, {}, cursors)
 
-    return EventStream(happening(), until=None, failed=error_event)
+    return EventStream(pouring(happening()), until=None, failed=error_event)
 
 
 def _is_over(branch: TreeBranch, state: ServerState) -> bool:

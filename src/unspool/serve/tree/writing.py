@@ -156,13 +156,15 @@ class BranchWriting:
 
     async def _feed(self) -> None:
         try:
-            async for batch in self.texts.batches():
-                for number, step in batch:
-                    if number in self._open:
-                        self._pending[number].append(step)
-                self._news.set()
+            await self.texts.deliver(self._take)
         except Exception as error:
             self.fault = error
+
+    def _take(self, steps: list[tuple[int, Step]]) -> None:
+        for number, step in steps:
+            if number in self._open:
+                self._pending[number].append(step)
+        self._news.set()
 
     async def _pause(self, until: float) -> None:
         """Until the next step is due, the pace is changed or somebody stops."""

@@ -1,4 +1,4 @@
-"""Shared by the tests of the native backend: random models of any shape, and texts in pages."""
+"""Shared by the tests of backends: random models of any shape, and texts in pages, by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from packing_support import FLOATS, floats
 
 from unspool.backends.base import Backend
-from unspool.backends.step import Floats, Inside, Look, StepBatch, TableUpdates
+from unspool.backends.step import Floats, Inside, Logits, Look, StepBatch, TableUpdates
 from unspool.model.config import ModelConfig
 from unspool.model.gguf import BLOCK_TYPES
 from unspool.model.positions import Rotary
@@ -163,7 +163,12 @@ def look(
     ran = backend.launch(batch).result()
     for text, count in parts:
         text.read += count
-    return np.split(np.asarray(ran.logits), batch.starts[1:-1]), ran.inside
+    return np.split(host(ran.logits), batch.starts[1:-1]), ran.inside
+
+
+def host(logits: Logits) -> Floats:
+    """Logits as numpy has them, wherever they lie."""
+    return logits if isinstance(logits, np.ndarray) else logits.float().cpu().numpy()
 
 
 def read_whole(backend: Backend, text: Text, chunk: int) -> Floats:

@@ -1,0 +1,157 @@
+"""What a captured step reads, at addresses that never change, and how it gets there.
+
+All of it lies in one piece of memory, so that one copy brings a whole step to the device: the lines
+with their tokens and positions, the changes of the block table, and how each line is picked from.
+The host's side is a ring of such pieces, because a copy runs while the next one is filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from unspool.backends.cuda.attention import Lines
+from unspool.backends.step import Ints
+from unspool.sampling.picker import FLOATS
+
+ROOM = 512  # changes of the block table that fit into a step; more are made before it
+_RING = 4
+_SPARE_LINE = 0  # of the block table, for lines that only fill a batch up
+_FIRST_LINES = 1024
+_NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # of a line that nobody picks from: FLOATS' order
+assert FLOATS[:4] == ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for what the device is doing: only pinned memory can be copied so."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return tensor.clone()
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The parts of a piece of memory, by the type of their numbers."""
+
+    tokens: Any
+    ints: Any
+    floats: Any
+    positions: Any
+    ends: Any
+    slots: Any
+    updates: Any
+
+    @classmethod
+    def of(cls, eights: Any, fours: Any, lines: int) -> _Fields:
+        """`eights` are int64, `fours` int32; numpy or torch alike. The floats are int64 still."""
+        ints, floats = eights[lines : 7 * lines], eights[7 * lines : 13 * lines]
+        return cls(
+            tokens=eights[:lines],
+            ints=ints.reshape(lines, 6),
+            floats=floats.reshape(lines, 6),
+            positions=fours[:lines],
+            ends=fours[lines : 2 * lines],
+            slots=fours[2 * lines : 3 * lines],
+            updates=fours[3 * lines :],
+        )
+
+
+class Inputs:
+    """The device's side, and the ring on the host."""
+
+    def __init__(self, lines: int, outcomes: int, columns: int, spare: int, device: torch.device):
+        self.lines, self.device, self._spare_page = lines, device, spare
+        wide, narrow = 13 * lines * 8, (3 * lines + 1 + 2 * ROOM) * 4
+        self._memory = torch.zeros(wide + narrow, dtype=torch.uint8, device=device)
+        fields = _Fields.of(
+            self._memory[:wide].view(torch.int64), self._memory[wide:].view(torch.int32), lines
+        )
+        self.tokens, self.positions, self.ends = fields.tokens, fields.positions, fields.ends
+        self.slots, self.updates, self.ints = fields.slots, fields.updates, fields.ints
+        self.floats: Tensor = fields.floats.view(torch.float64)
+        self.no_updates = torch.zeros(1, dtype=torch.int32, device=device)
+        # What was picked: by the lines of a captured step, then by the prompts beside it.
+        self.previous = torch.zeros(lines + outcomes, dtype=torch.int64, device=device)
+        self.columns = columns
+        self.table = self._new_table(_FIRST_LINES)
+        pinned = device.type == "cuda"
+        self._ring = [
+            torch.zeros(wide + narrow, dtype=torch.uint8, pin_memory=pinned) for _ in range(_RING)
+        ]
+        self._hosts = []
+        for piece in self._ring:
+            bare = piece.numpy()
+            host = _Fields.of(bare[:wide].view(np.int64), bare[wide:].view(np.int32), lines)
+            self._hosts.append(host)
+        self._turn = 0
+
+    def of(self, count: int) -> Lines:
+        """The first lines as attention wants them."""
+        return Lines(self.table, self.slots[:count], self.positions[:count], self.ends[:count])
+
+    # -- the block table -----------------------------------------------------------------------
+
+    def _new_table(self, lines: int) -> Tensor:
+        shape = (lines, self.columns)
+        return torch.full(shape, self._spare_page, dtype=torch.int32, device=self.device)
+
+    def make_room(self, slots: Ints) -> bool:
+        """Whether the table had to grow, which moves it: what was captured is void then."""
+        needed = int(slots.max()) + 2 if len(slots) else 0
+        if needed <= len(self.table):
+            return False
+        grown = self._new_table(max(needed, 2 * len(self.table)))
+        grown[: len(self.table)] = self.table
+        self.table = grown
+        return True
+
+    def places(self, slots: Ints, columns: Ints) -> Ints:
+        """Where in the table (its first line is nobody's) a slot's pages stand."""
+        places: Ints = (slots + 1) * self.columns + columns
+        return places
+
+    def update_now(self, places: Ints, pages: Ints) -> None:
+        """Change the table outside of a captured step."""
+        where = to_device(places, self.device)
+        self.table.view(-1)[where] = to_device(pages.astype(np.int32), self.device)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def send(
+        self,
+        count: int,
+        padded: int,
+        tokens: Ints,
+        positions: Ints,
+        ends: Ints,
+        slots: Ints,
+        changed: tuple[Ints, Ints],
+        picks: tuple[Ints, npt.NDArray[np.float64], Ints] | None,
+    ) -> None:
+        """Bring `count` lines to the device, and as many harmless ones as make it `padded`.
+
+        `changed` are places in the table and their pages; `picks` says of some lines how they are
+        picked from: their numbers, floats and ints."""
+        host, piece = self._hosts[self._turn], self._ring[self._turn]
+        self._turn = (self._turn + 1) % _RING
+        host.tokens[:count], host.tokens[count:padded] = tokens, 0
+        host.positions[:count], host.positions[count:padded] = positions, 0
+        host.ends[:count], host.ends[count:padded] = ends, 1
+        host.slots[:count], host.slots[count:padded] = slots + 1, _SPARE_LINE
+        places, pages = changed
+        host.updates[0] = len(places)
+        host.updates[1 : 1 + len(places)] = places
+        host.updates[1 + ROOM : 1 + ROOM + len(places)] = pages
+        floats = host.floats.view(np.float64)
+        if picks is None or len(picks[0]) < padded:
+            floats[:padded], host.ints[:padded] = _NEUTRAL, 0
+        if picks is not None:
+            numbers, floats_given, ints_given = picks
+            floats[numbers], host.ints[numbers] = floats_given, ints_given
+        self._memory.copy_(piece, non_blocking=True)

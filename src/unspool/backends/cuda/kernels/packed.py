@@ -1,0 +1,267 @@
+"""Products with packed matrices: the weights are unpacked in registers, on their way to the sum.
+
+A row of a packed matrix is cut into units of 16 bytes, what one thread reads at once: 32 numbers of
+4 bits or 16 of 8. The columns of a unit are slots of four neighbours; number j of slot s stands in
+word j of the unit's four, BITS * s bits up. So one mask finds a slot's numbers in the four words,
+and they are multiplied with four neighbours of the vector.
+
+A number q means  scale * (q - OFFSET) - minimum.  Scale and minimum are made from a record of two
+or four bytes that one or two units share (`KIND`, see `packing.py`), with two factors for every 256
+columns where the file has such. FP8 numbers (KIND 4) have a scale only, for a row or for so many
+of its units.
+"""
+
+import triton
+import triton.language as tl
+
+from unspool.backends.cuda.kernels.common import rounded
+from unspool.backends.cuda.kernels.gemv import finished
+
+HALF, HALVES, SUPER, SIGNED, FLOAT8 = 0, 1, 2, 3, 4
+
+
+@triton.jit
+def fetched(
+    quants, records, factors, rows, units, N, U: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Units of some rows [rows, units, 4] on their way, with records and factors [rows, units]."""
+    inside = (rows < N)[:, None] & (units < U)[None, :]
+    rows = rows.to(tl.int64)
+    four = tl.arange(0, 4)[None, None, :]
+    places = (rows[:, None] * U + units[None, :])[:, :, None] * 4 + four
+    tile = tl.load(quants + places, inside[:, :, None], 0, eviction_policy="evict_first")
+    GROUPS: tl.constexpr = (U + SHARE - 1) // SHARE
+    if KIND == 4:
+        at = rows[:, None] * GROUPS + (units // SHARE)[None, :]
+        record = tl.load(factors + at, inside, 0.0)
+    else:
+        SIZE: tl.constexpr = 4 if KIND == 1 else 2
+        bytes = tl.arange(0, SIZE)[None, None, :]
+        at = (rows[:, None] * GROUPS + (units // SHARE)[None, :])[:, :, None] * SIZE + bytes
+        pieces = tl.load(records + at, inside[:, :, None], 0).to(tl.int32)
+        record = tl.sum(pieces << (8 * bytes), 2)
+    factor = record
+    if KIND == 2 or KIND == 3:
+        EACH: tl.constexpr = 2 * BITS  # units in 256 columns
+        at = rows[:, None] * ((U + EACH - 1) // EACH) + (units // EACH)[None, :]
+        factor = tl.load(factors + at, inside, 0)
+    return tile, record, factor
+
+
+@triton.jit
+def half_float(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def scale_and_minimum(record, factor, units, KIND: tl.constexpr):
+    """In 32 bits, [rows, units] each."""
+    minimum = 0.0
+    if KIND == 0:
+        scale = half_float(record)
+    elif KIND == 1:
+        scale, minimum = half_float(record), half_float(record >> 16)
+    elif KIND == 2:
+        scale = half_float(factor) * (record & 255).to(tl.float32)
+        minimum = half_float(factor >> 16) * ((record >> 8) & 255).to(tl.float32)
+    elif KIND == 3:
+        own = (record >> (8 * (units % 2))[None, :]) & 255  # two signed bytes, one for each unit
+        scale = half_float(factor) * ((own ^ 128) - 128).to(tl.float32)
+    else:
+        scale = record
+    return scale, minimum
+
+
+@triton.jit
+def magic(SLOT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
+    """What the `numbers` of a slot have too much."""
+    return 0.0 if KIND == 4 else (16.0 if BITS == 4 and SLOT % 2 == 1 else 256.0)
+
+
+@triton.jit
+def numbers(words, zero, SLOT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
+    """What a slot holds [rows, units, 4], as floats: `magic` + q.
+
+    The bits of q are moved to the upper end of a float's fraction, and become the last ones of 16
+    or 256: quicker than to convert them, and near enough to the upper end for a sum in 32 bits.
+    `zero` is not known as such when this is compiled: the float's upper bits then stay in
+    a register, and one instruction does both the masking and the joining."""
+    FIRST: tl.constexpr = BITS * (SLOT // 2 * 2) if BITS == 4 else BITS * SLOT
+    if KIND == 4:
+        found = (words >> FIRST).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        moved = words << (15 - FIRST) if FIRST < 15 else words >> (FIRST - 15)
+        if BITS == 8:
+            bits = (moved & 0x7F8000) | (0x43800000 + zero)
+        elif SLOT % 2 == 0:
+            bits = (moved & 0x78000) | (0x43800000 + zero)
+        else:
+            bits = (moved & 0x780000) | (0x41800000 + zero)
+        found = bits.to(tl.float32, bitcast=True)
+    return found
+
+
+@triton.jit
+def spread(vector, units, SLOT: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr):
+    """The numbers of a vector that meet a slot, [units, 4]."""
+    cols = units[:, None] * (128 // BITS) + 4 * SLOT + tl.arange(0, 4)[None, :]
+    return tl.load(vector + cols, cols < K, 0.0).to(tl.float32)
+
+
+@triton.jit
+def product(
+    tile, record, factor, units, parts, sums, excess, zero,
+    BITS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Rows times the vector, [rows]. `sums` are those of the vector for each unit, `excess` what
+    they become in `numbers` of nothing."""
+    found = numbers(tile, zero, 0, BITS, KIND) * parts[0][None, :, :]
+    for slot in tl.static_range(1, 32 // BITS):
+        found += numbers(tile, zero, slot, BITS, KIND) * parts[slot][None, :, :]
+    scale, minimum = scale_and_minimum(record, factor, units, KIND)
+    total = scale * (tl.sum(found, 2) - excess[None, :])
+    if KIND == 1 or KIND == 2:
+        total -= minimum * sums[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def packed_gemv(
+    x, gain, shift, quants, records, factors, bias, res, out, N, eps,
+    K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `gemv`, with a packed matrix of U units a row (UP: the power of two that holds them)."""
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    start, stride = tl.program_id(0), tl.num_programs(0)
+    units = tl.arange(0, UP)
+    rows = start * BN + tl.arange(0, BN)
+    tile, record, factor = fetched(quants, records, factors, rows, units, N, U, BITS, KIND, SHARE)
+    if GLU:
+        tile2, record2, factor2 = fetched(
+            quants, records, factors, rows + N, units, 2 * N, U, BITS, KIND, SHARE
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+    if NORM != 0:
+        cols = tl.arange(0, UP * (128 // BITS))
+        whole = tl.load(x + cols, cols < K, 0.0).to(tl.float32)
+        mean = 0.0
+        if NORM == 2:
+            mean = tl.sum(whole, 0) / K
+            whole = tl.where(cols < K, whole - mean, 0.0)
+        spreading = tl.rsqrt(tl.sum(whole * whole, 0) / K + eps)
+    parts = ()
+    sums, excess = tl.zeros((UP,), tl.float32), tl.zeros((UP,), tl.float32)
+    zero = tl.minimum(N, 0)
+    for slot in tl.static_range(0, 32 // BITS):
+        part = spread(x, units, slot, BITS, K)
+        if NORM != 0:
+            part = (part - mean) * spreading * spread(gain, units, slot, BITS, K)
+            if NORM == 2:
+                part += spread(shift, units, slot, BITS, K)
+            part = rounded(part, x)
+        here = tl.sum(part, 1)
+        sums += here
+        excess += here * (magic(slot, BITS, KIND) + OFFSET)
+        parts = parts + (part,)  # noqa: RUF005 (Triton knows no unpacking)
+    for block in range(start, tl.cdiv(N, BN), stride):
+        behind = (block + stride) * BN + tl.arange(0, BN)
+        next_tile, next_record, next_factor = fetched(
+            quants, records, factors, behind, units, N, U, BITS, KIND, SHARE
+        )
+        y = product(tile, record, factor, units, parts, sums, excess, zero, BITS, KIND)
+        z = y
+        if GLU:
+            next_tile2, next_record2, next_factor2 = fetched(
+                quants, records, factors, behind + N, units, 2 * N, U, BITS, KIND, SHARE
+            )
+            z = product(tile2, record2, factor2, units, parts, sums, excess, zero, BITS, KIND)
+            tile2, record2, factor2 = next_tile2, next_record2, next_factor2
+        finished(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
+        tile, record, factor = next_tile, next_record, next_factor
+        rows = behind
+
+
+@triton.jit
+def unpacked(
+    tile, scale, minimum, zero, SLOT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """The numbers of a slot themselves, [rows, units, 4]."""
+    q = numbers(tile, zero, SLOT, BITS, KIND) - (magic(SLOT, BITS, KIND) + OFFSET)
+    found = q * scale[:, :, None]
+    if KIND == 1 or KIND == 2:
+        found -= minimum[:, :, None]
+    return found
+
+
+@triton.jit
+def unpack_rows(
+    quants, records, factors, tokens, previous, out, first, N,
+    U: tl.constexpr, BU: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on (up to row N) as plain numbers, BN rows by BU units a program. With
+    CHOSEN line n is the row of token n; a token -1 - n is the n-th pick of the step before."""
+    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    units = tl.program_id(1) * BU + tl.arange(0, BU)
+    rows = first + lines
+    if CHOSEN:
+        rows = tl.load(tokens + lines)
+        rows = tl.where(rows < 0, tl.load(previous - 1 - rows, rows < 0, 0), rows)
+        rows = tl.minimum(tl.maximum(rows, 0), N - 1)  # a pick that failed: its row is dropped
+    tile, record, factor = fetched(quants, records, factors, rows, units, N, U, BITS, KIND, SHARE)
+    scale, minimum = scale_and_minimum(record, factor, units, KIND)
+    inside = ((rows < N)[:, None] & (units < U)[None, :])[:, :, None]
+    places = (lines.to(tl.int64)[:, None] * U + units[None, :])[:, :, None] * (128 // BITS)
+    places = places + tl.arange(0, 4)[None, None, :]
+    zero = tl.minimum(N, 0)
+    for slot in tl.static_range(0, 32 // BITS):
+        found = unpacked(tile, scale, minimum, zero, slot, BITS, KIND, OFFSET)
+        tl.store(out + places + 4 * slot, found.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def packed_rows(
+    x, quants, records, factors, bias, out, M, N, WIDE,
+    K: tl.constexpr, U: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BU: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = x [M, K] · Wᵀ on tensor cores, each number summed in the same order whatever
+    M is. The numbers of W are rounded to the type of x; lines of `out` are WIDE numbers apart."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    lines = tl.program_id(1) * BM + tl.arange(0, BM)
+    total = tl.zeros((BN, BM), tl.float32)
+    line_places = x + lines.to(tl.int64)[None, :] * K
+    within, zero = tl.arange(0, BU * 4), tl.minimum(N, 0)
+    tile, record, factor = fetched(
+        quants, records, factors, rows, tl.arange(0, BU), N, U, BITS, KIND, SHARE
+    )
+    for at in range(0, U, BU):
+        units = at + tl.arange(0, BU)
+        next_tile, next_record, next_factor = fetched(
+            quants, records, factors, rows, units + BU, N, U, BITS, KIND, SHARE
+        )
+        scale, minimum = scale_and_minimum(record, factor, units, KIND)
+        cols = (at + within // 4) * (128 // BITS) + within % 4
+        for slot in tl.static_range(0, 32 // BITS):
+            seen = (cols < K - 4 * slot)[:, None] & (lines < M)[None, :]
+            part = tl.load(line_places + (cols + 4 * slot)[:, None], mask=seen, other=0.0)
+            found = unpacked(tile, scale, minimum, zero, slot, BITS, KIND, OFFSET)
+            found = tl.reshape(found.to(x.dtype.element_ty), [BN, BU * 4])
+            total = tl.dot(found, part, total, input_precision="ieee")
+        tile, record, factor = next_tile, next_record, next_factor
+    if BIAS:
+        total += tl.load(bias + rows, rows < N, 0.0).to(tl.float32)[:, None]
+    at = lines.to(tl.int64)[None, :] * WIDE + rows[:, None]
+    inside = (lines < M)[None, :] & (rows < N)[:, None]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

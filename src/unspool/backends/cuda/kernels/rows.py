@@ -1,0 +1,111 @@
+"""The small kernels between the products of a batch: one program a line (a new token)."""
+
+import triton
+import triton.language as tl
+
+from unspool.backends.cuda.kernels.common import activated, normalized, rounded, wait
+
+
+@triton.jit
+def begin(
+    updates, table, tokens, previous, positions, embed, position_embed, h, scale, ROOM,
+    D: tl.constexpr, DP: tl.constexpr, UNPACKED: tl.constexpr, SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """The first kernel of a step: note new pages in the block table, and look up each token's
+    vector (UNPACKED: it is in `h` already). A token -1 - n is the n-th pick of the step before.
+
+    `updates` holds how many there are, then so many places in the table, then (ROOM further on) the
+    pages. Its programs are behind those of the lines."""
+    line, lines = tl.program_id(0), tl.num_programs(0) - 1
+    if line == lines:
+        count = tl.load(updates)
+        for first in range(0, count, 256):
+            number = first + tl.arange(0, 256)
+            inside = number < count
+            place = tl.load(updates + 1 + number, mask=inside, other=0)
+            page = tl.load(updates + 1 + ROOM + number, mask=inside, other=0)
+            tl.store(table + place, page, mask=inside)
+    else:
+        cols = tl.arange(0, DP)
+        row = line.to(tl.int64)
+        if not UNPACKED:
+            row = tl.load(tokens + line)
+            if row < 0:
+                row = tl.load(previous - 1 - row)
+            row = tl.maximum(row, 0)  # a pick that failed: its line is dropped by the host
+        vector = tl.load(embed + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        if SCALED:
+            vector = rounded(vector * scale, h)
+        if POSITIONS:
+            place = tl.load(positions + line).to(tl.int64) * D + cols
+            vector += tl.load(position_embed + place, mask=cols < D, other=0.0).to(tl.float32)
+        tl.store(h + line.to(tl.int64) * D + cols, vector.to(h.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def add_norm(
+    h, first, second, post_gain, post_shift, gain, shift, out, eps,
+    D: tl.constexpr, DP: tl.constexpr, ADDED: tl.constexpr, POST: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h += what the last products gave (ADDED vectors, the first after a norm of its own if POST);
+    out = norm(h), or h itself if there is no NORM."""
+    line, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
+    inside = cols < D
+    weight, offset, post_weight, post_offset = 0.0, 0.0, 0.0, 0.0
+    if NORM != 0:
+        weight = tl.load(gain + cols, mask=inside, other=0.0)
+    if NORM == 2:
+        offset = tl.load(shift + cols, mask=inside, other=0.0)
+    if POST != 0:
+        post_weight = tl.load(post_gain + cols, mask=inside, other=0.0)
+    if POST == 2:
+        post_offset = tl.load(post_shift + cols, mask=inside, other=0.0)
+    wait(PDL)
+    x = tl.load(h + line * D + cols, mask=inside, other=0.0).to(tl.float32)
+    if ADDED > 0:
+        y = tl.load(first + line * D + cols, mask=inside, other=0.0).to(tl.float32)
+        if POST != 0:
+            y = rounded(normalized(y, inside, post_weight, post_offset, eps, D, POST), h)
+        x = rounded(x + y, h)
+        if ADDED > 1:
+            x = rounded(x + tl.load(second + line * D + cols, mask=inside, other=0.0), h)
+        tl.store(h + line * D + cols, x.to(h.dtype.element_ty), mask=inside)
+    if NORM != 0:
+        x = normalized(x, inside, weight, offset, eps, D, NORM)
+    tl.store(out + line * D + cols, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def glu(
+    both, out, F: tl.constexpr, BF: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """act(gate) * up, which lie side by side; without a gate act(up)."""
+    wait(PDL)
+    line, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BF + tl.arange(0, BF)
+    inside, width = cols < F, F * (1 + GATED)
+    y = tl.load(both + line * width + cols, mask=inside, other=0.0).to(tl.float32)
+    y = rounded(activated(y, ACTIVATION), out)
+    if GATED:
+        y *= tl.load(both + line * width + F + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + line * F + cols, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_heads_whole(
+    qkv, q_gain, k_gain, eps, Q: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm over all query heads at once, and over all key heads, in place."""
+    wait(PDL)
+    line, keys = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, P)
+    size = tl.where(keys == 1, K, Q)
+    at = qkv + line * WIDTH + tl.where(keys == 1, Q, 0) + cols
+    inside = cols < size
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(tl.where(keys == 1, k_gain, q_gain) + cols, mask=inside, other=0.0)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * gain
+    tl.store(at, x.to(qkv.dtype.element_ty), mask=inside)

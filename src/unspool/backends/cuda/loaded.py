@@ -1,0 +1,90 @@
+"""A model whose weights lie on a GPU, as the rest of Unspool sees it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unspool.backends.cuda.backend import CudaBackend
+from unspool.backends.cuda.looks import normed
+from unspool.backends.cuda.pages import Pages, page_bytes
+from unspool.backends.cuda.warming import warm_up
+from unspool.backends.cuda.weights import Weights
+from unspool.backends.memory import pages_in
+from unspool.backends.step import Floats
+from unspool.model.config import ModelConfig
+
+_SAMPLED, _SAMPLED_ROWS = 16, 4  # numbers of each matrix that go into the fingerprint
+
+
+class CudaModel:
+    """Weights on a GPU, and backends that run them."""
+
+    def __init__(self, weights: Weights, *, exact: bool = False) -> None:
+        self.weights, self.exact = weights, exact
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.weights.config
+
+    @property
+    def precision(self) -> str:
+        return self.weights.precision or str(self.weights.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        return str(self.weights.device)
+
+    def backend(self, *, memory: int | None, context: int) -> CudaBackend:
+        weights = self.weights
+        if memory is None:
+            memory = torch.cuda.mem_get_info(weights.device)[0] // 2
+        count = pages_in(memory, page_bytes(weights.config, weights.dtype))
+        pages = Pages(weights.config, count, weights.dtype, weights.device)
+        backend = CudaBackend(weights, pages=pages, context=context, exact=self.exact)
+        if weights.device.type == "cuda":  # the interpreter has nothing to compile
+            warm_up(backend)
+        return backend
+
+    @torch.inference_mode()
+    def logits(self, vectors: Floats) -> Floats:
+        weights, cap = self.weights, self.config.logit_softcap
+        x = self._normed(vectors)
+        out = torch.empty(len(x), weights.head.rows, dtype=x.dtype, device=x.device)
+        weights.head.times_many(x, out)
+        return _host(torch.tanh(out / cap) * cap if cap else out)
+
+    @torch.inference_mode()
+    def normed(self, vectors: Floats) -> Floats:
+        return _host(self._normed(vectors))
+
+    def vector(self, name: str) -> Floats | None:
+        norm, head = self.weights.norm, self.weights.head
+        found = {"norm.weight": norm.gain, "norm.bias": norm.bias, "head.bias": head.bias}[name]
+        return None if found is None else _host(found)
+
+    def rows(self, name: str, start: int, stop: int) -> Floats:
+        table = self.weights.head if name == "head.weight" else self.weights.embed
+        return _host(table.part(start, min(stop, table.rows)))
+
+    def fingerprint(self) -> str:
+        """Shapes of all matrices, and a few numbers from all over each."""
+        seen = hashlib.sha256()
+        for number, matrix in enumerate(self.weights.matrices()):
+            seen.update(f"{number} {matrix.rows} {matrix.columns}".encode())
+            spots = np.linspace(0, matrix.columns - 1, _SAMPLED).astype(np.int64)
+            for row in np.linspace(0, matrix.rows - 1, _SAMPLED_ROWS).astype(int).tolist():
+                numbers = _host(matrix.part(row, row + 1))[0, spots]
+                seen.update(numbers.astype("<f4").tobytes())
+        return seen.hexdigest()
+
+    def _normed(self, vectors: Floats) -> Tensor:
+        x = torch.from_numpy(np.array(vectors)).to(self.weights.device, self.weights.dtype)
+        return normed(x, self.weights.norm, self.config.norm_eps)
+
+
+def _host(tensor: Tensor) -> Floats:
+    return np.asarray(tensor.float().cpu().numpy())

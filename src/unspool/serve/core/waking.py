@@ -1,0 +1,47 @@
+"""The event loop woken from other threads: once for all that has happened since it last looked.
+
+A step brings a token to each of hundreds of texts. Waking the loop for every one of them would cost
+more than what is then done about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from weakref import WeakKeyDictionary
+
+
+class Waking:
+    """What is to be called on one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Callable[[], object]] = deque()
+        self._is_woken = False
+
+    @classmethod
+    def here(cls) -> Waking:
+        """The one of the loop that runs on this thread."""
+        loop = asyncio.get_running_loop()
+        if loop not in _known:
+            _known[loop] = cls(loop)
+        return _known[loop]
+
+    def call(self, work: Callable[[], object]) -> None:
+        """From any thread: have this called on the loop, soon."""
+        self._calls.append(work)
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the server has stopped meanwhile
+                self._loop.call_soon_threadsafe(self._carry_out)
+
+    def _carry_out(self) -> None:
+        self._is_woken = False  # before looking: what comes from now on wakes again
+        calls = self._calls
+        for _ in range(len(calls)):
+            calls.popleft()()
+
+
+_known: WeakKeyDictionary[asyncio.AbstractEventLoop, Waking] = WeakKeyDictionary()

@@ -1,0 +1,95 @@
+"""Routed feed-forwards against the plain transformer's, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspool.backends.cuda import experts as module
+from unspool.backends.cuda.experts import ExpertScratch, experts
+from unspool.backends.cuda.weights import ExpertWeights, Weights, fused
+from unspool.model.config import ModelConfig
+from unspool.model.transformer import Experts, Transformer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made(
+    count: int = 6, each: int = 2, width: int = 48, inner: int = 40, normalize: bool = True,
+    activation: str = "silu",
+) -> tuple[Experts, ExpertWeights, Weights]:  # fmt: skip
+    config = ModelConfig(
+        family="test", vocab_size=8, width=width, layers=1, heads=1, kv_heads=1, head_width=8,
+        ff_width=8, context=8, positions="none", experts=count, experts_per_token=each,
+        expert_width=inner, normalize_experts=normalize, activation=activation,  # type: ignore[arg-type]
+    )  # fmt: skip
+    torch.manual_seed(count)
+    model = Transformer(config).to(DEVICE).requires_grad_(False)
+    weights, feed = fused(model), model.layers[0].feed
+    found = weights.layers[0].experts
+    assert found is not None and isinstance(feed, Experts)
+    return feed, found, weights
+
+
+def run(
+    x: torch.Tensor, given: ExpertWeights, weights: Weights, exact: bool = False
+) -> torch.Tensor:
+    scratch = ExpertScratch.for_lines(len(x) + 3, weights.config, weights)
+    out = torch.full_like(x, torch.nan)
+    for _ in range(2):  # it leaves its scratch as it found it
+        experts(x, given, weights.config, out, scratch, pdl=False, exact=exact)
+    assert not scratch.counts.any()
+    return out
+
+
+@given(
+    tokens=st.integers(1, 40),
+    count=st.integers(1, 9),
+    each=st.integers(1, 3),
+    width=st.sampled_from((16, 40, 48)),
+    inner=st.sampled_from((8, 33, 64)),
+    normalize=st.booleans(),
+    activation=st.sampled_from(("silu", "gelu", "relu")),
+)
+@settings(max_examples=15, deadline=None)
+def test_as_the_plain_transformer(
+    tokens: int, count: int, each: int, width: int, inner: int, normalize: bool, activation: str
+):
+    feed, given, weights = made(count, min(each, count), width, inner, normalize, activation)
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens)).to(DEVICE)
+    torch.testing.assert_close(run(x, given, weights), feed(x[None])[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", (3, 150))
+def test_narrow_numbers_few_and_many(tokens: int):
+    """In 16 bits, where blocks grow with the number of tokens."""
+    feed, _, _ = made()
+    weights = fused(Transformer(feed.config).to(DEVICE).half().requires_grad_(False))
+    given = weights.layers[0].experts
+    assert given is not None
+    given.router.copy_(feed.router.weight)
+    given.gate_up.copy_(torch.cat((feed.gate.weight, feed.up.weight), 1))
+    given.down.copy_(feed.down.weight)
+    feed = feed.half()
+    x = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
+    torch.testing.assert_close(run(x, given, weights), feed(x[None])[0], rtol=0.02, atol=0.02)
+
+
+def test_the_same_bits_for_any_number_of_tokens():
+    _, given, weights = made(4, 2)
+    x = torch.randn(150, 48, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    together = run(x, given, weights, exact=True)
+    for n in (0, 70, 149):
+        assert torch.equal(run(x[n : n + 1], given, weights, exact=True)[0], together[n])
+
+
+def test_all_tokens_may_choose_the_same_experts():
+    _, given, weights = made(5, 2)
+    given.router.zero_()  # of equals the first
+    x = torch.randn(40, 48, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    scratch = ExpertScratch.for_lines(40, weights.config, weights)
+    experts(x, given, weights.config, torch.empty_like(x), scratch, pdl=False)
+    assert scratch.chosen.tolist() == [[0, 1]] * 40
+    assert int(scratch.total) == 2 * -(-40 // module.FEW)

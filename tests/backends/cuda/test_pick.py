@@ -1,0 +1,219 @@
+"""What a GPU picks by itself is what the chain of stages picks (here in Triton's interpreter)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from unspool.backends.cuda.pick import DevicePicker  # noqa: E402
+from unspool.sampling import Chain, RowInput, SamplingSettings  # noqa: E402
+from unspool.sampling.chain import Pick  # noqa: E402
+from unspool.sampling.picker import (  # noqa: E402
+    PickRows,
+    history_range,
+    is_ordinary,
+    row_numbers,
+    sees_history,
+)
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 1e-9, 0.3, 0.8, 1.0, 1.7]),
+        "top_k": st.sampled_from([0, 1, 5, 40, 10_000]),
+        "top_p": st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.01, 0.1, 0.9, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 0.7, 1.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.4, -0.3]),
+        "presence_penalty": st.sampled_from([0.0, 1.5]),
+        "penalty_window": st.sampled_from([-1, 0, 3]),
+        "penalize_prompt": st.booleans(),
+        "seed": st.integers(-(2**63), 2**70),
+    },
+)
+
+
+def rows_of(asked: list[SamplingSettings], texts: list[Any], prompt: int = 1) -> PickRows:
+    floats, ints, histories, at = [], [], [], 0
+    for number, (one, text) in enumerate(zip(asked, texts, strict=True)):
+        mine, whole = row_numbers(one, sample=number)
+        whole[3] = len(text)
+        start, end = history_range(one, prompt, len(text))
+        if sees_history(one):
+            whole[4], whole[5] = at, at + end - start
+            histories.append(text[start:end])
+            at += end - start
+        floats.append(mine)
+        ints.append(whole)
+    history = np.concatenate(histories) if histories else np.empty(0, np.int64)
+    return PickRows(np.array(floats), np.array(ints), history)
+
+
+def filled(rows: PickRows, vocabulary: int) -> DevicePicker:
+    count = len(rows.ints)
+    picker = DevicePicker(count, vocabulary, "cpu", history=max(1, len(rows.history)))
+    picker.floats.copy_(torch.from_numpy(rows.floats))
+    picker.ints.copy_(torch.from_numpy(rows.ints))
+    picker.history[: len(rows.history)] = torch.from_numpy(rows.history)
+    return picker
+
+
+def at_a_border(pick: Pick) -> bool:
+    """Whether a last digit decides between this token and the next one in line."""
+    draw = pick.draw
+    return draw is not None and min(abs(draw.u - draw.low), abs(draw.u - draw.high)) < 1e-6
+
+
+def check(picker: DevicePicker, wanted: list[Pick], logits: Any) -> None:
+    picked = picker.picks.tolist()
+    for row, one in enumerate(wanted):
+        assert picked[row] == one.token or at_a_border(one), (row, picked[row], one)
+        if picked[row] == one.token:
+            assert picker.logprobs[row].item() == pytest.approx(one.logprob, abs=2e-6)
+        peak, log_sum, entropy = picker.own[row].tolist()
+        assert peak == logits[row].max()
+        assert entropy == pytest.approx(one.entropy, abs=1e-5)
+        assert peak - log_sum <= 1e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    options=st.lists(SETTINGS, min_size=1, max_size=4),
+    width=st.sampled_from([3, 40, 700, 5_000]),
+    spread=st.sampled_from([0.0, 0.1, 2.0, 9.0]),
+    kind=st.sampled_from(["float32", "bfloat16", "float16"]),
+    seed=st.integers(0, 2**32),
+)
+def test_the_same_token_as_the_chain(
+    options: list[dict[str, Any]], width: int, spread: float, kind: str, seed: int
+):
+    """Any settings, any batch, rows with equal logits and with forbidden tokens among them."""
+    chance = np.random.default_rng(seed)
+    asked = [SamplingSettings(**one) for one in options]
+    assert all(map(is_ordinary, asked))
+    rounded = chance.standard_normal((len(asked), width)) * spread
+    if chance.random() < 0.3:
+        rounded = np.round(rounded)  # many equals
+    if chance.random() < 0.3:
+        rounded[:, chance.integers(0, width, width // 2)] = -np.inf
+        rounded[:, 0] = 0.5
+    tensor = torch.from_numpy(rounded).to(getattr(torch, kind))
+    logits = tensor.float().numpy()
+    texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in asked]
+    picker = filled(rows_of(asked, texts), width)
+    picker.launch(tensor)
+    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
+    check(picker, Chain(asked).pick(logits, inputs), logits)
+
+
+def draws(count: int, **options: Any) -> list[SamplingSettings]:
+    given = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0, **options}
+    return [SamplingSettings(seed=seed, **given) for seed in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("spread", "options"),
+    [
+        (0.6, {}),  # nearly all of them are in the nucleus
+        (4.0, {}),
+        (4.0, {"top_k": 40, "min_p": 0.05}),
+        (4.0, {"top_p": 1.0, "temperature": 1.3}),
+        (4.0, {"temperature": 1.0, "min_p": 0.3}),  # which cuts off more than top-p
+    ],
+)
+def test_a_large_vocabulary(spread: float, options: dict[str, Any]):
+    width = 49_152
+    tensor = torch.randn(3, width, generator=torch.Generator().manual_seed(7)) * spread
+    tensor = tensor.bfloat16()
+    asked = draws(3, **options)
+    texts = [np.arange(3)] * 3
+    picker = filled(rows_of(asked, texts), width)
+    picker.launch(tensor, penalties=False)
+    logits = tensor.float().numpy()
+    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
+    check(picker, Chain(asked).pick(logits, inputs), logits)
+
+
+def test_a_row_alone_is_as_among_others():
+    """Bit for bit, and whichever kernels were spared."""
+    tensor = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(3)) * 3
+    asked = [*draws(3), SamplingSettings(temperature=0)]
+    texts = [np.arange(5)] * 4
+    rows = rows_of(asked, texts)
+    together = filled(rows, 3_000)
+    together.launch(tensor)
+    for n in range(4):
+        one = PickRows(rows.floats[n : n + 1], rows.ints[n : n + 1], rows.history)
+        alone = filled(one, 3_000)
+        alone.launch(tensor[n : n + 1], penalties=False, sampled=n < 3)
+        assert alone.picks[0] == together.picks[n]
+        assert alone.logprobs[0] == together.logprobs[n]
+        assert (alone.own[0] == together.own[n]).all()
+
+
+def test_a_picker_is_used_again_and_for_fewer_rows():
+    chance = torch.Generator().manual_seed(5)
+    asked = draws(4, repetition_penalty=1.5, frequency_penalty=0.5)
+    texts = [np.array([1, 2, 2, 3, n]) for n in range(4)]
+    picker = filled(rows_of(asked, texts), 300)
+    for count in (4, 2, 4):
+        tensor = torch.randn(count, 300, generator=chance) * 2
+        picker.launch(tensor)
+        inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts[:count])]
+        logits = tensor.numpy()
+        check(picker, Chain(asked[:count]).pick(logits, inputs), logits)
+
+
+def test_picks_of_the_step_before_count_as_history():
+    """They are known on the device only: -1-n in a history is the n-th of them."""
+    asked = draws(2, temperature=0.0, presence_penalty=50.0)
+    texts = [np.array([0, 9, -1 - 1, -1 - 2]), np.array([0, -1 - 0])]
+    picker = filled(rows_of(asked, texts), 64)
+    picker.previous = torch.tensor([7, 8, -1])  # the last one was none
+    tensor = torch.zeros(2, 64)
+    tensor[:, [7, 8, 9, 10]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    picker.launch(tensor)
+    assert picker.picks.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty: float):
+    tensor = torch.zeros(6, 300)
+    tensor[1, 7] = torch.nan
+    tensor[2] = -torch.inf
+    tensor[3, 5] = torch.inf  # infinitely likely is picked
+    tensor[4, 299] = torch.nan
+    tensor[5, [20, 30, 40]] = torch.inf  # and of several, as of equals
+    asked = draws(6, temperature=temperature, frequency_penalty=penalty)
+    texts = [np.array([0, 20, 20, 30])] * 6
+    picker = filled(rows_of(asked, texts), 300)
+    picker.launch(tensor)
+    good = [0, 3, 5]
+    inputs = [RowInput(texts[n], 1, sample=n) for n in good]
+    wanted = Chain([asked[n] for n in good]).pick(tensor[good].numpy(), inputs)
+    assert picker.picks[good].tolist() == [one.token for one in wanted]
+    np.testing.assert_allclose(
+        picker.logprobs[good].numpy(), [one.logprob for one in wanted], atol=1e-6
+    )
+    assert picker.picks[[1, 2, 4]].tolist() == [-1, -1, -1]
+
+
+def test_equals_at_the_border_of_top_k():
+    """Logits in steps of 1/16, as bfloat16 has them: the k-th lies exactly where the reach ends."""
+    tensor = torch.randn(12, 4_000, generator=torch.Generator().manual_seed(11))
+    tensor = (tensor * 16).round() / 16
+    asked = draws(12, temperature=1.0, top_k=5, top_p=1.0)
+    texts = [np.arange(3)] * 12
+    picker = filled(rows_of(asked, texts), 4_000)
+    picker.launch(tensor, penalties=False)
+    logits = tensor.numpy()
+    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
+    check(picker, Chain(asked).pick(logits, inputs), logits)

@@ -1,0 +1,124 @@
+"""The same model on the plain torch backend and on the GPU's kernels.
+
+`device` says where the kernels run: on a GPU, or, by Triton's interpreter, on the CPU. The plain
+backend is what they are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny
+from paged_texts import Library, host, read
+
+from unspool.backends.base import Backend, Loaded
+from unspool.backends.step import StepBatch
+from unspool.language_model import LanguageModel
+from unspool.loading import make_drafter_for
+from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.sampling import Chain, SamplingSettings
+from unspool.sampling.picker import POSITION, PickRows, row_numbers
+
+PAGES = 96
+
+
+def family(name: str, folder: Path) -> Any:
+    """A tiny checkpoint of a family."""
+    tiny.save(name, folder)
+    return open_checkpoint(folder)
+
+
+def plain(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
+    from unspool.backends.torch.loaded import TorchModel
+
+    return TorchModel(load_transformer(checkpoint, dtype=dtype, device=device))
+
+
+def ours(
+    checkpoint: Any, *, dtype: str = "float32", device: str = "cpu", exact: bool = False
+) -> Loaded:
+    from unspool.backends.cuda.loaded import CudaModel
+    from unspool.backends.cuda.weights import fused
+
+    return CudaModel(fused(load_transformer(checkpoint, dtype=dtype, device=device)), exact=exact)
+
+
+def backend(model: Loaded, context: int = 128, pages: int = PAGES) -> Backend:
+    """With as many pages as were asked for."""
+    config = model.config
+    number = {"float32": 4}.get(model.precision, 2)
+    page = 2 * config.layers * config.kv_width * 16 * number
+    return model.backend(memory=pages * page, context=context)
+
+
+def language_model(model: Loaded, tokenizer: Any = None, memory: int = 64 << 20) -> LanguageModel:
+    return LanguageModel(model, tokenizer, memory=memory, make_drafter=make_drafter_for)
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest of all entries."""
+    assert np.shape(a) == np.shape(b)
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+
+
+def distance(a: Any, b: Any) -> float:
+    """How far apart two arrays are, as a share of the second's length."""
+    return float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b)))
+
+
+def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
+    """Logits of texts that come as prompts, in chunks with a past, one token at a time and as
+    drafts, alone and beside each other; the same tokens whatever the backend."""
+    library = Library(PAGES, vocabulary, seed=3)
+    a, b, c = (library.text(length) for length in (long, long - 7, long - 2))
+    found = [*read(backend, [(a, long // 2)])]  # a prompt alone
+    found += read(backend, [(a, 1), (b, 17)])  # a token beside another's prompt
+    found += read(backend, [(b, 1)])  # a token alone
+    found += read(backend, [(c, 3), (a, 1), (b, 2)])  # drafts
+    found += read(backend, [(a, 1), (b, 1), (c, 1)])  # a token of each
+    found += read(backend, [(c, 18), (a, 1)])  # a chunk with a past
+    b.read -= 4  # taken back, and read once more
+    found += read(backend, [(b, 5), (c, 1), (a, 1)])
+    return np.concatenate(found)
+
+
+def pick_rows(asked: Sequence[SamplingSettings], lengths: Sequence[int]) -> PickRows:
+    """How rows are picked whose next token stands at these positions; none sees its history."""
+    floats, ints = [], []
+    for number, (one, length) in enumerate(zip(asked, lengths, strict=True)):
+        mine, whole = row_numbers(one, sample=number)
+        whole[POSITION] = length
+        floats.append(mine)
+        ints.append(whole)
+    return PickRows(np.array(floats), np.array(ints), np.empty(0, np.int64))
+
+
+def check_picks(backend: Backend, batch: StepBatch) -> None:
+    """What a step picks is what the chain picks from the logits that the step itself gave."""
+    ran = backend.launch(batch).result()
+    assert batch.pick is not None
+    logits = host(ran.logits)
+    asked = [batch.pick.settings(row) for row in range(len(logits))]
+    inputs = [batch.pick.row_input(row) for row in range(len(logits))]
+    wanted = Chain(asked).pick(logits, inputs)
+    assert ran.tokens.tolist() == [one.token for one in wanted]
+    np.testing.assert_allclose(ran.logprobs, [one.logprob for one in wanted], atol=1e-5)
+
+
+def written(lm: LanguageModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """The texts of prompts that are handed in at once, each with its number as the seed."""
+    streams = [
+        lm.stream(prompt, **{"seed": seed, "end": False, **options})
+        for seed, prompt in enumerate(prompts)
+    ]
+    return [[step.token for step in stream] for stream in streams]
+
+
+def prompts(count: int, vocabulary: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    """Random ones of any length."""
+    chance = np.random.default_rng(seed)
+    lengths = chance.integers(1, longest, count)
+    return [chance.integers(0, vocabulary, length).tolist() for length in lengths]
