@@ -279,7 +279,7 @@ class _Flight:
     done: torch.cuda.Event | None
 
     def ready(self) -> bool:
-        return self.done is None or self.done.query()
+        return self.done is None or bool(self.done.query())
 
     def result(self) -> StepResult:
         if self.done is not None:
