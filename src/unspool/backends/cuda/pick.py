@@ -17,12 +17,14 @@ from unspool.backends.cuda.kernels.pick.penalties import resolve, tally
 _PIECE = 2048
 """Logits that one program walks over: fixed, so that sums never depend on the batch."""
 _MAXIMA = 128
-_BINS = 2048
+_BINS = 1024
 _ROOM = 4096
 """For so many candidates of the bins that matter; with more the row is walked over again."""
 _BLOCK = 512
 _AT_ONCE = 256
 """So many rows are picked by the same kernels; more than these share their room."""
+_PROGRAMS = 2048
+"""So many share a walk over all rows, if there are as many pieces."""
 _WALK_WARPS = 4
 _FINISH_WARPS = 16
 _PLAIN = {"enable_fp_fusion": False}
@@ -30,6 +32,8 @@ _PLAIN = {"enable_fp_fusion": False}
 _HISTORY_BLOCK = 512
 _AT_ONCE = 256
 """So many rows are picked by the same kernels; more than these share their room."""
+_PROGRAMS = 2048
+"""So many share a walk over all rows, if there are as many pieces."""
 _WALK_WARPS = 4
 _FINISH_WARPS = 16
 _PLAIN = {"enable_fp_fusion": False}
@@ -67,6 +71,7 @@ class DevicePicker:
         self._arrived = zeros(some, dtype=torch.int32)
         self._bins = zeros(some, 3, _BINS, dtype=torch.int64)
         self._brackets = zeros(some, 8, dtype=torch.int32)
+        self._sums = zeros(some, 8, dtype=torch.int64)
         self._values = zeros(some, _ROOM, dtype=torch.float32)
         self._ids = zeros(some, _ROOM, dtype=torch.int32)
         self._counts: Tensor | None = None
@@ -106,9 +111,10 @@ class DevicePicker:
         counted = (floats, ints, self._tokens, counts, self.vocabulary)
         if penalties:
             tally[(number,)](*counted, CLEAR=False, BLOCK=_HISTORY_BLOCK)
+        grid = (number, min(self._pieces, -(-_PROGRAMS // number)))
         given = (logits, logits.stride(0), floats, ints, counts)
         walk = {"PIECE": _PIECE, "PENALTIES": penalties, "num_warps": _WALK_WARPS, **_PLAIN}
-        measure[(number, self._pieces)](
+        measure[grid](
             *given, *self._parts, self._tops, self._state, self._arrived, picks, logprobs,
             self.own[rows], self.vocabulary, self._unit, ROOM=self._piece_room, SAMPLED=sampled,
             **walk,
@@ -117,11 +123,11 @@ class DevicePicker:
             line = (*given, self._state, self._bins, self._brackets)
             found = (self._values, self._ids)
             size = (self.vocabulary, self._unit)
-            spread[(number, self._pieces)](*line, self._arrived, *size, BINS=_BINS, **walk)
-            gather[(number, self._pieces)](*line, *found, *size, ROOM=_ROOM, BINS=_BINS, **walk)
+            spread[grid](*line, self._sums, self._arrived, *size, BINS=_BINS, **walk)
+            gather[grid](*line, *found, *size, ROOM=_ROOM, BINS=_BINS, **walk)
             finish[(number,)](
-                *line, *found, picks, logprobs, *size, self._span, ROOM=_ROOM, BINS=_BINS,
-                BLOCK=_BLOCK, PENALTIES=penalties, num_warps=_FINISH_WARPS, **_PLAIN,
+                *line, self._sums, *found, picks, logprobs, *size, self._span, ROOM=_ROOM,
+                BINS=_BINS, BLOCK=_BLOCK, PENALTIES=penalties, num_warps=_FINISH_WARPS, **_PLAIN,
             )  # fmt: skip
         if penalties:
             tally[(number,)](*counted, CLEAR=True, BLOCK=_HISTORY_BLOCK)
