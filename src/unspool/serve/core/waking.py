@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
-
 _SHORT = 0.001  # seconds: a round that does not count
 _LONGEST_PAUSE = 0.02  # seconds between rounds; nobody sees a text stutter at that
 
