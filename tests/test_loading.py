@@ -151,6 +151,8 @@ def test_torch_that_is_not_there(options: dict[str, Any]):
         ({"kv_bits": 4}, "kv_bits is 4; it may be 8, 16"),
         ({"threads": 0}, "threads is 0"),
         ({"threads": True}, "threads is True"),
+        ({"exact": 1}, "exact is 1"),
+        ({"exact": True, "backend": "torch"}, "plain torch cannot be exact"),
         ({"quantize": 4, "backend": "torch"}, "quantize is for the native CPU backend"),
         ({"kv_bits": 8, "backend": "torch"}, "kv_bits is for the native CPU backend"),
         ({"threads": 2, "backend": "torch"}, "threads is for the native CPU backend"),

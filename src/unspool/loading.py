@@ -49,6 +49,7 @@ def load(
     quantize: int | None = None,
     kv_bits: int = 16,
     threads: int | None = None,
+    exact: bool = False,
     offline: bool = False,
     progress: bool = True,
 ) -> LanguageModel:
@@ -66,6 +67,8 @@ def load(
     quantize   4 or 8: pack the weights into so many bits while loading (native and cuda).
     kv_bits    16, or 8: of a number in keys and values (native backend).
     threads    how many work; by default one for each core (native backend).
+    exact      on a GPU: sums in one order whatever the batch, so that a text is the same alone and
+               among others, to the last bit. The native backend always does that.
     """
     wanted = check_load_options(
         context,
@@ -75,6 +78,7 @@ def load(
         quantize=quantize,
         kv_bits=kv_bits,
         threads=threads,
+        exact=exact,
     )
     choice = wanted.chosen()
     path = find_model(model, offline=offline, progress=progress)
@@ -134,6 +138,7 @@ class Placement:
     quantize: int | None = None  # bits that weights are packed into while loading
     kv_bits: int = 16  # of a number in keys and values
     threads: int | None = None
+    exact: bool = False  # a text is the same in any batch
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -143,6 +148,8 @@ class Placement:
         threads = self.threads
         if threads is not None and (type(threads) is not int or threads < 1):
             raise SettingsError(f"threads is {threads!r}; it may be a whole number from 1 up")
+        if type(self.exact) is not bool:
+            raise SettingsError(f"exact is {self.exact!r}; it may be True or False")
         if self.quantize is not None and self.dtype != "auto":
             raise SettingsError(
                 f"quantize is {self.quantize} and dtype is {self.dtype}: weights can be kept "
@@ -191,6 +198,11 @@ class Placement:
             f"this would run on torch ({device}): leave it out, or give backend native",
             quantize=self.quantize is not None,
         )
+        if self.exact:
+            raise SettingsError(
+                "plain torch cannot be exact, as its sums depend on the batch; leave that out"
+                + (f" ({remark})" if remark else "")
+            )
         return Choice("torch", device, remark)
 
     def _device(self) -> str:
@@ -212,6 +224,7 @@ class Placement:
         return "cpu"
 
     def _refuse_what_only_native_has(self, why: str, *, quantize: bool = False) -> None:
+        """`quantize`: whether packing the weights cannot be done there either."""
         given = {
             "quantize": quantize,
             "kv_bits": self.kv_bits != 16,
@@ -258,7 +271,7 @@ def _on_gpu(
         bits=wanted.quantize,
         progress=progress,
     )
-    return CudaModel(weights)
+    return CudaModel(weights, exact=wanted.exact)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
