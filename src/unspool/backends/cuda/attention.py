@@ -31,7 +31,7 @@ SEVERAL = 8
 # Tiles on their way at a time. Kernels of small batches stay below 48 KB of shared memory: beyond,
 # the driver empties a multiprocessor before they may run, and the products beside them wait.
 STAGES = 4
-WARPS, NEW_WARPS, MANY_WARPS = 4, 8, 2  # of a program
+WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # of a program
 
 # Prompts: rows (tokens times query heads of a key head) and keys that a program takes at once.
 PREFILL_ROWS, PREFILL_TILE = 128, 64
