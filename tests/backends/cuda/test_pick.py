@@ -183,6 +183,18 @@ def test_picks_of_the_step_before_count_as_history():
     assert picker.picks.tolist() == [7, 8]
 
 
+def test_more_rows_than_are_picked_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The picks of the first do not change what the history of the others means."""
+    monkeypatch.setattr("unspool.backends.cuda.pick._AT_ONCE", 2)
+    asked = draws(3, temperature=0.0, presence_penalty=50.0)
+    picker = filled(rows_of(asked, [np.array([0, -1 - n]) for n in range(3)][::-1]), 64)
+    picker.picks.copy_(torch.tensor([7, 8, 9]))
+    tensor = torch.zeros(3, 64)
+    tensor[:, [7, 8, 9]] = torch.tensor([9.0, 8.0, 7.0])
+    picker.launch(tensor)
+    assert picker.picks.tolist() == [7, 7, 8]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty: float):

@@ -29,7 +29,7 @@ ROWS = 16  # query heads of one key head that a program takes: what tensor cores
 MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
 SEVERAL = 8
 STAGES = 4  # tiles on their way at a time
-WARPS, MANY_WARPS = 4, 4  # of a program
+WARPS, MANY_WARPS = 4, 2  # of a program
 
 # Prompts: rows (tokens times query heads of a key head) and keys that a program takes at once.
 PREFILL_ROWS, PREFILL_TILE = 128, 64
@@ -214,16 +214,17 @@ def attend(
         new = False
     kept = min(ROWS, layer.heads // layer.kv_heads)
     each = SEVERAL if many else 1
-    # A program with a single piece of one tile has nothing to ask for ahead.
-    stages = 1 if new and pieces < MOST_PIECES else STAGES
+    # At most one tile a program: without a loop it stays below 48 KB of shared memory, beyond which
+    # the driver empties a multiprocessor before it may run, and the products beside it wait.
+    loop = not new or pieces == MOST_PIECES
     kernels.attend[(len(lines), groups, -(-pieces // each))](
         qkv, out, keys, values, lines.table, lines.lines, lines.positions, lines.ends,
         *_tables_or(layer, qkv), qkv if layer.sinks is None else layer.sinks,
         scratch.parts, scratch.stats, scratch.arrived,
         layer.score_scale, layer.norm_eps, lines.table.shape[1], MOST_PIECES, each,
         **layer.shape, **layer.preparing, **layer.looking,
-        ROWS=ROWS, KEPT=kept, SOME=1 << (kept - 1).bit_length(), STAGES=stages, NEW=new, PDL=pdl,
-        num_warps=MANY_WARPS if many else WARPS, **_launch(pdl),
+        ROWS=ROWS, KEPT=kept, SOME=1 << (kept - 1).bit_length(), STAGES=STAGES, NEW=new, LOOP=loop,
+        PDL=pdl, num_warps=MANY_WARPS if many else WARPS, **_launch(pdl),
     )  # fmt: skip
 
 

@@ -278,6 +278,9 @@ class _Flight:
     inside: Inside | None
     done: torch.cuda.Event | None
 
+    def ready(self) -> bool:
+        return self.done is None or bool(self.done.query())
+
     def result(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()

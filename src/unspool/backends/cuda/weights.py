@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unspool.backends.cuda.exact import exact_many
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.products import Around, times_many, times_one
+from unspool.backends.cuda.products import Around, NormWeights, times_many, times_one
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Experts, FeedForward, Layer, Norm, Transformer
 
@@ -84,14 +84,6 @@ class PlainMatrix:
 
     def part(self, first: int, last: int) -> Tensor:
         return self.weight[first:last].float()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormWeights:
-    """An RMSNorm, or, with a bias, a LayerNorm."""
-
-    gain: Tensor  # [width], float32
-    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

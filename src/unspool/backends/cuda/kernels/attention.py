@@ -115,10 +115,10 @@ def _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT: tl.c
 
 
 @triton.jit
-def _joined(parts, stats, piece, pieces, rows, real, wide, ROWS: tl.constexpr, KEPT: tl.constexpr,
+def _joined(parts, stats, piece, pieces, rows, real, wide, SOME: tl.constexpr, KEPT: tl.constexpr,
             WIDE: tl.constexpr):  # fmt: skip
     """All pieces of a text, in order. Others wrote them: they are read from where all can see."""
-    peak, total, mixed = nothing(ROWS, WIDE)
+    peak, total, mixed = nothing(SOME, WIDE)
     for p in tl.range(piece, piece + pieces, num_stages=4):
         at = stats + p * 2 * KEPT + rows
         its_peak = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
@@ -136,15 +136,15 @@ def attend(
     H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     KEPT: tl.constexpr, SOME: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ROTARY: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROTARY: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr, LOOP: tl.constexpr,
+    PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One line, up to ROWS query heads of one key head (KEPT of them real; SOME: the next power of
     two), EACH pieces of what the line sees.
 
     NEW: the token's key and value are not in the pages yet. They are made here, stored, and put
     where the last tile would have read them. That tile is asked for before the wait: a text of
-    one line has little else to do.
+    one line has little else to do. Without LOOP it is a program's only one.
     """
     n, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // KV
@@ -166,7 +166,8 @@ def attend(
     begin = tl.maximum((first_piece + share * EACH) << power, first_tile)
     last = tl.minimum((first_piece + (share + 1) * EACH) << power, last + 1) - 1
     wide, rows = tl.arange(0, WIDE), tl.arange(0, ROWS)
-    heads = h * GROUP + (group % GROUPS) * ROWS + rows
+    first_head = h * GROUP + (group % GROUPS) * ROWS
+    heads = first_head + rows
     real = (rows < KEPT) & (heads < (h + 1) * GROUP)
     within = (wide < HD)[None, :]
     base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
@@ -180,7 +181,7 @@ def attend(
         angles = position.to(tl.int64) * (ROTARY // 2)
         # As many heads as there are are prepared, and repeated to what tensor cores want.
         few = tl.arange(0, SOME)
-        mine = h * GROUP + (group % GROUPS) * ROWS + few
+        mine = first_head + few
         query = _heads(
             base, q_gain, k_gain, cosine + angles, sine + angles, mine, mine < (h + 1) * GROUP,
             wide, eps, H, HD, ROTARY, NORM,
@@ -209,39 +210,42 @@ def attend(
         query = tl.load(at, mask=real[:, None] & within, other=0.0)
         stop = last + 1
     peak, total, mixed = nothing(ROWS, WIDE)  # of the piece at hand
-    all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
+    if LOOP:
+        all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
     spot = (n * KV * GROUPS + group).to(tl.int64) * ROOM - first_piece
-    for t in tl.range(begin, stop, num_stages=STAGES):
-        offsets = t * TILE + tl.arange(0, TILE)
-        there = offsets < end
-        if WINDOW > 0:
-            there = there & (offsets >= first)
-        places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
-        key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
-        value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
-        scores = scores_of(query, key, scale, SOFTCAP)
-        scores = tl.where(there[None, :], scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
-        if ((t + 1) & ((1 << power) - 1)) == 0 and t < last:  # a piece ends, not the share
-            if whole:
-                all_peak, all_total, all_mixed = join(
-                    all_peak, all_total, all_mixed, peak, total, mixed
-                )
-            else:
-                piece = spot + (t >> power)
-                _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
-            peak, total, mixed = nothing(ROWS, WIDE)
+    if LOOP:
+        for t in tl.range(begin, stop, num_stages=STAGES):
+            offsets = t * TILE + tl.arange(0, TILE)
+            there = offsets < end
+            if WINDOW > 0:
+                there = there & (offsets >= first)
+            places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
+            key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
+            value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
+            scores = scores_of(query, key, scale, SOFTCAP)
+            scores = tl.where(there[None, :], scores, -float("inf"))
+            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+            if ((t + 1) & ((1 << power) - 1)) == 0 and t < last:  # a piece ends, not the share
+                if whole:
+                    all_peak, all_total, all_mixed = join(
+                        all_peak, all_total, all_mixed, peak, total, mixed
+                    )
+                else:
+                    piece = spot + (t >> power)
+                    _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
+                peak, total, mixed = nothing(ROWS, WIDE)
     if NEW:
         offsets = last * TILE + tl.arange(0, TILE)
         seen = (offsets < end) & (offsets >= first)
         scores = scores_of(query, last_key, scale, SOFTCAP)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE)
-    ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
+    ours = out + n.to(tl.int64) * H * HD + wide[None, :]
     if whole:
-        peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
-        found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
-        tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
+        if LOOP:
+            peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
+        found = outcome(peak, total, mixed, heads, real, sinks, SINKS).to(out.dtype.element_ty)
+        tl.store(ours + heads[:, None] * HD, found, mask=real[:, None] & within)
     else:
         piece = spot + (last >> power)
         _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
@@ -249,9 +253,13 @@ def attend(
         counter = arrived + n * KV * GROUPS + group
         before = tl.atomic_add(counter, 1, sem="acq_rel")
         if before == (pieces + EACH - 1) // EACH - 1:  # the last to come joins the pieces
-            peak, total, mixed = _joined(
-                parts, stats, spot + first_piece, pieces, rows, real, wide, ROWS, KEPT, WIDE
+            some = tl.arange(0, SOME)
+            their = first_head + some
+            kept = (some < KEPT) & (their < (h + 1) * GROUP)
+            some_peak, some_total, some_mixed = _joined(
+                parts, stats, spot + first_piece, pieces, some, kept, wide, SOME, KEPT, WIDE
             )
-            found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
-            tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
+            joined = outcome(some_peak, some_total, some_mixed, their, kept, sinks, SINKS)
+            joined = joined.to(out.dtype.element_ty)
+            tl.store(ours + their[:, None] * HD, joined, mask=kept[:, None] & within)
             tl.store(counter, 0)

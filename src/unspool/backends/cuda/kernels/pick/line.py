@@ -22,7 +22,6 @@ WEIGHED = tl.constexpr(1)
 WARMED = tl.constexpr(2)
 
 WAYS = tl.constexpr(16)  # into how many parts a range is divided by one look at the candidates
-FEW = tl.constexpr(128)  # so many are compared each with each
 
 
 @triton.jit
@@ -73,29 +72,11 @@ def rank_of(x, ids, lowest, span):
 
 
 @triton.jit
-def first_of_few(
-    source, found, number, line, bin, above, goal, span, kind, BINS: tl.constexpr,
-    PENALTIES: tl.constexpr,
-):  # fmt: skip
-    """`first_reaching`, each candidate compared with each."""
-    peak, scale, _, _ = line
-    x, ids, inside = candidates(source, found, number, 0, FEW, PENALTIES)
-    inside = inside & (bin_of(x, peak, scale, BINS) == bin)
-    weight = addends(x, inside, line, kind)
-    lowest = tl.full([], 0, tl.int64)
-    rank = rank_of(x, ids, lowest, span)
-    running = tl.sum(tl.where(rank[None, :] >= rank[:, None], weight[None, :], 0), 1) + above
-    hit = (weight > 0) & (running >= goal) & (running - weight < goal)
-    value = tl.max(tl.where(hit, ordered(x), -2147483648), 0)
-    return value, tl.max(tl.where(hit, ids, 0), 0)
-
-
-@triton.jit
-def first_of_many(
+def narrowed(
     source, found, number, line, bin, above, goal, span, kind, BINS: tl.constexpr,
     BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """`first_reaching` by narrowing the range of ranks in which it lies."""
+    """`first_reaching` in a bin, by narrowing the range of ranks in which it lies."""
     peak, scale, _, _ = line
     size = tl.where(number >= 0, number, source[3])
     lowest = tl.full([], 2147483647, tl.int32)
@@ -142,15 +123,9 @@ def first_reaching(
     bin = tl.minimum(bin, BINS - 1)
     above = tl.sum(tl.where(place < bin, sums, 0), 0)
     there = in_reach(number, bin, BINS)
-    if (there >= 0) & (there <= FEW):
-        value, token = first_of_few(
-            source, found, there, line, bin, above, goal, span, kind, BINS, PENALTIES
-        )
-    else:
-        value, token = first_of_many(
-            source, found, there, line, bin, above, goal, span, kind, BINS, BLOCK, PENALTIES
-        )
-    return value, token
+    return narrowed(
+        source, found, there, line, bin, above, goal, span, kind, BINS, BLOCK, PENALTIES
+    )
 
 
 @triton.jit

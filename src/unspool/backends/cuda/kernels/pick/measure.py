@@ -219,8 +219,7 @@ def measure(
 ):  # fmt: skip
     """Every piece of every row, as the model gave it and after penalties; then the whole row."""
     row = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(1)
-    pieces = tl.num_programs(1)
+    pieces = tl.cdiv(vocabulary, PIECE)
     logits += row * stride
     floats += row * NUMBERS
     ints += row * NUMBERS
@@ -228,22 +227,23 @@ def measure(
     own += row * pieces * PARTS
     edited += row * pieces * PARTS
     tops += row * ROOM * (PIECE // MAXIMA)
-    ids = piece * PIECE + tl.arange(0, PIECE)
-    inside = ids < vocabulary
-    x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    peak, total, moment, first = summary(x, ids)
-    keep(own + piece * PARTS, peak, total, moment, first)
-    if PENALTIES:
-        if has_penalties(floats, ints):
-            x = penalized(x, tl.load(counts + ids, mask=inside, other=0), floats)
-            peak, total, moment, first = summary(x, ids)
-        keep(edited + piece * PARTS, peak, total, moment, first)
-    if SAMPLED:
-        if tl.load(ints + TOP_K) > 0:
-            best = tl.max(tl.reshape(x, [PIECE // MAXIMA, MAXIMA]), 1)
-            tl.store(tops + piece * (PIECE // MAXIMA) + tl.arange(0, PIECE // MAXIMA), best)
+    for piece in range(tl.program_id(1), pieces, tl.num_programs(1)):
+        ids = piece * PIECE + tl.arange(0, PIECE)
+        inside = ids < vocabulary
+        x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+        peak, total, moment, first = summary(x, ids)
+        keep(own + piece * PARTS, peak, total, moment, first)
+        if PENALTIES:
+            if has_penalties(floats, ints):
+                x = penalized(x, tl.load(counts + ids, mask=inside, other=0), floats)
+                peak, total, moment, first = summary(x, ids)
+            keep(edited + piece * PARTS, peak, total, moment, first)
+        if SAMPLED:
+            if tl.load(ints + TOP_K) > 0:
+                best = tl.max(tl.reshape(x, [PIECE // MAXIMA, MAXIMA]), 1)
+                tl.store(tops + piece * (PIECE // MAXIMA) + tl.arange(0, PIECE // MAXIMA), best)
     tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1) == pieces - 1:
+    if tl.atomic_add(arrived + row, 1) == tl.num_programs(1) - 1:
         tl.store(arrived + row, 0)
         settle(
             logits, floats, ints, counts, own, edited, tops, state + row * STATE, picks + row,
