@@ -189,7 +189,10 @@ def _experts(feed: Experts) -> ExpertWeights:
 
 
 def _stacked(*parts: torch.nn.Linear) -> PlainMatrix:
-    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
+    if len(parts) == 1:  # some files have a matrix the other way round, and it is but seen turned
+        weight = parts[0].weight.contiguous()
+    else:
+        weight = torch.cat([part.weight for part in parts])
     if parts[0].bias is None:
         return PlainMatrix(weight)
     return PlainMatrix(weight, torch.cat([part.bias for part in parts]))
