@@ -143,9 +143,10 @@ def ahead() -> None:
                     )
                     for n, prompt in enumerate(prompts)
                 ]  # fmt: skip
-                for stream in streams:
-                    for _ in stream:
-                        pass
+                for n, stream in enumerate(streams):
+                    if n % 16 or "explained" not in name:  # how the others fare beside them
+                        for _ in stream:
+                            pass
 
             def public(lm: Any = lm, options: Any = options) -> None:
                 lm.generate(prompts, max_tokens=count, end=False, progress=False, **options)
