@@ -26,6 +26,7 @@ from unspool.model.config import ModelConfig
 from unspool.model.config_gguf import config_from_gguf, rules_for_gguf
 from unspool.model.config_hf import config_from_hf, config_to_hf, read_json
 from unspool.model.families import FAMILIES
+from unspool.model.float8 import SCALES, block_of
 from unspool.model.gguf import GGUFFile, part_paths
 from unspool.model.hub_files import PICKLES
 from unspool.model.safetensors_file import SafetensorsFile
@@ -117,7 +118,9 @@ class SafetensorsCheckpoint:
         self.path, self.files = folder, files
         if not (folder / "config.json").exists():
             raise ModelFileError(f"{folder}: has no config.json, which says what the model is")
-        self.config = config_from_hf(read_json(folder / "config.json"))
+        raw = read_json(folder / "config.json")
+        self.config = config_from_hf(raw)
+        self._block = block_of(raw.get("quantization_config") or {})
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in map(SafetensorsFile, files):
             self._file_of.update(dict.fromkeys(file.tensors, file))
@@ -143,9 +146,16 @@ class SafetensorsCheckpoint:
         def fetch(name: str) -> Stored | None:
             full = name.replace("{p}", prefix)
             file = self._file_of.get(full)
-            return None if file is None else file.stored(full)
+            return None if file is None else file.stored(full, self._scales(full), self._block)
 
         return read_weights(self.config, self.rules, fetch)
+
+    def _scales(self, name: str) -> Stored | None:
+        """The scales of a tensor of FP8 numbers."""
+        for beside in (name + ending for ending in SCALES):
+            if beside in self._file_of:
+                return self._file_of[beside].stored(beside)
+        return None
 
     def bits_per_weight(self) -> float:
         size = sum(file.stat().st_size for file in self.files)

@@ -15,6 +15,7 @@ from typing import Any
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 from unspool.model.families import FAMILIES, Family, family_of_model_type
+from unspool.model.float8 import is_float8
 from unspool.model.positions import Rotary
 
 Raw = Mapping[str, Any]
@@ -50,11 +51,12 @@ def config_from_hf(raw: Raw) -> ModelConfig:
         raise ModelFileError("config.json does not say its model_type; is this a language model?")
     if raw["model_type"] == OUR_MODEL_TYPE:
         return ModelConfig.from_dict(dict(raw.get("settings", {})))
-    if "quantization_config" in raw:
-        method = dict(raw["quantization_config"] or {}).get("quant_method", "unknown")
+    quantization = raw.get("quantization_config")
+    if quantization and not is_float8(quantization):
+        method = quantization.get("quant_method", "unknown")
         raise ModelFileError(
             f"the checkpoint is quantized with {method!r}, which is not supported; use the "
-            "original 16-bit weights or a GGUF file"
+            "original 16-bit weights, FP8 ones or a GGUF file"
         )
     if "text_config" in raw:  # a model that also sees pictures: we read its language part
         raw = {**raw["text_config"], "eos_token_id": _end_ids(raw) or _end_ids(raw["text_config"])}

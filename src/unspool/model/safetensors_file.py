@@ -22,10 +22,13 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import ModelFileError
+from unspool.model.float8 import FLOAT8, scales_of_rows
 from unspool.model.stored import FLOAT_TYPES, Stored, mapped
 
 _LARGEST_HEADER = 100_000_000  # bytes, as in the format's own reader
 _MOST_AXES = 8
+
+Block = tuple[int, int]
 
 # What the format calls a type -> (bits of a number, what everybody else calls it).
 _TYPES = {
@@ -125,8 +128,10 @@ class SafetensorsFile:
             )
         return Placed(kind, tuple(shape), data_start + start)
 
-    def stored(self, name: str) -> Stored:
-        """A tensor of floating-point numbers; a view into the file, except for F64."""
+    def stored(self, name: str, scales: Stored | None = None, block: Block = (128, 128)) -> Stored:
+        """A tensor of floating-point numbers; a view into the file, except for F64.
+
+        FP8 numbers need their `scales`; `block` is what one of these is for, if not a row."""
         placed = self.tensors[name]
         if placed.type in FLOAT_TYPES:
             layout = FLOAT_TYPES[placed.type]
@@ -136,9 +141,18 @@ class SafetensorsFile:
             wide = np.frombuffer(self._map, "<f8", placed.count, placed.start)
             with np.errstate(over="ignore"):  # too large becomes infinite, which loading refuses
                 return Stored.of(wide.astype(np.float32).reshape(placed.shape))
+        if placed.type == FLOAT8 and len(placed.shape) == 2 and scales is not None:
+            bytes_ = np.frombuffer(self._map, np.uint8, placed.count, placed.start)
+            of_rows = scales_of_rows(name, placed.shape, scales.float32(), block)
+            return Stored(FLOAT8, bytes_.reshape(placed.shape), placed.shape, of_rows)
+        if placed.type == FLOAT8:
+            raise ModelFileError(
+                f"tensor {name} holds FP8 numbers, and the checkpoint has no {name}_scale or "
+                f"{name}_scale_inv for them; it is incomplete"
+            )
         raise ModelFileError(
-            f"tensor {name} holds {_TYPES[placed.type][1]} numbers; only float32, float16 and "
-            "bfloat16 checkpoints and GGUF files are supported"
+            f"tensor {name} holds {_TYPES[placed.type][1]} numbers; only float32, float16, "
+            "bfloat16 and FP8 (e4m3) checkpoints and GGUF files are supported"
         )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
+from unspool.model.float8 import float8_to_float32
 
 FLOAT_TYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -40,14 +41,16 @@ def mapped(path: Path) -> mmap.mmap:
 class Stored:
     """Nothing is converted before it is asked for, and nothing copied if it can be avoided.
 
-    `type` is F32, F16, BF16 or the name of a packed type (Q4_0, Q6_K, ...). `data` has float32,
-    float16 or (for BF16) uint16 numbers in the tensor's shape; of a packed type it has uint8
-    [..., bytes of a row]. A packed tensor has at least two axes.
+    `type` is F32, F16, BF16 or the name of a packed type (Q4_0, Q6_K, F8_E4M3, ...). `data` has
+    float32, float16 or (for BF16) uint16 numbers in the tensor's shape; of a packed type it has
+    uint8 [..., bytes of a row]. A packed tensor has at least two axes. `scales` are those of FP8
+    numbers, [..., blocks of a row].
     """
 
     type: str
     data: npt.NDArray[Any]
     shape: tuple[int, ...]
+    scales: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float32]) -> Stored:
@@ -65,6 +68,8 @@ class Stored:
             return self.data.astype(np.float32)
         if self.type == "BF16":  # the upper half of a float32
             return (self.data.astype(np.uint32) << 16).view(np.float32)
+        if self.scales is not None:
+            return float8_to_float32(self.data, self.scales)
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -76,11 +81,21 @@ class Stored:
     def rows(self, start: int, stop: int) -> Stored:
         """Some of the rows; a view."""
         data = self.data[start:stop]
-        return Stored(self.type, data, (len(data), *self.shape[1:]))
+        scales = None if self.scales is None else self.scales[start:stop]
+        return Stored(self.type, data, (len(data), *self.shape[1:]), scales)
 
     def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
         """All rows, in another order."""
-        return Stored(self.type, self.data[order], self.shape)
+        scales = None if self.scales is None else self.scales[order]
+        return Stored(self.type, self.data[order], self.shape, scales)
+
+    def slices(self) -> list[Stored]:
+        """The tensors along the first axis; views."""
+        scales = [None] * len(self.data) if self.scales is None else list(self.scales)
+        return [
+            Stored(self.type, data, self.shape[1:], of)
+            for data, of in zip(self.data, scales, strict=True)
+        ]
 
     @staticmethod
     def stacked(parts: Sequence[Stored]) -> Stored:
@@ -95,7 +110,10 @@ class Stored:
         (shape,) = shapes
         if len({part.type for part in parts}) == 1:
             data = np.stack([part.data for part in parts])
-            return Stored(parts[0].type, data, (len(parts), *shape))
+            scales = [part.scales for part in parts if part.scales is not None]
+            return Stored(
+                parts[0].type, data, (len(parts), *shape), np.stack(scales) if scales else None
+            )
         return Stored.of(np.stack([part.float32() for part in parts]))
 
     # -- changes to single numbers: packed ones are unpacked -----------------------------------

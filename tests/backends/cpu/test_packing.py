@@ -234,7 +234,7 @@ def test_rows_in_any_order_and_columns_from_a_transposed_tensor():
 
 def test_experts_are_matrices():
     parts = [random_stored("Q5_0", 24, 2, np.random.default_rng(seed)) for seed in range(3)]
-    experts = packing.slices(Stored.stacked(parts))
+    experts = Stored.stacked(parts).slices()
     packed = pack_all({str(i): expert for i, expert in enumerate(experts)}, threads=2)
     for i, part in enumerate(parts):
         assert same_bits(packed[str(i)].float32(), part.float32())

@@ -183,6 +183,18 @@ def test_picks_of_the_step_before_count_as_history():
     assert picker.picks.tolist() == [7, 8]
 
 
+def test_more_rows_than_are_picked_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The picks of the first do not change what the history of the others means."""
+    monkeypatch.setattr("unspool.backends.cuda.pick._AT_ONCE", 2)
+    asked = draws(3, temperature=0.0, presence_penalty=50.0)
+    picker = filled(rows_of(asked, [np.array([0, -1 - n]) for n in range(3)][::-1]), 64)
+    picker.picks.copy_(torch.tensor([7, 8, 9]))
+    tensor = torch.zeros(3, 64)
+    tensor[:, [7, 8, 9]] = torch.tensor([9.0, 8.0, 7.0])
+    picker.launch(tensor)
+    assert picker.picks.tolist() == [7, 7, 8]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty: float):
@@ -204,3 +216,16 @@ def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty
         picker.logprobs[good].numpy(), [one.logprob for one in wanted], atol=1e-6
     )
     assert picker.picks[[1, 2, 4]].tolist() == [-1, -1, -1]
+
+
+def test_equals_at_the_border_of_top_k():
+    """Logits in steps of 1/16, as bfloat16 has them: the k-th lies exactly where the reach ends."""
+    tensor = torch.randn(12, 4_000, generator=torch.Generator().manual_seed(11))
+    tensor = (tensor * 16).round() / 16
+    asked = draws(12, temperature=1.0, top_k=5, top_p=1.0)
+    texts = [np.arange(3)] * 12
+    picker = filled(rows_of(asked, texts), 4_000)
+    picker.launch(tensor, penalties=False)
+    logits = tensor.numpy()
+    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
+    check(picker, Chain(asked).pick(logits, inputs), logits)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error, slices
+from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error
 from unspool.backends.cpu.plan import Plan, build_plan
 from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
 from unspool.backends.cpu.threads import FORKED, choose_threads
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from unspool.backends.cpu.backend import CpuBackend
     from unspool.backends.step import Floats, Ints
 
-_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}
 _SAMPLED = 64  # numbers of each weight that go into the fingerprint
 
 
@@ -113,7 +113,7 @@ class CpuModel:
             if len(stored.shape) == 1 or name == "position_embed.weight":
                 self.vectors[name] = self._vector(name, stored, checkpoint)
             elif len(stored.shape) == 3:
-                parts = slices(stored)
+                parts = stored.slices()
                 matrices.update({f"{name}[{n}]": part for n, part in enumerate(parts)})
             else:
                 matrices[name] = stored

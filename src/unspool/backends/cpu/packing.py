@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from unspool import native
 from unspool.errors import ModelFileError, SettingsError
+from unspool.model.float8 import FLOAT8
 from unspool.model.gguf import BLOCK_TYPES
-from unspool.model.stored import Stored
 
 LANES = 16  # rows of a block
 ALIGNMENT = 64  # bytes: where a matrix may begin, a cache line and the widest vector
@@ -97,11 +97,13 @@ PACKINGS = {
     "Q4_K": Packing("Q4", has_minima=True, is_super=True),
     "Q5_K": Packing("Q8", has_minima=True, is_super=True),
     "Q6_K": Packing("Q8", group=16, offset=32, is_super=True),
+    FLOAT8: Packing("BF16"),
 }
 
 # What a caller can ask for, by the type whose packing is used.
 STORES = {"4": "Q4_1", "8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FLOATS = ("F32", "F16", "BF16")
+_KEPT = ("F32", "F16", "BF16", FLOAT8)  # what 4 or 8 bits are made of, if asked for
 
 
 def packing_for(type: str, store: str | None) -> Packing:
@@ -118,7 +120,7 @@ def packing_for(type: str, store: str | None) -> Packing:
         return PACKINGS[type]
     if store not in STORES:
         raise SettingsError(f"store={store!r} is unknown; use one of {', '.join(STORES)}")
-    return PACKINGS[type if store in ("4", "8") and type not in _FLOATS else STORES[store]]
+    return PACKINGS[type if store in ("4", "8") and type not in _KEPT else STORES[store]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,11 +160,6 @@ def relative_error(matrices: Iterable[Packed]) -> float:
         errors += packed.squares[0]
         weights += packed.squares[1]
     return math.sqrt(errors / weights) if weights else 0.0
-
-
-def slices(stored: StoredTensor) -> list[Stored]:
-    """The matrices of a tensor [experts, rows, columns]; views."""
-    return [Stored(stored.type, part, stored.shape[1:]) for part in stored.data]
 
 
 @functools.cache
@@ -210,6 +207,8 @@ class _Task:
 
     def _fits(self) -> bool:
         """Whether the file's bytes are a matrix of this shape: before memory is taken for it."""
+        if self.stored.type == FLOAT8:
+            return self.stored.data.shape == self.stored.shape
         matrix = PACKINGS[self.stored.type].matrix(*self.stored.shape)
         number, size = _TYPE_NUMBERS[self.stored.type], self.stored.data.nbytes
         no_blocks = (0, 0)
@@ -251,7 +250,8 @@ class _Task:
     def _prepare(self) -> None:
         """The rows one after the other in memory, as floats if the packed form has floats."""
         data = self.stored.data
-        if self.packing.format in _FLOATS and self.stored.type not in _FLOATS:
+        to_floats = self.packing.format in _FLOATS or self.stored.type == FLOAT8
+        if to_floats and self.stored.type not in _FLOATS:
             data, self._source_type = self.stored.float32(), "F32"
         self._source = np.ascontiguousarray(data)
 

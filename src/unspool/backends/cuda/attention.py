@@ -23,7 +23,7 @@ from unspool.model.positions import Rotary
 
 PAGE_SIZE = 16
 TILE = 64  # keys that are looked at together
-PIECES = 48  # into which a long text is cut
+PIECES = 32  # into which a long text is cut
 MOST_PIECES = PIECES + 1  # pieces begin at fixed places, so that a window may touch one more
 ROWS = 16  # query heads of one key head that a program takes: what tensor cores want
 MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
@@ -31,7 +31,7 @@ SEVERAL = 8
 # Tiles on their way at a time. Kernels of small batches stay below 48 KB of shared memory: beyond,
 # the driver empties a multiprocessor before they may run, and the products beside them wait.
 STAGES = 4
-WARPS, NEW_WARPS, MANY_WARPS = 4, 8, 2  # of a program
+WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # of a program
 
 # Prompts: rows (tokens times query heads of a key head) and keys that a program takes at once.
 PREFILL_ROWS, PREFILL_TILE = 128, 64

@@ -19,6 +19,7 @@ from unspool.backends.cuda.inputs import ROOM, Inputs, to_device
 from unspool.backends.cuda.looks import Looker
 from unspool.backends.cuda.pages import PAGE_SIZE, Pages, page_bytes
 from unspool.backends.cuda.pick import DevicePicker
+from unspool.backends.cuda.products import processors
 from unspool.backends.cuda.program import Program
 from unspool.backends.cuda.prompts import Prompts
 from unspool.backends.cuda.weights import Weights
@@ -30,7 +31,8 @@ from unspool.sampling.picker import HISTORY_END, HISTORY_START, PickRows
 _LINES = LINE_COUNTS[-1]
 _SHORT = 16  # a row with so many new tokens or fewer goes through a captured step
 _PREFILL = 8192  # tokens of prompts in one step: enough to keep the matrix units busy
-_BESIDE_DECODE = 2048  # the same while texts are written
+_WAIT = 0.05  # seconds that the next tokens of texts may wait for prompts beside them, about
+_RATE = 3e12  # operations a second of one multiprocessor: about what prompts reach on a Hopper
 _RING = 4  # results on their way
 
 Floats64 = npt.NDArray[np.float64]
@@ -47,7 +49,7 @@ class CudaBackend:
     ) -> None:
         config, device = weights.config, weights.device
         self.limits = StepLimits(
-            max_rows=256, prefill_tokens=_PREFILL, prefill_beside_decode=_BESIDE_DECODE
+            max_rows=256, prefill_tokens=_PREFILL, prefill_beside_decode=_beside_decode(weights)
         )
         self.page_count, self.page_bytes = pages.count, page_bytes(config, weights.dtype)
         self.vocab_size, self.context = config.vocab_size, context
@@ -191,6 +193,13 @@ class CudaBackend:
         return _Flight(room, parts.places, asked, inside, room.record())
 
 
+def _beside_decode(weights: Weights) -> int:
+    """How many tokens of prompts may be read while texts are written."""
+    numbers = sum(matrix.rows * matrix.columns for matrix in weights.matrices())
+    rate = _RATE * processors(weights.device)
+    return max(512, min(_PREFILL, int(_WAIT * rate / (2 * numbers))))
+
+
 class _Parts:
     """Which tokens of a step are lines of a captured step, and which belong to prompts."""
 
@@ -268,6 +277,9 @@ class _Flight:
     logits: Tensor
     inside: Inside | None
     done: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.done is None or bool(self.done.query())
 
     def result(self) -> StepResult:
         if self.done is not None:

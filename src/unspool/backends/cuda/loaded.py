@@ -10,10 +10,9 @@ from torch import Tensor
 
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.looks import normed
-from unspool.backends.cuda.pages import Pages, page_bytes
+from unspool.backends.cuda.memory import make_pages
 from unspool.backends.cuda.warming import warm_up
 from unspool.backends.cuda.weights import Weights
-from unspool.backends.memory import pages_in
 from unspool.backends.step import Floats
 from unspool.model.config import ModelConfig
 
@@ -32,7 +31,7 @@ class CudaModel:
 
     @property
     def precision(self) -> str:
-        return str(self.weights.dtype).removeprefix("torch.")
+        return self.weights.precision or str(self.weights.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
@@ -40,10 +39,7 @@ class CudaModel:
 
     def backend(self, *, memory: int | None, context: int) -> CudaBackend:
         weights = self.weights
-        if memory is None:
-            memory = torch.cuda.mem_get_info(weights.device)[0] // 2
-        count = pages_in(memory, page_bytes(weights.config, weights.dtype))
-        pages = Pages(weights.config, count, weights.dtype, weights.device)
+        pages = make_pages(weights, memory, context)
         backend = CudaBackend(weights, pages=pages, context=context, exact=self.exact)
         if weights.device.type == "cuda":  # the interpreter has nothing to compile
             warm_up(backend)
@@ -68,7 +64,7 @@ class CudaModel:
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
         table = self.weights.head if name == "head.weight" else self.weights.embed
-        return _host(table.part(start, stop))
+        return _host(table.part(start, min(stop, table.rows)))
 
     def fingerprint(self) -> str:
         """Shapes of all matrices, and a few numbers from all over each."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
-from unspool.backends.cuda.kernels.packed import packed_gemv, packed_rows, unpack
+from unspool.backends.cuda.kernels.packed import packed_gemv, packed_rows, unpack_rows
 from unspool.backends.cuda.packing import Packing, Parts
 from unspool.backends.cuda.products import (
     Around,
@@ -25,9 +26,9 @@ _SCRATCH = 1 << 25  # numbers that are unpacked at a time for more
 
 
 @functools.cache
-def _scratch(device: torch.device, dtype: torch.dtype) -> Tensor:
+def _scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for unpacked rows, shared by all matrices of a device: one is multiplied at a time."""
-    return torch.empty(_SCRATCH, dtype=dtype, device=device)
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +67,7 @@ class PackedMatrix:
         how = self.packing
         return {
             "U": self._units, "BITS": how.bits, "KIND": how.kind, "OFFSET": how.offset,
-            "SHARE": how.share, "TALL": how.tall,
+            "SHARE": how.share,
         }  # fmt: skip
 
     def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
@@ -101,16 +102,16 @@ class PackedMatrix:
     def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         """out [M, rows] = x [M, columns] · Wᵀ + bias."""
         if exact or len(x) <= _FEW:
-            return self._times_few(x, out)
+            self._times_few(x, out)
+            return
         step = _SCRATCH // self.columns
-        room = _scratch(x.device, x.dtype)
+        room = _scratch(_SCRATCH, x.dtype, x.device)
         for first in range(0, self.rows, step):
             last = min(first + step, self.rows)
             part = room[: (last - first) * self.columns].view(-1, self.columns)
-            self._unpack(first, part)
+            self.unpack(first, part)
             bias = None if self.bias is None else self.bias[first:last]
             times_many(part, bias, x, out[:, first:last])
-        return None
 
     def _times_few(self, x: Tensor, out: Tensor) -> None:
         lines = len(x)
@@ -133,11 +134,11 @@ class PackedMatrix:
             num_warps=4,
         )
 
-    def _unpack(self, first: int, out: Tensor) -> None:
+    def unpack(self, first: int, out: Tensor) -> None:
         """Rows from `first` on as plain numbers, as many as `out` has."""
         units = min(64, power_of_two(self._units))
         grid = (-(-len(out) // 4), -(-self._units // units))
-        unpack[grid](
+        unpack_rows[grid](
             *self._tensors(), out, out, out, first, first + len(out),
             **self._constants(), BU=units, BN=4, CHOSEN=False,
         )  # fmt: skip
@@ -146,7 +147,7 @@ class PackedMatrix:
         """The rows of tokens; a token -1 - n is the n-th of the `previous` ones."""
         units = min(128, power_of_two(self._units))
         grid = (len(tokens), -(-self._units // units))
-        unpack[grid](
+        unpack_rows[grid](
             *self._tensors(), tokens, previous, out, 0, self.rows,
             **self._constants(), BU=units, BN=1, CHOSEN=True,
         )  # fmt: skip
@@ -154,8 +155,57 @@ class PackedMatrix:
     def part(self, first: int, last: int) -> Tensor:
         """Some rows in 32 bits."""
         out = torch.empty(last - first, self.columns, device=self.device)
-        self._unpack(first, out)
+        self.unpack(first, out)
         return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedMatrix:
+    """Matrices that are packed differently, one above the other: each is multiplied by itself."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        biases = [part.bias for part in self.parts if part.bias is not None]
+        return torch.cat(biases) if biases else None
+
+    def _placed(self) -> Iterator[tuple[PackedMatrix, slice]]:
+        first = 0
+        for part in self.parts:
+            yield part, slice(first, first + part.rows)
+            first += part.rows
+
+    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
+        """For one vector; what is gated is never kept so (see `load.py`)."""
+        for part, rows in self._placed():
+            residual = None if by.residual is None else by.residual[rows]
+            part.times_one(x, out[rows], replace(by, residual=residual))
+
+    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        for part, rows in self._placed():
+            part.times_many(x, out[:, rows], exact=exact)
+
+    def part(self, first: int, last: int) -> Tensor:
+        """Some rows in 32 bits."""
+        found = [
+            part.part(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
+            for part, rows in self._placed()
+            if first < rows.stop and last > rows.start
+        ]
+        return torch.cat(found)
 
 
 def tiling(rows: int, units: int, tiles: int, device: torch.device) -> list[int]:

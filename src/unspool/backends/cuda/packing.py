@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels.packed import FLOAT8, HALF, HALVES, SIGNED, SUPER
-
-_AT_ONCE = 1 << 26  # numbers that are unpacked at a time: they take a byte each, for a moment
+from unspool.model.float8 import block_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class Packing:
     kind: int
     offset: int = 0
     share: int = 1  # units that share a record (FP8: a scale)
-    tall: int = 1  # rows that share a scale (FP8)
 
     @property
     def unit(self) -> int:
@@ -63,44 +61,47 @@ BLOCKS = {  # type -> numbers and bytes of a block
 class Parts:
     """A packed matrix: the tensors that the kernels are given."""
 
-    quants: Tensor  # int32 [rows, units, 4]; FP8: float8_e4m3fn [rows, columns]
+    quants: Tensor  # int32 [rows, units, 4]
     records: Tensor | None = None  # uint8 [rows, records, 2 or 4]
     factors: Tensor | None = (
-        None  # int32 [rows, columns / 256], two 16-bit floats each; FP8: scales
+        None  # two 16-bit floats in an int32 [rows, columns / 256]; FP8: scales
     )
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.quants, self.records, self.factors) if t is not None)
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.quants, self.records, self.factors) if t is not None]
+
+    def like(self, rows: int) -> Parts:
+        """Room for so many rows of the same."""
+
+        def room(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.new_empty(rows, *tensor.shape[1:])
+
+        quants = room(self.quants)
+        assert quants is not None
+        return Parts(quants, room(self.records), room(self.factors))
+
+    def put(self, first: int, rows: Parts) -> None:
+        """Set the rows from `first` on."""
+        for ours, theirs in zip(self.tensors(), rows.tensors(), strict=True):
+            ours[first : first + len(theirs)].copy_(theirs)
+
+    def finite(self, packing: Packing) -> Tensor:
+        """Whether every number is one, as a tensor."""
+        if packing.kind == FLOAT8:
+            assert self.factors is not None
+            broken = ((self.quants & 0x7F7F7F7F) ^ 0x7F7F7F7F).view(torch.uint8) == 0
+            return self.factors.isfinite().all() & ~broken.any()
+        scales = self.factors if self.factors is not None else self.records
+        assert scales is not None
+        return scales.view(torch.float16).isfinite().all()
 
 
 def packed_parts(type: str, raw: Tensor) -> Parts:
-    """Blocks of a GGUF type, moved into our layout; in pieces, as each takes room for a while."""
-    elements, size = BLOCKS[type]
-    columns = raw.shape[1] // size * elements
-    step = max(1, _AT_ONCE // columns)
-    pieces = [_packed(type, raw[at : at + step]) for at in range(0, len(raw), step)]
-    return joined(pieces)
-
-
-def joined(pieces: list[Parts]) -> Parts:
-    """Matrices of one packing, one above the other."""
-    if len(pieces) == 1:
-        return pieces[0]
-
-    def stack(tensors: list[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    quants = torch.cat([piece.quants.view(torch.uint8) for piece in pieces])
-    return Parts(
-        quants.view(pieces[0].quants.dtype),
-        stack([piece.records for piece in pieces]),
-        stack([piece.factors for piece in pieces]),
-    )
-
-
-def _packed(type: str, raw: Tensor) -> Parts:
+    """Blocks of a GGUF type [rows, bytes], moved into our layout."""
     blocks = raw.reshape(len(raw), -1, BLOCKS[type][1])  # [rows, blocks, bytes]
     q, records, factors = _READERS[type](blocks)
     rows = len(raw)
@@ -120,7 +121,7 @@ def _units(q: Tensor, bits: int) -> Tensor:
     return bytes_of_words.view(torch.int32)[..., 0]
 
 
-# -- reading blocks: [rows, blocks, bytes] to numbers, records and factors ---------------------------
+# -- reading blocks: [rows, blocks, bytes] to numbers, records and factors -------------------------
 
 _Read = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -222,5 +223,36 @@ _READERS = {
 }  # fmt: skip
 
 
-def float8_packing(share: int, tall: int) -> Packing:
-    return Packing(8, FLOAT8, share=share, tall=tall)
+# -- FP8, and plain numbers ------------------------------------------------------------------------
+
+
+def float8_packing(columns: int, blocks: int) -> Packing:
+    """Rows with so many scales."""
+    wide = columns if blocks == 1 else block_width(columns, blocks)
+    return Packing(8, FLOAT8, share=wide // 16)
+
+
+def float8_parts(raw: Tensor, scales: Tensor) -> Parts:
+    """FP8 numbers (as bytes [rows, columns]) with their scales [rows, blocks]."""
+    return Parts(_units(raw, 8), None, scales.contiguous())
+
+
+def quantized(weight: Tensor, bits: int) -> tuple[Packing, Parts]:
+    """A plain matrix rounded to 4 or 8 bits, in groups of 32 columns."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    if bits == 8:
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
+        record, q = scale, groups / _not_zero(scale) + 128
+    else:
+        least, most = groups.aminmax(dim=-1, keepdim=True)
+        minimum, scale = least.half(), ((most - least) / 15).half()
+        record = torch.cat((scale, -minimum), -1)
+        q = (groups - minimum.float()) / _not_zero(scale)
+    whole = q.round().clamp(0, (1 << bits) - 1).to(torch.uint8).flatten(1)
+    records = record.contiguous().view(torch.uint8)
+    packing = PACKINGS["Q8_0" if bits == 8 else "Q4_1"]
+    return packing, Parts(_units(whole, bits), records)
+
+
+def _not_zero(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 1.0, scale.float())

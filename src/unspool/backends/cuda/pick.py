@@ -12,16 +12,32 @@ from torch import Tensor
 
 from unspool.backends.cuda.kernels.pick.draw import finish, gather, spread
 from unspool.backends.cuda.kernels.pick.measure import measure
-from unspool.backends.cuda.kernels.pick.penalties import clear, tally
+from unspool.backends.cuda.kernels.pick.penalties import resolve, tally
 
 _PIECE = 2048
 """Logits that one program walks over: fixed, so that sums never depend on the batch."""
 _MAXIMA = 128
-_BINS = 2048
+_BINS = 1024
 _ROOM = 4096
 """For so many candidates of the bins that matter; with more the row is walked over again."""
 _BLOCK = 512
+_AT_ONCE = 256
+"""So many rows are picked by the same kernels; more than these share their room."""
+_PROGRAMS = 2048
+"""So many share a walk over all rows, if there are as many pieces."""
+_WALK_WARPS = 4
+_FINISH_WARPS = 16
+_PLAIN = {"enable_fp_fusion": False}
+"""Every product and sum is rounded by itself, as in the chain."""
 _HISTORY_BLOCK = 512
+_AT_ONCE = 256
+"""So many rows are picked by the same kernels; more than these share their room."""
+_PROGRAMS = 2048
+"""So many share a walk over all rows, if there are as many pieces."""
+_WALK_WARPS = 4
+_FINISH_WARPS = 16
+_PLAIN = {"enable_fp_fusion": False}
+"""Every product and sum is rounded by itself, as in the chain."""
 
 
 class DevicePicker:
@@ -39,6 +55,7 @@ class DevicePicker:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.vocabulary = vocabulary
+        self._at_once = some = min(rows, _AT_ONCE)
         self.floats = zeros(rows, 6)
         self.ints = zeros(rows, 6, dtype=torch.int64)
         self.history = zeros(history, dtype=torch.int64)
@@ -48,16 +65,17 @@ class DevicePicker:
         self.own = zeros(rows, 3)
         self._pieces = triton.cdiv(vocabulary, _PIECE)
         self._piece_room = triton.next_power_of_2(self._pieces)
-        self._parts = zeros(2, rows, self._pieces, 4)
-        self._tops = zeros(rows, self._piece_room * _PIECE // _MAXIMA, dtype=torch.float32)
-        self._state = zeros(rows, 16)
-        self._arrived = zeros(rows, dtype=torch.int32)
-        self._bins = zeros(rows, 3, _BINS, dtype=torch.int64)
-        self._brackets = zeros(rows, 8, dtype=torch.int32)
-        self._values = zeros(rows, _ROOM, dtype=torch.float32)
-        self._ids = zeros(rows, _ROOM, dtype=torch.int32)
+        self._parts = zeros(2, some, self._pieces, 4)
+        self._tops = zeros(some, self._piece_room * _PIECE // _MAXIMA, dtype=torch.float32)
+        self._state = zeros(some, 16)
+        self._arrived = zeros(some, dtype=torch.int32)
+        self._bins = zeros(some, 3, _BINS, dtype=torch.int64)
+        self._brackets = zeros(some, 8, dtype=torch.int32)
+        self._sums = zeros(some, 8, dtype=torch.int64)
+        self._values = zeros(some, _ROOM, dtype=torch.float32)
+        self._ids = zeros(some, _ROOM, dtype=torch.int32)
         self._counts: Tensor | None = None
-        self._tokens = self.history
+        self._tokens = zeros(0, dtype=torch.int64)
         # Sums of exp(logit - peak) are whole numbers of these steps; they fit 63 bits.
         self._unit = float(1 << (62 - vocabulary.bit_length()))
         self._span = 1 << vocabulary.bit_length()
@@ -68,47 +86,48 @@ class DevicePicker:
         `sampled=False`: every row is greedy. `penalties=False`: no row has penalties. Both spare
         kernels only.
         """
-        rows = len(logits)
-        if not rows:
-            return
-        own, edited = self._parts
-        tokens, counts = self._counted() if penalties else (self._ids, self._ids)  # not read
+        if penalties and len(logits):
+            self._resolve(len(logits))
+        for start in range(0, len(logits), self._at_once):
+            rows = slice(start, min(start + self._at_once, len(logits)))
+            self._pick(logits[rows], rows, sampled, penalties)
+
+    def _resolve(self, rows: int) -> None:
+        """What the penalties count, before any pick of this launch takes the place of one."""
+        shape, device = (self._at_once, self.vocabulary), self.floats.device
+        if self._counts is None:  # 0 between launches
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        if len(self._tokens) < len(self.history):
+            self._tokens = torch.zeros_like(self.history)
+        resolve[(rows,)](
+            self.floats, self.ints, self.history, self.previous, self._tokens, BLOCK=_HISTORY_BLOCK
+        )
+
+    def _pick(self, logits: Tensor, rows: slice, sampled: bool, penalties: bool) -> None:
+        number = len(logits)
+        floats, ints = self.floats[rows], self.ints[rows]
+        picks, logprobs = self.picks[rows], self.logprobs[rows]
+        counts = self._ids if self._counts is None else self._counts  # not read without penalties
+        counted = (floats, ints, self._tokens, counts, self.vocabulary)
         if penalties:
-            tally[(rows,)](
-                self.floats, self.ints, self.history, self.previous, tokens, counts,
-                self.vocabulary, BLOCK=_HISTORY_BLOCK,
-            )  # fmt: skip
-        given = (logits, logits.stride(0), self.floats, self.ints, counts)
-        measure[(rows, self._pieces)](
-            *given, own, edited, self._tops, self._state, self._arrived, self.picks, self.logprobs,
-            self.own, self.vocabulary, self._unit, PIECE=_PIECE, ROOM=self._piece_room,
-            PENALTIES=penalties, SAMPLED=sampled, num_warps=4, enable_fp_fusion=False,
+            tally[(number,)](*counted, CLEAR=False, BLOCK=_HISTORY_BLOCK)
+        grid = (number, min(self._pieces, -(-_PROGRAMS // number)))
+        given = (logits, logits.stride(0), floats, ints, counts)
+        walk = {"PIECE": _PIECE, "PENALTIES": penalties, "num_warps": _WALK_WARPS, **_PLAIN}
+        measure[grid](
+            *given, *self._parts, self._tops, self._state, self._arrived, picks, logprobs,
+            self.own[rows], self.vocabulary, self._unit, ROOM=self._piece_room, SAMPLED=sampled,
+            **walk,
         )  # fmt: skip
         if sampled:
             line = (*given, self._state, self._bins, self._brackets)
             found = (self._values, self._ids)
-            spread[(rows, self._pieces)](
-                *line, self._arrived, self.vocabulary, self._unit, PIECE=_PIECE, BINS=_BINS,
-                PENALTIES=penalties, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
-            gather[(rows, self._pieces)](
-                *line, *found, self.vocabulary, self._unit, ROOM=_ROOM, PIECE=_PIECE, BINS=_BINS,
-                PENALTIES=penalties, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
-            finish[(rows,)](
-                *line, *found, self.picks, self.logprobs, self.vocabulary, self._span, self._unit,
-                ROOM=_ROOM, BINS=_BINS, BLOCK=_BLOCK, PENALTIES=penalties, num_warps=16,
-                enable_fp_fusion=False,
+            size = (self.vocabulary, self._unit)
+            spread[grid](*line, self._sums, self._arrived, *size, BINS=_BINS, **walk)
+            gather[grid](*line, *found, *size, ROOM=_ROOM, BINS=_BINS, **walk)
+            finish[(number,)](
+                *line, self._sums, *found, picks, logprobs, *size, self._span, ROOM=_ROOM,
+                BINS=_BINS, BLOCK=_BLOCK, PENALTIES=penalties, num_warps=_FINISH_WARPS, **_PLAIN,
             )  # fmt: skip
         if penalties:
-            clear[(rows,)](
-                self.floats, self.ints, tokens, counts, self.vocabulary, BLOCK=_HISTORY_BLOCK
-            )
-
-    def _counted(self) -> tuple[Tensor, Tensor]:
-        """Room for what the penalties count: made when first asked for; counts are 0 between."""
-        if self._counts is None or len(self._tokens) < len(self.history):
-            shape = (len(self.picks), self.vocabulary)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self.floats.device)
-            self._tokens = torch.zeros_like(self.history)
-        return self._tokens, self._counts
+            tally[(number,)](*counted, CLEAR=True, BLOCK=_HISTORY_BLOCK)

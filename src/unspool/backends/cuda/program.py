@@ -21,8 +21,8 @@ from unspool.backends.cuda.inputs import ROOM, Inputs
 from unspool.backends.cuda.kernels import rows
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
 from unspool.backends.cuda.pages import Pages
-from unspool.backends.cuda.products import Around, norm_kind, power_of_two
-from unspool.backends.cuda.weights import LayerWeights, Matrix, NormWeights, PlainMatrix, Weights
+from unspool.backends.cuda.products import Around, NormWeights, norm_kind, power_of_two
+from unspool.backends.cuda.weights import LayerWeights, Matrix, PlainMatrix, Weights
 from unspool.model.positions import sinusoidal
 
 _FEED_BLOCK = 1024
@@ -247,7 +247,7 @@ class Program:
     ) -> None:
         config, width = self.weights.config, self.weights.config.ff_width
         if layer.experts is not None:
-            experts(x, layer.experts, config, out, scratch, pdl=self.pdl)
+            experts(x, layer.experts, config, out, scratch, pdl=self.pdl, exact=self.exact)
             return
         assert layer.gate_up is not None and layer.down is not None
         both = a.both.view(-1)[: len(x) * width * (1 + config.gated)].view(len(x), -1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unspool.backends.cuda.exact import exact_many
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.products import Around, times_many, times_one
+from unspool.backends.cuda.products import Around, NormWeights, times_many, times_one
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Experts, FeedForward, Layer, Norm, Transformer
 
@@ -87,14 +87,6 @@ class PlainMatrix:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NormWeights:
-    """An RMSNorm, or, with a bias, a LayerNorm."""
-
-    gain: Tensor  # [width], float32
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """The feed-forwards that a router chooses from."""
 
@@ -130,6 +122,7 @@ class Weights:
     layers: list[LayerWeights]
     norm: NormWeights
     head: Matrix  # the embedding itself where the two are tied
+    precision: str = ""  # what most weights are kept in; empty: in the activations' type
 
     def matrices(self) -> Iterator[Matrix]:
         """All of them, in the order that the data meets them; experts one below the other."""

@@ -5,10 +5,10 @@ A row of a packed matrix is cut into units of 16 bytes, what one thread reads at
 word j of the unit's four, BITS * s bits up. So one mask finds a slot's numbers in the four words,
 and they are multiplied with four neighbours of the vector.
 
-A number q means  scale * (q - OFFSET) - minimum.  Scale and minimum are made from a record of two or
-four bytes that one or two units share (`KIND`, see `packing.py`), with two factors for every 256
-columns where the file has such. FP8 numbers (KIND 4) have a scale only, of the row or of a block of
-columns and rows.
+A number q means  scale * (q - OFFSET) - minimum.  Scale and minimum are made from a record of two
+or four bytes that one or two units share (`KIND`, see `packing.py`), with two factors for every 256
+columns where the file has such. FP8 numbers (KIND 4) have a scale only, for a row or for so many
+of its units.
 """
 
 import triton
@@ -23,9 +23,9 @@ HALF, HALVES, SUPER, SIGNED, FLOAT8 = 0, 1, 2, 3, 4
 @triton.jit
 def fetched(
     quants, records, factors, rows, units, N, U: tl.constexpr, BITS: tl.constexpr,
-    KIND: tl.constexpr, SHARE: tl.constexpr, TALL: tl.constexpr,
+    KIND: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Units of some rows [rows, units, 4], their records and factors [rows, units], on their way."""
+    """Units of some rows [rows, units, 4] on their way, with records and factors [rows, units]."""
     inside = (rows < N)[:, None] & (units < U)[None, :]
     rows = rows.to(tl.int64)
     four = tl.arange(0, 4)[None, None, :]
@@ -33,7 +33,7 @@ def fetched(
     tile = tl.load(quants + places, inside[:, :, None], 0, eviction_policy="evict_first")
     GROUPS: tl.constexpr = (U + SHARE - 1) // SHARE
     if KIND == 4:
-        at = (rows // TALL)[:, None] * GROUPS + (units // SHARE)[None, :]
+        at = rows[:, None] * GROUPS + (units // SHARE)[None, :]
         record = tl.load(factors + at, inside, 0.0)
     else:
         SIZE: tl.constexpr = 4 if KIND == 1 else 2
@@ -130,7 +130,7 @@ def product(
 def packed_gemv(
     x, gain, shift, quants, records, factors, bias, res, out, N, eps,
     K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    OFFSET: tl.constexpr, SHARE: tl.constexpr, TALL: tl.constexpr, BN: tl.constexpr,
+    OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -140,12 +140,10 @@ def packed_gemv(
     start, stride = tl.program_id(0), tl.num_programs(0)
     units = tl.arange(0, UP)
     rows = start * BN + tl.arange(0, BN)
-    tile, record, factor = fetched(
-        quants, records, factors, rows, units, N, U, BITS, KIND, SHARE, TALL
-    )
+    tile, record, factor = fetched(quants, records, factors, rows, units, N, U, BITS, KIND, SHARE)
     if GLU:
         tile2, record2, factor2 = fetched(
-            quants, records, factors, rows + N, units, 2 * N, U, BITS, KIND, SHARE, TALL
+            quants, records, factors, rows + N, units, 2 * N, U, BITS, KIND, SHARE
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -172,17 +170,17 @@ def packed_gemv(
         here = tl.sum(part, 1)
         sums += here
         excess += here * (magic(slot, BITS, KIND) + OFFSET)
-        parts = parts + (part,)
+        parts = parts + (part,)  # noqa: RUF005 (Triton knows no unpacking)
     for block in range(start, tl.cdiv(N, BN), stride):
         behind = (block + stride) * BN + tl.arange(0, BN)
         next_tile, next_record, next_factor = fetched(
-            quants, records, factors, behind, units, N, U, BITS, KIND, SHARE, TALL
+            quants, records, factors, behind, units, N, U, BITS, KIND, SHARE
         )
         y = product(tile, record, factor, units, parts, sums, excess, zero, BITS, KIND)
         z = y
         if GLU:
             next_tile2, next_record2, next_factor2 = fetched(
-                quants, records, factors, behind + N, units, 2 * N, U, BITS, KIND, SHARE, TALL
+                quants, records, factors, behind + N, units, 2 * N, U, BITS, KIND, SHARE
             )
             z = product(tile2, record2, factor2, units, parts, sums, excess, zero, BITS, KIND)
             tile2, record2, factor2 = next_tile2, next_record2, next_factor2
@@ -205,10 +203,10 @@ def unpacked(
 
 
 @triton.jit
-def unpack(
+def unpack_rows(
     quants, records, factors, tokens, previous, out, first, N,
     U: tl.constexpr, BU: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    OFFSET: tl.constexpr, SHARE: tl.constexpr, TALL: tl.constexpr, BN: tl.constexpr,
+    OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Rows from `first` on (up to row N) as plain numbers, BN rows by BU units a program. With
@@ -220,9 +218,7 @@ def unpack(
         rows = tl.load(tokens + lines)
         rows = tl.where(rows < 0, tl.load(previous - 1 - rows, rows < 0, 0), rows)
         rows = tl.minimum(tl.maximum(rows, 0), N - 1)  # a pick that failed: its row is dropped
-    tile, record, factor = fetched(
-        quants, records, factors, rows, units, N, U, BITS, KIND, SHARE, TALL
-    )
+    tile, record, factor = fetched(quants, records, factors, rows, units, N, U, BITS, KIND, SHARE)
     scale, minimum = scale_and_minimum(record, factor, units, KIND)
     inside = ((rows < N)[:, None] & (units < U)[None, :])[:, :, None]
     places = (lines.to(tl.int64)[:, None] * U + units[None, :])[:, :, None] * (128 // BITS)
@@ -237,7 +233,7 @@ def unpack(
 def packed_rows(
     x, quants, records, factors, bias, out, M, N, WIDE,
     K: tl.constexpr, U: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    OFFSET: tl.constexpr, SHARE: tl.constexpr, TALL: tl.constexpr, BN: tl.constexpr,
+    OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, BU: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = x [M, K] · Wᵀ on tensor cores, each number summed in the same order whatever
@@ -248,12 +244,12 @@ def packed_rows(
     line_places = x + lines.to(tl.int64)[None, :] * K
     within, zero = tl.arange(0, BU * 4), tl.minimum(N, 0)
     tile, record, factor = fetched(
-        quants, records, factors, rows, tl.arange(0, BU), N, U, BITS, KIND, SHARE, TALL
+        quants, records, factors, rows, tl.arange(0, BU), N, U, BITS, KIND, SHARE
     )
     for at in range(0, U, BU):
         units = at + tl.arange(0, BU)
         next_tile, next_record, next_factor = fetched(
-            quants, records, factors, rows, units + BU, N, U, BITS, KIND, SHARE, TALL
+            quants, records, factors, rows, units + BU, N, U, BITS, KIND, SHARE
         )
         scale, minimum = scale_and_minimum(record, factor, units, KIND)
         cols = (at + within // 4) * (128 // BITS) + within % 4

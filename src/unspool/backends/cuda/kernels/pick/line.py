@@ -22,7 +22,6 @@ WEIGHED = tl.constexpr(1)
 WARMED = tl.constexpr(2)
 
 WAYS = tl.constexpr(16)  # into how many parts a range is divided by one look at the candidates
-FEW = tl.constexpr(128)  # so many are compared each with each
 
 
 @triton.jit
@@ -73,29 +72,11 @@ def rank_of(x, ids, lowest, span):
 
 
 @triton.jit
-def first_of_few(
-    source, found, number, line, bin, above, goal, span, kind, BINS: tl.constexpr,
-    PENALTIES: tl.constexpr,
-):  # fmt: skip
-    """`first_reaching`, each candidate compared with each."""
-    peak, scale, _, _ = line
-    x, ids, inside = candidates(source, found, number, 0, FEW, PENALTIES)
-    inside = inside & (bin_of(x, peak, scale, BINS) == bin)
-    weight = addends(x, inside, line, kind)
-    lowest = tl.full([], 0, tl.int64)
-    rank = rank_of(x, ids, lowest, span)
-    running = tl.sum(tl.where(rank[None, :] >= rank[:, None], weight[None, :], 0), 1) + above
-    hit = (weight > 0) & (running >= goal) & (running - weight < goal)
-    value = tl.max(tl.where(hit, ordered(x), -2147483648), 0)
-    return value, tl.max(tl.where(hit, ids, 0), 0)
-
-
-@triton.jit
-def first_of_many(
+def narrowed(
     source, found, number, line, bin, above, goal, span, kind, BINS: tl.constexpr,
     BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """`first_reaching` by narrowing the range of ranks in which it lies."""
+    """`first_reaching` in a bin, by narrowing the range of ranks in which it lies."""
     peak, scale, _, _ = line
     size = tl.where(number >= 0, number, source[3])
     lowest = tl.full([], 2147483647, tl.int32)
@@ -141,16 +122,10 @@ def first_reaching(
     bin = tl.sum((tl.cumsum(sums, 0) < goal).to(tl.int32), 0)
     bin = tl.minimum(bin, BINS - 1)
     above = tl.sum(tl.where(place < bin, sums, 0), 0)
-    there = in_reach(number, bin)
-    if (there >= 0) & (there <= FEW):
-        value, token = first_of_few(
-            source, found, there, line, bin, above, goal, span, kind, BINS, PENALTIES
-        )
-    else:
-        value, token = first_of_many(
-            source, found, there, line, bin, above, goal, span, kind, BINS, BLOCK, PENALTIES
-        )
-    return value, token
+    there = in_reach(number, bin, BINS)
+    return narrowed(
+        source, found, there, line, bin, above, goal, span, kind, BINS, BLOCK, PENALTIES
+    )
 
 
 @triton.jit
@@ -158,12 +133,12 @@ def sum_until(
     source, found, number, line, bins, value, last, kind, BINS: tl.constexpr,
     BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """The sum along the line up to a border: of what lies above `value` or, up to id `last`, at it."""
+    """The sum along the line up to a border: over what is above `value` or, up to `last`, at it."""
     peak, scale, _, _ = line
     place = tl.arange(0, BINS)
     border = bin_of(unordered(value), peak, scale, BINS)
     total = tl.sum(tl.where(place < border, tl.load(bins + place), 0), 0)
-    there = in_reach(number, border)
+    there = in_reach(number, border, BINS)
     size = tl.where(there >= 0, there, source[3])
     for at in range(0, size, BLOCK):
         x, ids, inside = candidates(source, found, there, at, BLOCK, PENALTIES)
@@ -183,8 +158,9 @@ def is_gathered(bin, brackets):
 
 
 @triton.jit
-def in_reach(number, bin):
+def in_reach(number, bin, BINS: tl.constexpr):
     """How many candidates to look at for those of a bin: all gathered ones if it is among them
-    and they found room, otherwise -1: the whole row."""
+    and they found room, otherwise -1: the whole row. (The last bin's are never gathered.)"""
     count, room, brackets = number
-    return tl.where(is_gathered(bin, brackets) & (count <= room), count, -1)
+    there = is_gathered(bin, brackets) & (bin < BINS - 1) & (count <= room)
+    return tl.where(there, count, -1)

@@ -102,7 +102,7 @@ def mended(source, BLOCK: tl.constexpr, PENALTIES: tl.constexpr):
     token = tl.zeros([], tl.int32)
     for at in range(0, vocabulary, BLOCK):
         ids = at + tl.arange(0, BLOCK)
-        best, part, moment, first = summary(levels(source, ids, PENALTIES), ids)
+        best, part, _, first = summary(levels(source, ids, PENALTIES), ids)
         wide = best.to(tl.float64)
         higher = tl.maximum(wide, peak)
         total = total * tl.exp(-tl.minimum(depth_below(peak, higher), 700.0))
@@ -166,7 +166,8 @@ def plan(
     tl.store(state + SURE, sure.to(tl.float64))
     tl.store(state + WHOLE, whole.to(tl.float64))
     tl.store(state + COOL, 1.4426950408889634 / temperature)
-    tl.store(state + SCALE, 1.0 / tl.maximum(deepest, 1.0e-3))
+    # A little deeper: what lies at this very depth is not to fall into the last bin.
+    tl.store(state + SCALE, 1.0 / (deepest * 1.001 + 1.0e-3))
     tl.store(state + MASS, total * unit)
     tl.store(state + NUMBER, number)
 
@@ -182,7 +183,7 @@ def settle(
     peak, total = own_peak, own_total
     sure = tl.full([], 0, tl.int32)
     if PENALTIES:
-        peak, total, moment, token = joined(edited, pieces, ROOM)
+        peak, total, _, token = joined(edited, pieces, ROOM)
         if has_penalties(floats, ints):
             if own_peak == float("inf"):
                 sure = tl.full([], 1, tl.int32)
@@ -218,8 +219,7 @@ def measure(
 ):  # fmt: skip
     """Every piece of every row, as the model gave it and after penalties; then the whole row."""
     row = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(1)
-    pieces = tl.num_programs(1)
+    pieces = tl.cdiv(vocabulary, PIECE)
     logits += row * stride
     floats += row * NUMBERS
     ints += row * NUMBERS
@@ -227,22 +227,23 @@ def measure(
     own += row * pieces * PARTS
     edited += row * pieces * PARTS
     tops += row * ROOM * (PIECE // MAXIMA)
-    ids = piece * PIECE + tl.arange(0, PIECE)
-    inside = ids < vocabulary
-    x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    peak, total, moment, first = summary(x, ids)
-    keep(own + piece * PARTS, peak, total, moment, first)
-    if PENALTIES:
-        if has_penalties(floats, ints):
-            x = penalized(x, tl.load(counts + ids, mask=inside, other=0), floats)
-            peak, total, moment, first = summary(x, ids)
-        keep(edited + piece * PARTS, peak, total, moment, first)
-    if SAMPLED:
-        if tl.load(ints + TOP_K) > 0:
-            best = tl.max(tl.reshape(x, [PIECE // MAXIMA, MAXIMA]), 1)
-            tl.store(tops + piece * (PIECE // MAXIMA) + tl.arange(0, PIECE // MAXIMA), best)
+    for piece in range(tl.program_id(1), pieces, tl.num_programs(1)):
+        ids = piece * PIECE + tl.arange(0, PIECE)
+        inside = ids < vocabulary
+        x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
+        peak, total, moment, first = summary(x, ids)
+        keep(own + piece * PARTS, peak, total, moment, first)
+        if PENALTIES:
+            if has_penalties(floats, ints):
+                x = penalized(x, tl.load(counts + ids, mask=inside, other=0), floats)
+                peak, total, moment, first = summary(x, ids)
+            keep(edited + piece * PARTS, peak, total, moment, first)
+        if SAMPLED:
+            if tl.load(ints + TOP_K) > 0:
+                best = tl.max(tl.reshape(x, [PIECE // MAXIMA, MAXIMA]), 1)
+                tl.store(tops + piece * (PIECE // MAXIMA) + tl.arange(0, PIECE // MAXIMA), best)
     tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1) == pieces - 1:
+    if tl.atomic_add(arrived + row, 1) == tl.num_programs(1) - 1:
         tl.store(arrived + row, 0)
         settle(
             logits, floats, ints, counts, own, edited, tops, state + row * STATE, picks + row,

@@ -28,8 +28,8 @@ def has_penalties(floats, ints):
 
 
 @triton.jit
-def tally(floats, ints, history, previous, tokens, counts, vocabulary, BLOCK: tl.constexpr):
-    """Counts each row's history into `counts` [rows, vocabulary]; `tokens` are what was counted."""
+def resolve(floats, ints, history, previous, tokens, BLOCK: tl.constexpr):
+    """The tokens that each row's history means: its entry -1-n is the n-th of `previous`."""
     row = tl.program_id(0).to(tl.int64)
     floats += row * NUMBERS
     ints += row * NUMBERS
@@ -37,27 +37,28 @@ def tally(floats, ints, history, previous, tokens, counts, vocabulary, BLOCK: tl
         end = tl.load(ints + HISTORY_END)
         for at in range(tl.load(ints + HISTORY_START), end, BLOCK):
             place = at + tl.arange(0, BLOCK)
-            token = tl.load(history + place, mask=place < end, other=vocabulary)
-            ahead = token < 0  # one that the step before picked
-            picked = tl.load(previous - 1 - token, mask=ahead, other=0)
-            token = tl.where(ahead, picked, token)
-            inside = (token >= 0) & (token < vocabulary)
-            tl.store(tokens + place, tl.where(inside, token, -1), mask=place < end)
-            tl.atomic_add(counts + row * vocabulary + token, 1, mask=inside, sem="relaxed")
+            token = tl.load(history + place, mask=place < end, other=0)
+            picked = tl.load(previous - 1 - token, mask=token < 0, other=0)
+            tl.store(tokens + place, tl.where(token < 0, picked, token), mask=place < end)
 
 
 @triton.jit
-def clear(floats, ints, tokens, counts, vocabulary, BLOCK: tl.constexpr):
-    """Makes what was counted 0 again."""
+def tally(floats, ints, tokens, counts, vocabulary, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
+    """Counts each row's tokens into `counts` [rows, vocabulary], or makes these 0 again."""
     row = tl.program_id(0).to(tl.int64)
     floats += row * NUMBERS
     ints += row * NUMBERS
+    counts += row * vocabulary
     if has_penalties(floats, ints):
         end = tl.load(ints + HISTORY_END)
         for at in range(tl.load(ints + HISTORY_START), end, BLOCK):
             place = at + tl.arange(0, BLOCK)
             token = tl.load(tokens + place, mask=place < end, other=-1)
-            tl.store(counts + row * vocabulary + token, 0, mask=token >= 0)
+            known = (token >= 0) & (token < vocabulary)
+            if CLEAR:
+                tl.store(counts + token, 0, mask=known)
+            else:
+                tl.atomic_add(counts + token, 1, mask=known, sem="relaxed")
 
 
 @triton.jit

@@ -1,0 +1,253 @@
+"""Weights from the file to the device: the same numbers as the plain transformer has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import tiny  # noqa: E402
+from packed_support import numbers, random_blocks  # noqa: E402
+
+from unspool.backends.cuda.load import load_weights  # noqa: E402
+from unspool.backends.cuda.packed import PackedMatrix, StackedMatrix  # noqa: E402
+from unspool.backends.cuda.weights import PlainMatrix, Weights, fused  # noqa: E402
+from unspool.errors import ModelFileError, UnspoolError  # noqa: E402
+from unspool.model.checkpoint import load_transformer, open_checkpoint  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def loaded(path: Path, **options) -> Weights:
+    options = {"dtype": torch.float32, "device": CPU, **options}
+    return load_weights(open_checkpoint(path), **options)
+
+
+def tensors_of(found, at="weights"):
+    """Everything in a `Weights`, by where it stands."""
+    if isinstance(found, torch.Tensor):
+        return {at: found}
+    if isinstance(found, list):
+        return {k: v for n, f in enumerate(found) for k, v in tensors_of(f, f"{at}.{n}").items()}
+    if not hasattr(found, "__slots__") or at.endswith(".config"):
+        return {}
+    names = [name for name in found.__slots__ if getattr(found, name) is not None]
+    return {k: v for n in names for k, v in tensors_of(getattr(found, n), f"{at}.{n}").items()}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama-tied-bias", "gpt2", "gemma3", "phi3", "olmo2", "gpt-neox", "qwen3-moe"]
+)
+def test_the_same_tensors_as_of_a_plain_transformer(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("unspool.backends.cuda.load._PIECE", 1000)  # several pieces a matrix
+    tiny.save(family, tmp_path)
+    ours = tensors_of(loaded(tmp_path))
+    theirs = tensors_of(fused(load_transformer(open_checkpoint(tmp_path))))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_another_type_than_the_files(tmp_path):
+    tiny.save("llama", tmp_path)
+    found = loaded(tmp_path, dtype=torch.bfloat16)
+    plain = loaded(tmp_path)
+    assert (
+        found.dtype == torch.bfloat16 and found.layers[0].attention_norm.gain.dtype == torch.float32
+    )
+    assert torch.equal(found.layers[1].qkv.weight, plain.layers[1].qkv.weight.bfloat16())
+
+
+def test_rounded_to_fewer_bits_while_loading(tmp_path):
+    plain = write_quantized(tmp_path / "m.gguf", {}, raw=False)
+    found = loaded(tmp_path / "m.gguf", bits=4)
+    assert isinstance(found.layers[0].gate_up, PackedMatrix)
+    expected = np.concatenate([plain["blk.0.ffn_gate"], plain["blk.0.ffn_up"]])
+    difference = found.layers[0].gate_up.part(0, len(expected)).numpy() - expected
+    assert np.linalg.norm(difference) < 0.12 * np.linalg.norm(expected)
+    assert found.embed.packing.bits == 8  # as the native backend does
+    assert found.precision == "4 bits"
+
+
+def test_numbers_that_are_none_are_refused(tmp_path):
+    model = tiny.make("llama")
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[3, 4] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelFileError, match=r"layers\.2\.feed\.up\.weight holds NaN"):
+        loaded(tmp_path)
+
+
+def test_too_little_memory_is_said_in_words(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    tiny.save("llama", tmp_path)
+    monkeypatch.setattr("unspool.backends.cuda.load._Loader._room", full)
+    with pytest.raises(UnspoolError, match=r"its weights take about .* do not fit .* fewer bits"):
+        loaded(tmp_path)
+
+
+# -- quantized files ----------------------------------------------------------------------------
+
+
+def write_quantized(
+    path: Path, types: dict[str, str], width: int = 256, raw: bool = True
+) -> dict[str, np.ndarray]:
+    """A Llama of one layer in a GGUF file, its matrices of some types; gives their numbers."""
+    inner, half = 2 * width, width // 2
+    shapes = {
+        "token_embd": (40, width), "output": (40, width), "blk.0.attn_q": (width, width),
+        "blk.0.attn_k": (half, width), "blk.0.attn_v": (half, width),
+        "blk.0.attn_output": (width, width), "blk.0.ffn_gate": (inner, width),
+        "blk.0.ffn_up": (inner, width), "blk.0.ffn_down": (width, inner),
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, "qwen2")
+    sizes = {
+        "context_length": 64, "embedding_length": width, "block_count": 1,
+        "feed_forward_length": inner, "attention.head_count": 4, "attention.head_count_kv": 2,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        writer.add_uint32(f"qwen2.{name}", value)
+    writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-5)
+    found = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        kind = types.get(name, "Q4_K")
+        blocks = random_blocks(kind, *shape, seed=number)
+        found[name] = numbers(kind, blocks)
+        number_of_type = gguf.GGMLQuantizationType[kind]
+        if raw:
+            writer.add_tensor(f"{name}.weight", blocks, raw_dtype=number_of_type)
+        else:
+            writer.add_tensor(f"{name}.weight", found[name])
+    for name, size in (("q", width), ("k", half), ("v", half)):
+        writer.add_tensor(f"blk.0.attn_{name}.bias", np.zeros(size, np.float32))
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
+    monkeypatch.setattr("unspool.backends.cuda.load._PIECE", 3000)
+    path = tmp_path / "m.gguf"
+    plain = write_quantized(path, {"output": "Q6_K", "token_embd": "Q8_0"})
+    found = loaded(path)
+    layer = found.layers[0]
+    for matrix, names in (
+        (found.embed, ["token_embd"]),
+        (found.head, ["output"]),
+        (layer.qkv, ["blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v"]),
+        (layer.gate_up, ["blk.0.ffn_gate", "blk.0.ffn_up"]),
+        (layer.down, ["blk.0.ffn_down"]),
+    ):
+        expected = np.concatenate([plain[name] for name in names])
+        assert isinstance(matrix, PackedMatrix)
+        assert np.array_equal(matrix.part(0, matrix.rows).numpy(), expected)
+    assert found.precision == "Q4_K"
+    assert sum(m.nbytes for m in found.matrices()) < 0.7 * sum(
+        numbers.size for numbers in plain.values()
+    )
+    unpacked = loaded(path, keep=False)
+    assert isinstance(unpacked.layers[0].down, PlainMatrix) and unpacked.precision == "float32"
+    assert np.array_equal(unpacked.layers[0].down.weight.numpy(), plain["blk.0.ffn_down"])
+
+
+def test_matrices_of_different_types_are_kept_side_by_side(tmp_path):
+    path = tmp_path / "m.gguf"
+    plain = write_quantized(path, {"blk.0.ffn_up": "Q6_K", "blk.0.ffn_down": "Q6_K"})
+    layer = loaded(path).layers[0]
+    # What is gated is one launch, which knows one type: here the numbers are unpacked.
+    assert isinstance(layer.gate_up, PlainMatrix) and isinstance(layer.down, PackedMatrix)
+    expected = np.concatenate([plain["blk.0.ffn_gate"], plain["blk.0.ffn_up"]])
+    assert np.array_equal(layer.gate_up.weight.numpy(), expected)
+
+
+def float8_checkpoint(folder: Path, kind: str) -> dict[str, np.ndarray]:
+    """A tiny Llama whose layers are FP8, as published checkpoints have them; gives its numbers."""
+    from safetensors.torch import load_file, save_file
+
+    model = tiny.make("llama")
+    model.save_pretrained(folder)
+    state, plain = load_file(folder / "model.safetensors"), {}
+    block = (16, 16)
+    for name in [n for n in state if n.endswith("_proj.weight")]:
+        weight = state[name]
+        rows, columns = weight.shape
+        if kind == "tensor":
+            scale = weight.abs().max() / 448
+            wide = scale
+        elif kind == "row":
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            wide = scale
+        else:
+            shape = (-(-rows // block[0]), -(-columns // block[1]))
+            scale = torch.rand(shape) * 0.01 + 0.01
+            wide = scale.repeat_interleave(block[0], 0)[:rows]
+            wide = wide.repeat_interleave(block[1], 1)[:, :columns]
+        state[name] = (weight / wide).to(torch.float8_e4m3fn)
+        state[name + ("_scale_inv" if kind == "block" else "_scale")] = scale
+        plain[name] = (state[name].float() * wide).numpy()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3"}
+    if kind == "block":
+        config["quantization_config"]["weight_block_size"] = list(block)
+    (folder / "config.json").write_text(json.dumps(config))
+    return plain
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+def test_float8_checkpoints(kind, tmp_path):
+    plain = float8_checkpoint(tmp_path, kind)
+    found = loaded(tmp_path)
+    layer = found.layers[2]
+    at = "model.layers.2"
+    for matrix, names in (
+        (layer.qkv, [f"{at}.self_attn.{n}_proj.weight" for n in "qkv"]),
+        (layer.gate_up, [f"{at}.mlp.{n}_proj.weight" for n in ("gate", "up")]),
+        (layer.down, [f"{at}.mlp.down_proj.weight"]),
+    ):
+        assert isinstance(matrix, PackedMatrix) and not isinstance(matrix, StackedMatrix)
+        expected = np.concatenate([plain[name] for name in names])
+        assert np.allclose(matrix.part(0, matrix.rows).numpy(), expected, rtol=1e-6)
+    assert found.precision == "FP8"
+    reference = load_transformer(open_checkpoint(tmp_path))
+    assert np.allclose(
+        reference.layers[2].feed.down.weight.numpy(), plain[f"{at}.mlp.down_proj.weight"], rtol=1e-6
+    )
+
+
+def test_float8_without_scales_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    float8_checkpoint(tmp_path, "row")
+    state = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in state.items() if not name.endswith("_scale")}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=r"no .*_scale or .*_scale_inv for them"):
+        loaded(tmp_path)
+
+
+def test_float8_on_the_cpu(tmp_path):
+    """The native backend reads the same checkpoint, in 16 bits."""
+    from unspool.backends.cpu.loaded import load_cpu
+    from unspool.native import missing
+
+    if missing():
+        pytest.skip("no native library")
+    plain = float8_checkpoint(tmp_path, "block")
+    model = load_cpu(open_checkpoint(tmp_path))
+    found = model.wait().packed["layers.1.feed.up.weight"].float32()
+    expected = plain["model.layers.1.mlp.up_proj.weight"]
+    assert np.allclose(found, expected, rtol=0.01) and model.precision == "bfloat16"
+    assert load_cpu(open_checkpoint(tmp_path), store="8").precision == "8 bits"
