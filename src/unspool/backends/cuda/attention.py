@@ -23,7 +23,7 @@ from unspool.model.positions import Rotary
 
 PAGE_SIZE = 16
 TILE = 64  # keys that are looked at together
-PIECES = 48  # into which a long text is cut
+PIECES = 32  # into which a long text is cut
 MOST_PIECES = PIECES + 1  # pieces begin at fixed places, so that a window may touch one more
 ROWS = 16  # query heads of one key head that a program takes: what tensor cores want
 MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
