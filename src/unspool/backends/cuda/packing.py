@@ -62,7 +62,7 @@ class Parts:
     """A packed matrix: the tensors that the kernels are given."""
 
     quants: Tensor  # int32 [rows, units, 4]
-    records: Tensor | None = None  # uint8 [rows, records, 2 or 4]
+    records: Tensor | None = None  # int32 [rows, words]: one or two records each
     factors: Tensor | None = (
         None  # two 16-bit floats in an int32 [rows, columns / 256]; FP8: scales
     )
@@ -106,10 +106,15 @@ def packed_parts(type: str, raw: Tensor) -> Parts:
     q, records, factors = _READERS[type](blocks)
     rows = len(raw)
     if records is not None:
-        records = records.reshape(rows, -1, records.shape[-1]).contiguous()
+        records = _words(records.reshape(rows, -1))
     if factors is not None:  # two 16-bit floats as one number
         factors = factors.contiguous().view(torch.int32).reshape(rows, -1)
     return Parts(_units(q.reshape(rows, -1), PACKINGS[type].bits), records, factors)
+
+
+def _words(records: Tensor) -> Tensor:
+    """Bytes of rows as words, the last filled up."""
+    return torch.nn.functional.pad(records, (0, -records.shape[1] % 4)).view(torch.int32)
 
 
 def _units(q: Tensor, bits: int) -> Tensor:
@@ -249,7 +254,7 @@ def quantized(weight: Tensor, bits: int) -> tuple[Packing, Parts]:
         record = torch.cat((scale, -minimum), -1)
         q = (groups - minimum.float()) / _not_zero(scale)
     whole = q.round().clamp(0, (1 << bits) - 1).to(torch.uint8).flatten(1)
-    records = record.contiguous().view(torch.uint8)
+    records = _words(record.contiguous().view(torch.uint8).flatten(1))
     packing = PACKINGS["Q8_0" if bits == 8 else "Q4_1"]
     return packing, Parts(_units(whole, bits), records)
 

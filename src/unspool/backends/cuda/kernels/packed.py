@@ -25,7 +25,8 @@ def fetched(
     quants, records, factors, rows, units, N, U: tl.constexpr, BITS: tl.constexpr,
     KIND: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Units of some rows [rows, units, 4] on their way, with records and factors [rows, units]."""
+    """Units of some rows [rows, units, 4] on their way, with the words that hold their records
+    (FP8: their scales) and factors [rows, units]."""
     inside = (rows < N)[:, None] & (units < U)[None, :]
     rows = rows.to(tl.int64)
     four = tl.arange(0, 4)[None, None, :]
@@ -36,17 +37,27 @@ def fetched(
         at = rows[:, None] * GROUPS + (units // SHARE)[None, :]
         record = tl.load(factors + at, inside, 0.0)
     else:
-        SIZE: tl.constexpr = 4 if KIND == 1 else 2
-        bytes = tl.arange(0, SIZE)[None, None, :]
-        at = (rows[:, None] * GROUPS + (units // SHARE)[None, :])[:, :, None] * SIZE + bytes
-        pieces = tl.load(records + at, inside[:, :, None], 0).to(tl.int32)
-        record = tl.sum(pieces << (8 * bytes), 2)
+        EACH: tl.constexpr = 1 if KIND == 1 else 2  # records in a word
+        WORDS: tl.constexpr = (GROUPS + EACH - 1) // EACH
+        at = rows[:, None] * WORDS + (units // (SHARE * EACH))[None, :]
+        record = tl.load(records + at, inside, 0)
     factor = record
     if KIND == 2 or KIND == 3:
-        EACH: tl.constexpr = 2 * BITS  # units in 256 columns
-        at = rows[:, None] * ((U + EACH - 1) // EACH) + (units // EACH)[None, :]
+        MANY: tl.constexpr = 2 * BITS  # units in 256 columns
+        at = rows[:, None] * ((U + MANY - 1) // MANY) + (units // MANY)[None, :]
         factor = tl.load(factors + at, inside, 0)
     return tile, record, factor
+
+
+@triton.jit
+def come(quants, rows, units, N, U: tl.constexpr):
+    """Units of some rows are asked to come nearer, from memory into the cache."""
+    rows = tl.minimum(rows, N - 1).to(tl.int64)
+    places = rows[:, None] * U + tl.minimum(units, U - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(quants + places * 4).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -55,9 +66,11 @@ def half_float(bits):
 
 
 @triton.jit
-def scale_and_minimum(record, factor, units, KIND: tl.constexpr):
+def scale_and_minimum(record, factor, units, KIND: tl.constexpr, SHARE: tl.constexpr):
     """In 32 bits, [rows, units] each."""
     minimum = 0.0
+    if KIND == 0 or KIND == 2 or KIND == 3:  # two records in a word
+        record = record >> (16 * (units // SHARE % 2))[None, :]
     if KIND == 0:
         scale = half_float(record)
     elif KIND == 1:
@@ -110,16 +123,46 @@ def spread(vector, units, SLOT: tl.constexpr, BITS: tl.constexpr, K: tl.constexp
 
 
 @triton.jit
+def normed_parts(
+    given, gains, shifts, x, units, eps, K: tl.constexpr, BITS: tl.constexpr, NORM: tl.constexpr
+):
+    """The vector, spread over slots, after its norm."""
+    parts = given
+    if NORM != 0:
+        mean = 0.0
+        if NORM == 2:
+            total = given[0]
+            for slot in tl.static_range(1, 32 // BITS):
+                total += given[slot]
+            mean = tl.sum(total) / K
+        squares = tl.zeros_like(given[0])
+        for slot in tl.static_range(0, 32 // BITS):
+            apart = given[slot] - mean
+            if NORM == 2:
+                cols = units[:, None] * (128 // BITS) + 4 * slot + tl.arange(0, 4)[None, :]
+                apart = tl.where(cols < K, apart, 0.0)
+            squares += apart * apart
+        spreading = tl.rsqrt(tl.sum(squares) / K + eps)
+        parts = ()
+        for slot in tl.static_range(0, 32 // BITS):
+            part = (given[slot] - mean) * spreading * gains[slot]
+            if NORM == 2:
+                part += shifts[slot]
+            parts = parts + (rounded(part, x),)  # noqa: RUF005 (Triton knows no unpacking)
+    return parts
+
+
+@triton.jit
 def product(
     tile, record, factor, units, parts, sums, excess, zero,
-    BITS: tl.constexpr, KIND: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Rows times the vector, [rows]. `sums` are those of the vector for each unit, `excess` what
     they become in `numbers` of nothing."""
     found = numbers(tile, zero, 0, BITS, KIND) * parts[0][None, :, :]
     for slot in tl.static_range(1, 32 // BITS):
         found += numbers(tile, zero, slot, BITS, KIND) * parts[slot][None, :, :]
-    scale, minimum = scale_and_minimum(record, factor, units, KIND)
+    scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
     total = scale * (tl.sum(found, 2) - excess[None, :])
     if KIND == 1 or KIND == 2:
         total -= minimum * sums[None, :]
@@ -132,61 +175,54 @@ def packed_gemv(
     K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `gemv`, with a packed matrix of U units a row (UP: the power of two that holds them)."""
+    """As `gemv`, with a packed matrix of U units a row (UP: the power of two that holds them).
+
+    The next tiles are on their way into shared memory while one is multiplied: loads into registers
+    would be moved by the compiler to just before they are needed."""
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     start, stride = tl.program_id(0), tl.num_programs(0)
     units = tl.arange(0, UP)
-    rows = start * BN + tl.arange(0, BN)
-    tile, record, factor = fetched(quants, records, factors, rows, units, N, U, BITS, KIND, SHARE)
-    if GLU:
-        tile2, record2, factor2 = fetched(
-            quants, records, factors, rows + N, units, 2 * N, U, BITS, KIND, SHARE
-        )
+    if PDL:
+        for ahead in tl.static_range(0, STAGES - 1):
+            come(quants, (start + ahead * stride) * BN + tl.arange(0, BN), units, N, U)
+            if GLU:
+                come(quants, (start + ahead * stride) * BN + N + tl.arange(0, BN), units, 2 * N, U)
+    gains, shifts = (), ()
+    for slot in tl.static_range(0, 32 // BITS):
+        if NORM != 0:
+            gains = gains + (spread(gain, units, slot, BITS, K),)  # noqa: RUF005
+        if NORM == 2:
+            shifts = shifts + (spread(shift, units, slot, BITS, K),)  # noqa: RUF005
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    if NORM != 0:
-        cols = tl.arange(0, UP * (128 // BITS))
-        whole = tl.load(x + cols, cols < K, 0.0).to(tl.float32)
-        mean = 0.0
-        if NORM == 2:
-            mean = tl.sum(whole, 0) / K
-            whole = tl.where(cols < K, whole - mean, 0.0)
-        spreading = tl.rsqrt(tl.sum(whole * whole, 0) / K + eps)
-    parts = ()
-    sums, excess = tl.zeros((UP,), tl.float32), tl.zeros((UP,), tl.float32)
-    zero = tl.minimum(N, 0)
+    given = ()
     for slot in tl.static_range(0, 32 // BITS):
-        part = spread(x, units, slot, BITS, K)
-        if NORM != 0:
-            part = (part - mean) * spreading * spread(gain, units, slot, BITS, K)
-            if NORM == 2:
-                part += spread(shift, units, slot, BITS, K)
-            part = rounded(part, x)
-        here = tl.sum(part, 1)
+        given = given + (spread(x, units, slot, BITS, K),)  # noqa: RUF005
+    parts = normed_parts(given, gains, shifts, x, units, eps, K, BITS, NORM)
+    sums, excess = tl.zeros((UP,), tl.float32), tl.zeros((UP,), tl.float32)
+    for slot in tl.static_range(0, 32 // BITS):
+        here = tl.sum(parts[slot], 1)
         sums += here
         excess += here * (magic(slot, BITS, KIND) + OFFSET)
-        parts = parts + (part,)  # noqa: RUF005 (Triton knows no unpacking)
-    for block in range(start, tl.cdiv(N, BN), stride):
-        behind = (block + stride) * BN + tl.arange(0, BN)
-        next_tile, next_record, next_factor = fetched(
-            quants, records, factors, behind, units, N, U, BITS, KIND, SHARE
+    zero = tl.minimum(N, 0)
+    for block in tl.range(start, tl.cdiv(N, BN), stride, num_stages=STAGES):
+        rows = block * BN + tl.arange(0, BN)
+        tile, record, factor = fetched(
+            quants, records, factors, rows, units, N, U, BITS, KIND, SHARE
         )
-        y = product(tile, record, factor, units, parts, sums, excess, zero, BITS, KIND)
+        y = product(tile, record, factor, units, parts, sums, excess, zero, BITS, KIND, SHARE)
         z = y
         if GLU:
-            next_tile2, next_record2, next_factor2 = fetched(
-                quants, records, factors, behind + N, units, 2 * N, U, BITS, KIND, SHARE
+            tile, record, factor = fetched(
+                quants, records, factors, rows + N, units, 2 * N, U, BITS, KIND, SHARE
             )
-            z = product(tile2, record2, factor2, units, parts, sums, excess, zero, BITS, KIND)
-            tile2, record2, factor2 = next_tile2, next_record2, next_factor2
+            z = product(tile, record, factor, units, parts, sums, excess, zero, BITS, KIND, SHARE)
         finished(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
-        tile, record, factor = next_tile, next_record, next_factor
-        rows = behind
 
 
 @triton.jit
@@ -219,7 +255,7 @@ def unpack_rows(
         rows = tl.where(rows < 0, tl.load(previous - 1 - rows, rows < 0, 0), rows)
         rows = tl.minimum(tl.maximum(rows, 0), N - 1)  # a pick that failed: its row is dropped
     tile, record, factor = fetched(quants, records, factors, rows, units, N, U, BITS, KIND, SHARE)
-    scale, minimum = scale_and_minimum(record, factor, units, KIND)
+    scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
     inside = ((rows < N)[:, None] & (units < U)[None, :])[:, :, None]
     places = (lines.to(tl.int64)[:, None] * U + units[None, :])[:, :, None] * (128 // BITS)
     places = places + tl.arange(0, 4)[None, None, :]
@@ -243,15 +279,12 @@ def packed_rows(
     total = tl.zeros((BN, BM), tl.float32)
     line_places = x + lines.to(tl.int64)[None, :] * K
     within, zero = tl.arange(0, BU * 4), tl.minimum(N, 0)
-    tile, record, factor = fetched(
-        quants, records, factors, rows, tl.arange(0, BU), N, U, BITS, KIND, SHARE
-    )
-    for at in range(0, U, BU):
+    for at in tl.range(0, U, BU, num_stages=3):
         units = at + tl.arange(0, BU)
-        next_tile, next_record, next_factor = fetched(
-            quants, records, factors, rows, units + BU, N, U, BITS, KIND, SHARE
+        tile, record, factor = fetched(
+            quants, records, factors, rows, units, N, U, BITS, KIND, SHARE
         )
-        scale, minimum = scale_and_minimum(record, factor, units, KIND)
+        scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
         cols = (at + within // 4) * (128 // BITS) + within % 4
         for slot in tl.static_range(0, 32 // BITS):
             seen = (cols < K - 4 * slot)[:, None] & (lines < M)[None, :]
@@ -259,7 +292,6 @@ def packed_rows(
             found = unpacked(tile, scale, minimum, zero, slot, BITS, KIND, OFFSET)
             found = tl.reshape(found.to(x.dtype.element_ty), [BN, BU * 4])
             total = tl.dot(found, part, total, input_precision="ieee")
-        tile, record, factor = next_tile, next_record, next_factor
     if BIAS:
         total += tl.load(bias + rows, rows < N, 0.0).to(tl.float32)[:, None]
     at = lines.to(tl.int64)[None, :] * WIDE + rows[:, None]
