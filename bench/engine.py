@@ -1,6 +1,7 @@
 """What the engine costs, and what sharing saves: python bench/engine.py [PART ...]
 
 overhead  microseconds a step of the engine alone, with a model that does nothing
+ahead     the same one step ahead of a device, as on a GPU, at 256 texts of 128 + 128 tokens
 batch     tokens a second at 1, 4 and 16 texts at once, beside transformers (same weights, fp32)
 tree      what a fork and a rewind cost, against the length of the text (should be flat)
 reuse     time to the first token of the second turn of a chat, against the first
@@ -117,6 +118,51 @@ def overhead() -> None:
         print(f"  {name:<24} {';  '.join(cells)}")
 
 
+def ahead() -> None:
+    """Where a device computes the next step meanwhile: the engine alone, and `lm.generate`."""
+    from serving.null_server import CONTEXT, NullLoaded
+
+    rows, count = 256, 128
+    prompts = [[n + 1] * 128 for n in range(rows)]
+    ways: dict[str, Any] = {
+        "greedy": {"temperature": 0},
+        "default": {},
+        "top-p .95, penalty": {"top_p": 0.95, "frequency_penalty": 0.5},
+        "16 of 256 explained": {},
+    }
+    print(f"{rows} texts of 128 + {count} tokens, one step ahead (null device)")
+    for step_s in (0.0, 0.0049):
+        for name, options in ways.items():
+            lm = unspool.LanguageModel(NullLoaded(step_s), None, context=CONTEXT)
+
+            def alone(lm: Any = lm, name: str = name, options: Any = options) -> None:
+                streams = [
+                    lm.stream(
+                        prompt, max_tokens=count, explain="explained" in name and n % 16 == 0,
+                        end=False, **options,
+                    )
+                    for n, prompt in enumerate(prompts)
+                ]  # fmt: skip
+                for n, stream in enumerate(streams):
+                    if n % 16 or "explained" not in name:  # how the others fare beside them
+                        for _ in stream:
+                            pass
+
+            def public(lm: Any = lm, options: Any = options) -> None:
+                lm.generate(prompts, max_tokens=count, end=False, progress=False, **options)
+
+            cells = []
+            for way, work in (("stream", alone), ("generate", public)):
+                work()
+                took = min(seconds(work) for _ in range(3))
+                tokens = rows * count
+                cells.append(
+                    f"{way} {took / tokens * 1e6:5.1f} µs a token, {tokens / took:7,.0f}/s"
+                )
+            print(f"  {step_s * 1e3:.1f} ms a step, {name:<20} {';  '.join(cells)}")
+            lm.close()
+
+
 def batch() -> None:
     import torch
     import transformers
@@ -226,7 +272,14 @@ def guard() -> None:
           f"{statistics.mean(a for _, a in looped):.2f}")  # fmt: skip
 
 
-PARTS = {"overhead": overhead, "tree": tree, "batch": batch, "reuse": reuse, "guard": guard}
+PARTS = {
+    "overhead": overhead,
+    "ahead": ahead,
+    "tree": tree,
+    "batch": batch,
+    "reuse": reuse,
+    "guard": guard,
+}
 
 if __name__ == "__main__":
     for part in sys.argv[1:] or PARTS:

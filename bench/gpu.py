@@ -9,6 +9,7 @@ one text   a prompt, then tokens a second behind the first one
 many       requests handed in at once: new tokens a second of all, reading the prompts included;
            eight of the texts are written once more, alone, and compared
 first      seconds from the request to its first token, as a share of the least they could be
+server     tokens a second that reach the clients of `unspool serve`, see bench/serve.py
 load       seconds from `unspool.load` of a checkpoint on the disk, beside plainly reading it
 peers      transformers: a static cache and compiled decoding, and continuous batching
 
@@ -129,7 +130,8 @@ def groups(names: list[str], *, together: bool, peers: bool) -> list[list[str]]:
     mine: dict[Any, list[str]] = {}
     for name in names:
         part = PARTS[name]
-        mine.setdefault("all" if together else (part.model, part.work == "load"), []).append(name)
+        own = part.work in ("load", "server")  # these load the model themselves
+        mine.setdefault("all" if together else (part.model, own), []).append(name)
     theirs: dict[str, list[str]] = {}
     for name in names if peers else []:
         for way in PARTS[name].peers:
@@ -179,6 +181,8 @@ def arguments() -> argparse.Namespace:
     given.rounds = given.rounds or (1 if given.quick or given.tiny else 3)
     given.backend = given.backend or ("cuda" if given.device.startswith("cuda") else "torch")
     given.parts = given.parts or list(QUICK if given.quick else FULL)
+    if given.tiny and "server" in given.parts:  # it has one shape only
+        given.parts.remove("server")
     for name in given.parts if not given.worker else ():
         if name not in PARTS:
             parser.error(f"{name!r} is not one of {', '.join(PARTS)}")

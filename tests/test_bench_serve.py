@@ -138,12 +138,25 @@ def test_a_server_is_started_asked_and_stopped(tmp_path: Path) -> None:
         assert running.ask("hello", 7)["usage"]["completion_tokens"] == 7
         rows = running.load([["a"], ["b"]], 7, 5, 5)["rows"]
         assert [(row["tokens"], row["failure"]) for row in rows] == [(7, "")] * 2
+        several = running.load([[f"{n}"] for n in range(5)], 7, 20, 20, processes=2)["rows"]
+        assert sorted(row["client"] for row in several) == list(range(5))
+        assert all(row["tokens"] == 7 and not row["failure"] for row in several)
         assert 0 <= servers.Others(running.process.pid).share() <= 1
         running.pause()  # a server that is kept still can be stopped, too
     assert running.process.returncode is not None
     broken = servers.Server("broken", "broken", (sys.executable, "-c", "raise OSError('no port')"))
     with pytest.raises(servers.ServerError, match="status 1: OSError: no port"):
         servers.Running(broken, dict(os.environ), tmp_path / "said")
+
+
+def test_what_serving_costs_is_measured_with_a_model_that_does_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "serve.py"), "--device", "null", "--clients", "1,8"]
+    command += ["--tokens", "5", "--step-ms", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    points = json.loads((tmp_path / "streams.json").read_text("utf-8"))
+    assert [points[clients]["tokens"] for clients in ("1", "8")] == [5, 40]
+    assert "| 8 |" in done.stdout and "HTTP, µs of a core a token" in done.stdout
 
 
 def results() -> dict[str, Any]:

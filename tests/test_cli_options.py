@@ -15,7 +15,7 @@ from unspool.errors import UnspoolError, UnspoolWarning
 
 USUAL = {
     "context": None, "backend": "auto", "device": "auto", "dtype": "auto", "quantize": None,
-    "kv_bits": 16, "threads": None, "offline": False,
+    "kv_bits": 16, "threads": None, "exact": False, "offline": False,
 }  # fmt: skip
 
 
@@ -38,12 +38,13 @@ def test_every_option_reaches_the_model(command: list[str], asked: dict[str, Any
     assert asked == {"model": None, **USUAL}
     given = [
         "-m", "a/b", "--context", "99", "--backend", "native", "--device", "cpu",
-        "--dtype", "float16", "--quantize", "4", "--kv-bits", "8", "--threads", "3", "--offline",
+        "--dtype", "float16", "--quantize", "4", "--kv-bits", "8", "--threads", "3",
+        "--exact", "--offline",
     ]  # fmt: skip
     assert _exit_code([*command, *given]) == 2
     assert asked == {
         "model": "a/b", "context": 99, "backend": "native", "device": "cpu", "dtype": "float16",
-        "quantize": 4, "kv_bits": 8, "threads": 3, "offline": True,
+        "quantize": 4, "kv_bits": 8, "threads": 3, "exact": True, "offline": True,
     }  # fmt: skip
     assert "asked" in capfd.readouterr().err
 

@@ -70,12 +70,45 @@ def test_a_driver_without_torch_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("native", "gpu")
-def test_a_gpu_is_used_unless_native_is_asked_for():
-    assert Placement().chosen() == Choice("torch", "cuda")
+def test_a_gpu_is_used_unless_native_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("unspool.backends.cuda.available.missing", lambda device: None)
+    assert Placement().chosen() == Choice("cuda", "cuda")
+    assert Placement(quantize=4, backend="cuda").chosen() == Choice("cuda", "cuda")
+    assert Placement(device="cuda:1").chosen() == Choice("cuda", "cuda:1")
+    assert Placement(backend="torch").chosen() == Choice("torch", "cuda")
     assert Placement(backend="native").chosen() == Choice("native", "cpu")
     assert Placement(device="cpu").chosen() == Choice("native", "cpu")
     with pytest.raises(SettingsError, match="threads is for the native CPU backend"):
         Placement(threads=2).chosen()
+
+
+@pytest.mark.usefixtures("native", "gpu")
+def test_a_gpu_that_our_kernels_do_not_know(monkeypatch: pytest.MonkeyPatch):
+    """Plain torch runs there, with a hint."""
+    reason = "Triton is not installed"
+    monkeypatch.setattr("unspool.backends.cuda.available.missing", lambda device: reason)
+    choice = Placement().chosen()
+    assert choice[:2] == ("torch", "cuda") and reason in str(choice.remark)
+    assert Placement(backend="torch").chosen() == Choice("torch", "cuda")  # asked for: no hint
+    with pytest.raises(UnspoolError, match=f"cannot be used here: {reason}"):
+        Placement(backend="cuda").chosen()
+    with pytest.raises(SettingsError, match="quantize is for the native CPU backend"):
+        Placement(quantize=8).chosen()
+
+
+def test_what_is_in_the_way_of_our_kernels(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    from unspool.backends.cuda.available import missing
+
+    assert "not for 'mps'" in str(missing("mps"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    assert "Tesla T4 is older" in str(missing("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert missing("cuda") is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "Triton is not installed" in str(missing("cuda"))
 
 
 @pytest.mark.usefixtures("no_native", "no_gpu")
@@ -109,7 +142,7 @@ def test_torch_that_is_not_there(options: dict[str, Any]):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"backend": "jax"}, "backend is 'jax'; it may be auto, native, torch"),
+        ({"backend": "jax"}, "backend is 'jax'; it may be auto, native, cuda, torch"),
         ({"dtype": "int4"}, "dtype is 'int4'"),
         ({"device": "tpu9"}, "device 'tpu9'"),
         ({"device": "cuda", "backend": "native"}, "runs on the cpu, not on 'cuda'"),
@@ -118,6 +151,8 @@ def test_torch_that_is_not_there(options: dict[str, Any]):
         ({"kv_bits": 4}, "kv_bits is 4; it may be 8, 16"),
         ({"threads": 0}, "threads is 0"),
         ({"threads": True}, "threads is True"),
+        ({"exact": 1}, "exact is 1"),
+        ({"exact": True, "backend": "torch"}, "plain torch cannot be exact"),
         ({"quantize": 4, "backend": "torch"}, "quantize is for the native CPU backend"),
         ({"kv_bits": 8, "backend": "torch"}, "kv_bits is for the native CPU backend"),
         ({"threads": 2, "backend": "torch"}, "threads is for the native CPU backend"),
@@ -207,7 +242,8 @@ import numpy as np, unspool
 root = pathlib.Path(unspool.__file__).parent
 for file in root.rglob('*.py'):
     name = '.'.join(('unspool', *file.relative_to(root).with_suffix('').parts))
-    if not name.startswith(('unspool.backends.torch.', 'unspool.model.transformer')):
+    torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.transformer')
+    if not name.startswith(torches):
         if not name.endswith(('__init__', '__main__')):
             importlib.import_module(name)
 assert 'unspool.cli.run' in sys.modules and 'unspool.lens.attribution' in sys.modules

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +197,26 @@ def load_from_disk(part: Part, place: Place) -> dict[str, Any]:
         "bytes": size,
         "bytes_s": size / loaded,
         "disk_s": reading,
+    }
+
+
+def served(part: Part, place: Place) -> dict[str, Any]:
+    """Tokens a second that reach streaming clients; see bench/serve.py."""
+    script = Path(__file__).parents[1] / "serve.py"
+    with _scratch(place.scratch) as folder:
+        subprocess.run(
+            [sys.executable, script, "--device", place.device, "--clients", str(part.rows),
+             "--tokens", str(part.new), "--out", folder],
+            check=True, stdout=sys.stderr, timeout=part.seconds,
+        )  # fmt: skip
+        found = json.loads((folder / "streams.json").read_text())[str(part.rows)]
+    rate = found["tokens_s"]
+    return {
+        "seconds": part.rows * part.new / rate,
+        "tokens": part.rows * part.new,
+        "tokens_s": rate,
+        "first_s": found["first_s_p50"],
+        "figures": found,
     }
 
 

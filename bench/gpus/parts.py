@@ -49,7 +49,7 @@ class Part:
     key: str
     title: str
     shape: str
-    work: str = "one"  # one text, many, first (time to the first token), load
+    work: str = "one"  # one text, many, first (time to the first token), load, server
     prompt: int = 128
     new: int = 256
     rows: int = 1
@@ -100,6 +100,8 @@ PARTS = {
         Part(key="8b-q8", title="8B at 8 bits (Q8_0), one text", shape="8b", packed="Q8_0"),
         Part(key="8b-load", title="8B bf16, from the disk to the GPU", shape="8b", work="load",
              seconds=240),
+        Part(key="server", title="our server, 0.6B bf16, 256 streams of 128 + 128", shape="0.6b",
+             work="server", rows=256, new=128, must=10000, aim=20000, seconds=180),
         Part(key="8b-exact", title="8B bf16, one text, exact", shape="8b", exact=True),
         Part(key="8b-64-exact", title="8B bf16, 64 requests of 512 + 128, exact", shape="8b",
              work="many", rows=64, prompt=512, new=128, exact=True),

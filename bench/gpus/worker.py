@@ -16,9 +16,11 @@ from contextlib import suppress
 from typing import Any
 
 from gpus import limits
-from gpus.ours import Ours, Place, empty, load_from_disk
+from gpus.ours import Ours, Place, empty, load_from_disk, served
 from gpus.parts import PARTS, Part
 from gpus.theirs import Theirs
+
+OWN = {"load": load_from_disk, "server": served}  # works that load a model themselves
 
 
 def work(names: list[str], place: Place) -> None:
@@ -47,9 +49,9 @@ def work(names: list[str], place: Place) -> None:
             return dict(
                 model(("theirs", part.shape), lambda: Theirs(part, place)).measure(part, way)
             )
-        if part.work == "load":
+        if part.work in OWN:
             model(None, lambda: None)
-            return load_from_disk(part, place)
+            return OWN[part.work](part, place)
         mine: Ours = model(part.model, lambda: Ours(part, place, context))
         return mine.measure(part)
 

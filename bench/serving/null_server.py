@@ -62,6 +62,9 @@ class _Later:
     def __init__(self, outcome: StepResult, at: float) -> None:
         self.outcome, self.at = outcome, at
 
+    def ready(self) -> bool:
+        return time.perf_counter() >= self.at
+
     def result(self) -> StepResult:
         left = self.at - time.perf_counter()
         if left > 0:

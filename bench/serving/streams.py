@@ -39,7 +39,7 @@ def server(device: str, model: str | None, out: Path, step_ms: float) -> Server:
     """What is to be measured: `unspool serve` on a device, or the model that does nothing."""
     if device == "null":
         command = (sys.executable, str(HERE / "null_server.py"), "{port}", str(step_ms))
-        asked = {"unspool": {"end": False}, "stream_options": {"include_usage": True}}
+        asked = {"stream_options": {"include_usage": True}}
         return Server("null", "a model that does nothing", command, asked)
     folder = Path(model) if model else out / "random-0.6b"
     if not model and not (folder / "model.safetensors").exists():

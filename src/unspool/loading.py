@@ -1,9 +1,9 @@
 """Load a model: find it, choose the backend that keeps its weights, and open its vocabulary.
 
-On a CPU the native backend runs the model; torch is needed for GPUs, and where the native library
-is missing. Neither is imported before it is chosen. The native backend repacks weights in the
-background, so what is not needed for that (the engine, the vocabulary) is imported and opened only
-when it has begun.
+On a CPU the native backend runs the model, on an NVIDIA GPU our own kernels (`cuda`); plain torch
+is for other devices, and for where either cannot be used. None is imported before it is chosen. The
+native backend repacks weights in the background, so what is not needed for that (the engine, the
+vocabulary) is imported and opened only when it has begun.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from unspool.session import Session, Speculate
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "cuda", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # What an NVIDIA driver shows: seen without importing torch, which takes seconds.
@@ -49,6 +49,7 @@ def load(
     quantize: int | None = None,
     kv_bits: int = 16,
     threads: int | None = None,
+    exact: bool = False,
     offline: bool = False,
     progress: bool = True,
 ) -> LanguageModel:
@@ -57,14 +58,17 @@ def load(
     model      a path (a folder with safetensors, or a GGUF file), a short name (`qwen3-0.6b`), a
                repo id (`org/name`), or nothing for the default model; docs/models.md has the rest.
     device     cpu, cuda, ...; by default a GPU if there is one that torch can use.
-    backend    native (on a CPU) or torch; by default native on a CPU if it is here.
-    dtype      float32, bfloat16 or float16. By default the native backend keeps the file's own
-               numbers, and torch has float32 on a CPU and bfloat16 on a GPU.
+    backend    native (on a CPU), cuda (on an NVIDIA GPU) or torch (anywhere); by default the first
+               that can be used here.
+    dtype      float32, bfloat16 or float16. By default quantized weights keep the file's own
+               numbers, others too on a CPU; on a GPU they are bfloat16. Torch has float32 on a CPU.
     context    limits, or extends, how many tokens a text may have.
     memory     bytes that keys and values of all texts may take; by default a share of what is free.
-    quantize   4 or 8: pack the weights into so many bits while loading (native backend).
+    quantize   4 or 8: pack the weights into so many bits while loading (native and cuda).
     kv_bits    16, or 8: of a number in keys and values (native backend).
     threads    how many work; by default one for each core (native backend).
+    exact      on a GPU: sums in one order whatever the batch, so that a text is the same alone and
+               among others, to the last bit. The native backend always does that.
     """
     wanted = check_load_options(
         context,
@@ -74,6 +78,7 @@ def load(
         quantize=quantize,
         kv_bits=kv_bits,
         threads=threads,
+        exact=exact,
     )
     choice = wanted.chosen()
     path = find_model(model, offline=offline, progress=progress)
@@ -83,7 +88,7 @@ def load(
         checkpoint = open_checkpoint(path)
         if context is not None and checkpoint.config.positions == "learned":
             context = min(context, checkpoint.config.context)  # there is no table for more
-        weights = load_weights(checkpoint, wanted, choice)
+        weights = load_weights(checkpoint, wanted, choice, progress=progress)
         from unspool.language_model import LanguageModel
 
         return LanguageModel(
@@ -100,7 +105,9 @@ def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker 
     """Who guesses ahead for a model; another model that drafts is loaded the same way."""
     from unspool.decoding.speculative import make_drafter
 
-    backend = "torch" if hasattr(lm.model, "transformer") else "native"
+    backend = "native" if lm.model.device == "cpu" else "auto"
+    if hasattr(lm.model, "transformer"):
+        backend = "torch"
     return make_drafter(
         speculate, lm, lambda name: load(name, backend=backend, device=lm.model.device)
     )
@@ -131,6 +138,7 @@ class Placement:
     quantize: int | None = None  # bits that weights are packed into while loading
     kv_bits: int = 16  # of a number in keys and values
     threads: int | None = None
+    exact: bool = False  # a text is the same in any batch
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
@@ -140,6 +148,8 @@ class Placement:
         threads = self.threads
         if threads is not None and (type(threads) is not int or threads < 1):
             raise SettingsError(f"threads is {threads!r}; it may be a whole number from 1 up")
+        if type(self.exact) is not bool:
+            raise SettingsError(f"exact is {self.exact!r}; it may be True or False")
         if self.quantize is not None and self.dtype != "auto":
             raise SettingsError(
                 f"quantize is {self.quantize} and dtype is {self.dtype}: weights can be kept "
@@ -148,12 +158,8 @@ class Placement:
 
     def chosen(self) -> Choice:
         device = self._device()
-        if self.backend == "torch" or device != "cpu":
-            self._refuse_what_only_native_has(
-                f"this would run on torch ({device}): leave it out, or give backend native"
-            )
-            check_torch(device)
-            return Choice("torch", device)
+        if self.backend in ("cuda", "torch") or device != "cpu":
+            return self._on_torch(device)
         from unspool.native import missing
 
         reason = missing()
@@ -161,7 +167,9 @@ class Placement:
             return Choice("native", "cpu")
         if self.backend == "native":
             raise UnspoolError(f"the native backend cannot be used here: {reason}")
-        self._refuse_what_only_native_has(f"that cannot be used here: {reason}")
+        self._refuse_what_only_native_has(
+            f"that cannot be used here: {reason}", quantize=self.quantize is not None
+        )
         try:
             check_torch(device)
         except TorchMissingError:
@@ -171,7 +179,35 @@ class Placement:
             ) from None
         return Choice("torch", "cpu", f"running on torch, which is slower on a CPU: {reason}")
 
+    def _on_torch(self, device: str) -> Choice:
+        """On a GPU by our own kernels if they can run there, else by plain torch."""
+        check_torch(device)
+        remark = None
+        if self.backend != "torch":
+            from unspool.backends.cuda.available import missing
+
+            reason = missing(device)
+            if reason is None:
+                self._refuse_what_only_native_has(f"this would run on {device}: leave it out")
+                return Choice("cuda", device)
+            if self.backend == "cuda":
+                raise UnspoolError(f"the kernels for GPUs cannot be used here: {reason}")
+            if device.startswith("cuda"):
+                remark = f"running on plain torch, which is slower: {reason}"
+        self._refuse_what_only_native_has(
+            f"this would run on torch ({device}): leave it out, or give backend native",
+            quantize=self.quantize is not None,
+        )
+        if self.exact:
+            raise SettingsError(
+                "plain torch cannot be exact, as its sums depend on the batch; leave that out"
+                + (f" ({remark})" if remark else "")
+            )
+        return Choice("torch", device, remark)
+
     def _device(self) -> str:
+        if self.backend == "cuda" and self.device == "auto":
+            return "cuda"
         if self.device != "auto":
             if self.backend == "native" and self.device != "cpu":
                 raise SettingsError(
@@ -187,9 +223,10 @@ class Placement:
             return "cuda" if torch.cuda.is_available() else "cpu"
         return "cpu"
 
-    def _refuse_what_only_native_has(self, why: str) -> None:
+    def _refuse_what_only_native_has(self, why: str, *, quantize: bool = False) -> None:
+        """`quantize`: whether packing the weights cannot be done there either."""
         given = {
-            "quantize": self.quantize is not None,
+            "quantize": quantize,
             "kv_bits": self.kv_bits != 16,
             "threads": self.threads is not None,
         }
@@ -197,7 +234,9 @@ class Placement:
             raise SettingsError(f"{name} is for the native CPU backend; {why}")
 
 
-def load_weights(checkpoint: Checkpoint, wanted: Placement, choice: Choice) -> Loaded:
+def load_weights(
+    checkpoint: Checkpoint, wanted: Placement, choice: Choice, *, progress: bool = False
+) -> Loaded:
     """The checkpoint's weights in memory, on the backend and device that were chosen."""
     if choice.backend == "native":
         from unspool.backends.cpu.loaded import load_cpu
@@ -206,12 +245,33 @@ def load_weights(checkpoint: Checkpoint, wanted: Placement, choice: Choice) -> L
         if wanted.quantize is not None:
             store = str(wanted.quantize)
         return load_cpu(checkpoint, store=store, threads=wanted.threads, kv_bits=wanted.kv_bits)
-    from unspool.backends.torch.loaded import TorchModel
-
     dtype = wanted.dtype
     if dtype == "auto":
         dtype = "bfloat16" if choice.device.startswith("cuda") else "float32"
+    if choice.backend == "cuda":
+        return _on_gpu(checkpoint, wanted, choice.device, dtype, progress)
+    from unspool.backends.torch.loaded import TorchModel
+
     return TorchModel(load_transformer(checkpoint, dtype=dtype, device=choice.device))
+
+
+def _on_gpu(
+    checkpoint: Checkpoint, wanted: Placement, device: str, dtype: str, progress: bool
+) -> Loaded:
+    import torch
+
+    from unspool.backends.cuda.load import load_weights as bring
+    from unspool.backends.cuda.loaded import CudaModel
+
+    weights = bring(
+        checkpoint,
+        dtype=getattr(torch, dtype),
+        device=torch.device(device),
+        keep=wanted.dtype == "auto",
+        bits=wanted.quantize,
+        progress=progress,
+    )
+    return CudaModel(weights, exact=wanted.exact)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -62,6 +62,9 @@ def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(stop)
 
 
+_USUAL = SamplingSettings()
+
+
 def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, Any]) -> Request:
     """A request from a caller's options (`Options`); None is as good as not given."""
     _check_names(options)
@@ -79,7 +82,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
     )
     request = Request(
         prompt=tuple(prompt),
-        settings=SamplingSettings(),
+        settings=_USUAL,  # until the rest is checked
         limits=limits,
         priority=_priority(given.pop("priority", 0)),
         cached=given.pop("cache", True) is not False,
@@ -169,11 +172,10 @@ def _check_names(options: dict[str, Any]) -> None:
 
 def _set_before(settings: SamplingSettings) -> dict[str, Any]:
     """What is not at its usual value, as a caller would give it."""
-    usual = SamplingSettings()
     found = {f.name: getattr(settings, f.name) for f in fields(settings)}
     if found["stages"] == MIROSTAT_STAGES:  # they followed from mirostat being on
         del found["stages"]
-    return {name: value for name, value in found.items() if value != getattr(usual, name)}
+    return {name: value for name, value in found.items() if value != getattr(_USUAL, name)}
 
 
 def _settings(model: ModelFacts, **options: Any) -> SamplingSettings:

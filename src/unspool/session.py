@@ -275,12 +275,12 @@ class Session:
             ids = self.tokenizer.encode_prompt(prompt)
         else:
             ids = _given_ids(prompt)
-            for token in ids:
-                if not 0 <= token < self.config.vocab_size:
-                    raise UnspoolError(
-                        f"token {token} is not in the vocabulary, which goes from 0 to "
-                        f"{self.config.vocab_size - 1}"
-                    )
+            known = range(self.config.vocab_size)
+            strange = [token for token in ids if token not in known]
+            if strange:
+                raise UnspoolError(
+                    f"token {strange[0]} is not in the vocabulary, which goes from 0 to {known[-1]}"
+                )
         if not ids:
             raise UnspoolError("the prompt is empty; give the model at least one token to go on")
         check_fits(len(ids), self.context)
@@ -351,11 +351,13 @@ def _given_ids(prompt: Any) -> list[int]:
             f"the prompt is {reprlib.repr(prompt)}; it may be text, token ids, or (for generate "
             "and chat) a list of prompts"
         ) from None
-    if any(isinstance(item, Mapping) for item in items):
-        raise SettingsError("the prompt is a list of messages; write lm.chat(messages)")
     try:
         return [operator.index(item) for item in items]
     except TypeError:
+        if any(isinstance(item, Mapping) for item in items):
+            raise SettingsError(
+                "the prompt is a list of messages; write lm.chat(messages)"
+            ) from None
         raise SettingsError(
             f"the prompt is {reprlib.repr(prompt)}; here it may be one text, or one list of token "
             "ids (generate and chat also take a list of prompts)"

@@ -20,6 +20,7 @@ from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
+    from unspool.loading import Placement
 
 Model = Annotated[
     str | None,
@@ -64,9 +65,16 @@ class ModelChoice:
 
     def check(self) -> None:
         """Refuse what cannot be, before anything is fetched."""
+        self._placement()
+
+    def device(self) -> str:
+        """Where it will run."""
+        return self._placement().chosen().device
+
+    def _placement(self) -> Placement:
         from unspool.loading import check_load_options
 
-        check_load_options(**{n: v for n, v in self.options.items() if n != "offline"})
+        return check_load_options(**{n: v for n, v in self.options.items() if n != "offline"})
 
     def load(self, **instead: Any) -> LanguageModel:
         """The model; `instead` says what to take where the person left the choice to us."""
@@ -117,12 +125,13 @@ def say(message: str) -> None:
 # Option of `unspool.load` -> (type, usual value, help).
 _MODEL: dict[str, tuple[Any, Any, str]] = {
     "context": (int | None, None, "The most tokens a text may have; by default the model's own."),
-    "backend": (str, "auto", "native (on a CPU), torch, or auto."),
+    "backend": (str, "auto", "native (on a CPU), cuda (on a GPU), torch, or auto."),
     "device": (str, "auto", "cpu, cuda, or auto."),
     "dtype": (str, "auto", "float32, bfloat16, float16, or auto."),
-    "quantize": (int | None, None, "Pack the weights into 4 or 8 bits while loading (native)."),
+    "quantize": (int | None, None, "Pack the weights into 4 or 8 bits while loading."),
     "kv_bits": (int, 16, "Bits of a number in keys and values: 16 or 8 (native)."),
     "threads": (int | None, None, "How many threads work; by default one a core (native)."),
+    "exact": (bool, False, "On a GPU: the same text alone and in any batch, a little slower."),
 }
 
 

@@ -77,8 +77,7 @@ class Loop(SupervisedThread):
             batch, shares = self._batches.build(rows)
             return Flight(shares, self.backend.launch(batch))
         except BaseException as error:  # those in this step fail, and nobody else
-            for task in rows:
-                self.fail(task, error)
+            self._lose(rows, error)
             return None
 
     def _settle(self) -> None:
@@ -88,8 +87,7 @@ class Loop(SupervisedThread):
         try:
             complete = share_out(self.tree, flight.shares, flight.handle.result())
         except BaseException as error:
-            for share in flight.shares:
-                self.fail(share.task, error)
+            self._lose([share.task for share in flight.shares], error)
             return
         self.steps += 1
         for task, failure in complete:
@@ -134,6 +132,15 @@ class Loop(SupervisedThread):
                 "held by branches that are still open; release some, or allow more memory"
             ),
         )
+
+    def _lose(self, tasks: list[Task], error: BaseException) -> None:
+        """A step came to nothing. What it was to change in the block table and in the pages of
+        branches that stay open may be undone: they are computed anew."""
+        for task in tasks:
+            if task.queued:
+                self.fail(task, error)
+                if not task.branch.closed:
+                    self.tree.preempt(task.branch)
 
     def fail(self, task: Task, error: BaseException) -> None:
         """This task ends with an error, and nobody else's."""

@@ -48,16 +48,17 @@ class StepQueue:
     def _notify(self) -> None:
         """Most often nobody has to be told, and no lock is taken: who is about to wait, or to
         listen, says so first and then looks whether something has come."""
-        with self.changed:
-            if self.on_start is not None:
-                self.on_start()
-                self.on_start = None
-            self.changed.notify_all()
-            for listener in tuple(self.listeners):
-                try:
-                    listener()
-                except Exception:  # its event loop is closed, say: nobody listens there any more
-                    self.listeners.remove(listener)
+        if self.readers or self.on_start is not None:
+            with self.changed:
+                if self.on_start is not None:
+                    self.on_start()
+                    self.on_start = None
+                self.changed.notify_all()
+        for listener in tuple(self.listeners):
+            try:
+                listener()
+            except Exception:  # its event loop is closed, say: nobody listens there any more
+                self.listeners.remove(listener)
 
 
 class StepStream(Iterator[Step]):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda import attention
 from unspool.backends.cuda.attention import PAGE_SIZE, AttentionLayer, Lines, Scratch
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def a_layer(
@@ -37,6 +41,13 @@ def a_layer(
         cosine=angles.cos() if rotary else None, sine=angles.sin() if rotary else None,
         sinks=torch.randn(heads, generator=made) if sinks else None, **settings,
     )  # fmt: skip
+
+
+def cut_small(patch: pytest.MonkeyPatch, pieces: int = 4) -> None:
+    """Small tiles, few pieces: short texts are cut as long ones are."""
+    patch.setattr(attention, "TILE", 16)
+    patch.setattr(attention, "PIECES", pieces)
+    patch.setattr(attention, "MOST_PIECES", pieces + 1)
 
 
 @dataclass

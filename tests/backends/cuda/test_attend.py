@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_support import Texts, a_layer, expected, some_texts
+from attention_support import Texts, a_layer, cut_small, expected, some_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,8 +59,7 @@ def test_as_plain_torch(name: str, new: bool):
 
 @pytest.mark.parametrize("window", (0, 500))
 def test_long_texts_are_cut_into_pieces(window: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "PIECES", 4)
-    monkeypatch.setattr(attention, "TILE", 16)
+    cut_small(monkeypatch)
     layer = a_layer(window=window)
     check(some_texts(layer, [64, 65, 700, 1000], [1] * 4, device=DEVICE), True)
 
@@ -81,18 +80,20 @@ def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
     sinks=st.booleans(),
     new=st.booleans(),
     several=st.sampled_from((1, 2, 8)),
+    many=st.sampled_from((0, 512)),
+    pieces=st.sampled_from((4, 30)),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25, deadline=None)
 def test_random_shapes(
-    lengths: list[int], group: int, kv_heads: int, new: bool, several: int, seed: int, **more: Any
-):
+    lengths: list[int], group: int, kv_heads: int, new: bool, several: int, many: int, pieces: int,
+    seed: int, **more: Any,
+):  # fmt: skip
     layer = a_layer(heads=group * kv_heads, kv_heads=kv_heads, **more)
     texts = some_texts(layer, lengths, [1] * len(lengths), device=DEVICE, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "TILE", 16)
-        patch.setattr(attention, "PIECES", 4)
-        patch.setattr(attention, "MANY_PROGRAMS", 0)
+        cut_small(patch, pieces)
+        patch.setattr(attention, "MANY_PROGRAMS", many)
         patch.setattr(attention, "SEVERAL", several)
         check(texts, new)
 

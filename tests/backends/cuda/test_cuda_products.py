@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.products import Around  # noqa: E402
-from unspool.backends.cuda.weights import NormWeights, PlainMatrix  # noqa: E402
+from unspool.backends.cuda.products import Around, NormWeights  # noqa: E402
+from unspool.backends.cuda.weights import PlainMatrix  # noqa: E402
 from unspool.model.transformer import activate  # noqa: E402
 
 

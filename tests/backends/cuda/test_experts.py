@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def made(
     count: int = 6, each: int = 2, width: int = 48, inner: int = 40, normalize: bool = True,
-    activation: str = "silu",
+    activation: str = "silu", dtype: torch.dtype = torch.float32,
 ) -> tuple[Experts, ExpertWeights, Weights]:  # fmt: skip
     config = ModelConfig(
         family="test", vocab_size=8, width=width, layers=1, heads=1, kv_heads=1, head_width=8,
@@ -26,7 +26,7 @@ def made(
         expert_width=inner, normalize_experts=normalize, activation=activation,  # type: ignore[arg-type]
     )  # fmt: skip
     torch.manual_seed(count)
-    model = Transformer(config).to(DEVICE).requires_grad_(False)
+    model = Transformer(config).to(DEVICE, dtype).requires_grad_(False)
     weights, feed = fused(model), model.layers[0].feed
     found = weights.layers[0].experts
     assert found is not None and isinstance(feed, Experts)
@@ -65,14 +65,7 @@ def test_as_the_plain_transformer(
 @pytest.mark.parametrize("tokens", (3, 150))
 def test_narrow_numbers_few_and_many(tokens: int):
     """In 16 bits, where blocks grow with the number of tokens."""
-    feed, _, _ = made()
-    weights = fused(Transformer(feed.config).to(DEVICE).half().requires_grad_(False))
-    given = weights.layers[0].experts
-    assert given is not None
-    given.router.copy_(feed.router.weight)
-    given.gate_up.copy_(torch.cat((feed.gate.weight, feed.up.weight), 1))
-    given.down.copy_(feed.down.weight)
-    feed = feed.half()
+    feed, given, weights = made(dtype=torch.float16)
     x = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
     torch.testing.assert_close(run(x, given, weights), feed(x[None])[0], rtol=0.02, atol=0.02)
 

@@ -18,8 +18,7 @@ from unspool.backends.cuda.packing import (  # noqa: E402
     packed_parts,
     quantized,
 )
-from unspool.backends.cuda.products import Around  # noqa: E402
-from unspool.backends.cuda.weights import NormWeights  # noqa: E402
+from unspool.backends.cuda.products import Around, NormWeights  # noqa: E402
 from unspool.model.float8 import float8_to_float32  # noqa: E402
 
 ROWS, COLUMNS = 37, 512

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_support import Texts, a_layer, expected, some_texts
+from attention_support import Texts, a_layer, cut_small, expected, some_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.backends.cuda import attention
 from unspool.backends.cuda.attention import (
     attend,
     chunk_tiles,
@@ -98,8 +97,7 @@ def test_the_bits_of_decoding(chunks: list[tuple[int, int]], group: int, seed: i
     layer = a_layer(heads=group, kv_heads=1, **more)
     lengths, counts = [past + new for past, new in chunks], [new for _, new in chunks]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "TILE", 16)
-        patch.setattr(attention, "PIECES", 4)
+        cut_small(patch)
         texts = some_texts(layer, lengths, counts, device=DEVICE, seed=seed, dtype=torch.float16)
         texts = stored(texts)
         out, scratch = texts.out, texts.scratch

@@ -28,8 +28,10 @@ MOST_PIECES = PIECES + 1  # pieces begin at fixed places, so that a window may t
 ROWS = 16  # query heads of one key head that a program takes: what tensor cores want
 MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
 SEVERAL = 8
-STAGES = 4  # tiles on their way at a time
-WARPS, MANY_WARPS = 4, 4  # of a program
+# Tiles on their way at a time. Kernels of small batches stay below 48 KB of shared memory: beyond,
+# the driver empties a multiprocessor before they may run, and the products beside them wait.
+STAGES = 4
+WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # of a program
 
 # Prompts: rows (tokens times query heads of a key head) and keys that a program takes at once.
 PREFILL_ROWS, PREFILL_TILE = 128, 64
@@ -209,21 +211,21 @@ def attend(
     """
     groups = layer.kv_heads * -(-layer.heads // layer.kv_heads // ROWS)
     many = len(lines) * groups >= MANY_PROGRAMS
-    if new and many:  # preparing is better done once than by every program
+    if new and (many or pieces == MOST_PIECES):
+        # Preparing is better done once than by every program; and a program has several tiles.
         store_keys(qkv, keys, values, layer, lines, pdl=pdl)
         new = False
     kept = min(ROWS, layer.heads // layer.kv_heads)
     each = SEVERAL if many else 1
-    # A program with a single piece of one tile has nothing to ask for ahead.
-    stages = 1 if new and pieces < MOST_PIECES else STAGES
+    warps = NEW_WARPS if new else MANY_WARPS if many else WARPS
     kernels.attend[(len(lines), groups, -(-pieces // each))](
         qkv, out, keys, values, lines.table, lines.lines, lines.positions, lines.ends,
         *_tables_or(layer, qkv), qkv if layer.sinks is None else layer.sinks,
         scratch.parts, scratch.stats, scratch.arrived,
         layer.score_scale, layer.norm_eps, lines.table.shape[1], MOST_PIECES, each,
         **layer.shape, **layer.preparing, **layer.looking,
-        ROWS=ROWS, KEPT=kept, SOME=1 << (kept - 1).bit_length(), STAGES=stages, NEW=new, PDL=pdl,
-        num_warps=MANY_WARPS if many else WARPS, **_launch(pdl),
+        ROWS=ROWS, KEPT=kept, SOME=1 << (kept - 1).bit_length(), STAGES=STAGES, NEW=new, PDL=pdl,
+        num_warps=warps, **_launch(pdl),
     )  # fmt: skip
 
 

@@ -74,8 +74,17 @@ class CudaBackend:
         picker.picks, picker.logprobs, picker.previous = picks, logprobs, self.inputs.previous
         return picker
 
-    @torch.inference_mode()
     def launch(self, batch: StepBatch) -> _Flight:
+        try:
+            return self._launch(batch)
+        except torch.OutOfMemoryError as error:
+            raise UnspoolError(
+                f"the GPU's memory is full: a step of {len(batch.tokens):,} tokens found no room "
+                "beside weights and pages; leave less to keys and values (memory=...)"
+            ) from error
+
+    @torch.inference_mode()
+    def _launch(self, batch: StepBatch) -> _Flight:
         parts = _Parts(batch)
         _check(batch, self)
         if self.inputs.make_room(batch.slots):
@@ -277,6 +286,9 @@ class _Flight:
     logits: Tensor
     inside: Inside | None
     done: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.done is None or bool(self.done.query())
 
     def result(self) -> StepResult:
         if self.done is not None:

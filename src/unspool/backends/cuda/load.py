@@ -35,11 +35,11 @@ from unspool.backends.cuda.packing import (
     packed_parts,
     quantized,
 )
+from unspool.backends.cuda.products import NormWeights
 from unspool.backends.cuda.weights import (
     ExpertWeights,
     LayerWeights,
     Matrix,
-    NormWeights,
     PlainMatrix,
     Weights,
 )

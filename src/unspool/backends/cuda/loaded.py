@@ -10,10 +10,9 @@ from torch import Tensor
 
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.looks import normed
-from unspool.backends.cuda.pages import Pages, page_bytes
+from unspool.backends.cuda.memory import make_pages
 from unspool.backends.cuda.warming import warm_up
 from unspool.backends.cuda.weights import Weights
-from unspool.backends.memory import pages_in
 from unspool.backends.step import Floats
 from unspool.model.config import ModelConfig
 
@@ -40,10 +39,7 @@ class CudaModel:
 
     def backend(self, *, memory: int | None, context: int) -> CudaBackend:
         weights = self.weights
-        if memory is None:
-            memory = torch.cuda.mem_get_info(weights.device)[0] // 2
-        count = pages_in(memory, page_bytes(weights.config, weights.dtype))
-        pages = Pages(weights.config, count, weights.dtype, weights.device)
+        pages = make_pages(weights, memory, context)
         backend = CudaBackend(weights, pages=pages, context=context, exact=self.exact)
         if weights.device.type == "cuda":  # the interpreter has nothing to compile
             warm_up(backend)

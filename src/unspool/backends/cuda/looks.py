@@ -12,8 +12,9 @@ from torch import Tensor
 
 from unspool.backends.cuda.inputs import to_device
 from unspool.backends.cuda.pages import PAGE_SIZE
+from unspool.backends.cuda.products import NormWeights
 from unspool.backends.cuda.program import Program
-from unspool.backends.cuda.weights import LayerWeights, NormWeights
+from unspool.backends.cuda.weights import LayerWeights
 from unspool.backends.step import Inside, Look, StepBatch
 from unspool.model.transformer import attention_weights
 

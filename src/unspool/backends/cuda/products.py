@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,16 @@ from torch import Tensor
 from unspool.backends.cuda.kernels.common import ACTIVATIONS, LAYER, NO_NORM, RMS
 from unspool.backends.cuda.kernels.gemv import gemv
 
-if TYPE_CHECKING:
-    from unspool.backends.cuda.weights import NormWeights
-
 _NUMBERS_A_THREAD = 64  # of a matrix, held in registers at a time: enough loads in flight
 _WARPS_AN_SM = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """An RMSNorm, or, with a bias, a LayerNorm."""
+
+    gain: Tensor  # [width], float32
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,8 +21,8 @@ from unspool.backends.cuda.inputs import ROOM, Inputs
 from unspool.backends.cuda.kernels import rows
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
 from unspool.backends.cuda.pages import Pages
-from unspool.backends.cuda.products import Around, norm_kind, power_of_two
-from unspool.backends.cuda.weights import LayerWeights, Matrix, NormWeights, PlainMatrix, Weights
+from unspool.backends.cuda.products import Around, NormWeights, norm_kind, power_of_two
+from unspool.backends.cuda.weights import LayerWeights, Matrix, PlainMatrix, Weights
 from unspool.model.positions import sinusoidal
 
 _FEED_BLOCK = 1024
@@ -107,6 +107,7 @@ class Program:
         a = self.buffers.first(count)
         self._begin(a.h)
         lines = self.inputs.of(count)
+        fresh = fresh and not self.exact  # prepared like prompts, in the same order of sums
 
         def attend(layer: int, qkv: Tensor, mixed: Tensor) -> None:
             turning, keys, values = self.turning[layer], self._keys[layer], self._values[layer]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unspool.backends.cuda.exact import exact_many
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.products import Around, times_many, times_one
+from unspool.backends.cuda.products import Around, NormWeights, times_many, times_one
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Experts, FeedForward, Layer, Norm, Transformer
 
@@ -84,14 +84,6 @@ class PlainMatrix:
 
     def part(self, first: int, last: int) -> Tensor:
         return self.weight[first:last].float()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormWeights:
-    """An RMSNorm, or, with a bias, a LayerNorm."""
-
-    gain: Tensor  # [width], float32
-    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +189,10 @@ def _experts(feed: Experts) -> ExpertWeights:
 
 
 def _stacked(*parts: torch.nn.Linear) -> PlainMatrix:
-    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
+    if len(parts) == 1:  # some files have a matrix the other way round, and it is but seen turned
+        weight = parts[0].weight.contiguous()
+    else:
+        weight = torch.cat([part.weight for part in parts])
     if parts[0].bias is None:
         return PlainMatrix(weight)
     return PlainMatrix(weight, torch.cat([part.bias for part in parts]))

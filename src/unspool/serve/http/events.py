@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.routes import to_json
-from unspool.serve.http.wire import NAME, Wire
+from unspool.serve.http.wire import NAME, Relay, Wire
 
 _ERROR_SECONDS = 2.0  # seconds to get an error across when the time is up already
 HEARTBEAT_SECONDS = 5.0
@@ -87,18 +87,20 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        wire = scope["extensions"][NAME]()
+        wire: Wire = scope.get("extensions", {}).get(NAME, Relay)(send)
         heartbeat = asyncio.ensure_future(self._send_heartbeats(wire))
         try:
             fault = await self._send_events(wire)
         except asyncio.CancelledError:
             if not scope["app"].state.server.admission.refusing:  # then the client has gone
+                wire.close()
                 raise
             fault = shutting_down()
         finally:
             heartbeat.cancel()
         with suppress(TimeoutError):  # a client that does not read must not hold us for ever
             async with asyncio.timeout(_ERROR_SECONDS if fault else None):
+                await wire.drain()
                 if fault is not None:
                     scope["state"]["log"]["error"] = str(fault)
                     last = self._failed(to_api_error(fault))

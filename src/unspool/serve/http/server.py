@@ -26,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.wire import NAME as WIRE
-from unspool.serve.http.wire import Wire
+from unspool.serve.http.wire import SocketWire
 
 # A thread that computes gives Python up to others at least this often: at the usual 5 ms an
 # answer that is ready would wait for the next one to be picked.
@@ -53,7 +53,7 @@ class _Protocol(H11Protocol):
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """The application, which may write the body of its answer straight to the socket."""
-        scope["extensions"] = {WIRE: lambda: Wire(self.cycle)}
+        scope["extensions"] = {WIRE: lambda send: SocketWire(self.cycle)}
         await self._served(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -12,14 +12,16 @@ import asyncio
 import ctypes
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 
+from starlette.types import Send
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 NAME = "unspool.wire"  # among a request's extensions
 
 
-class Wire:
+class SocketWire:
     """The body of one answer, whose head is sent already."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -53,6 +55,49 @@ class Wire:
     async def drain(self) -> None:
         """Wait until the client has caught up."""
         await self._cycle.flow.drain()
+
+    def close(self) -> None:
+        """Nothing more is to be sent, nor what is still on its way."""
+
+
+class Relay:
+    """The same where another server runs the application: pieces go the way that ASGI has."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._pieces = send, deque[bytes]()
+        self._sending: asyncio.Task[None] | None = None
+        self._time = asyncio.get_running_loop().time
+        self.sent_at = self._time()
+
+    def put(self, piece: bytes) -> None:
+        if piece:
+            self.sent_at = self._time()
+            self._pieces.append(piece)
+            if self._sending is None:
+                self._sending = asyncio.ensure_future(self._send_pieces())
+
+    @property
+    def is_full(self) -> bool:
+        return self._sending is not None
+
+    async def drain(self) -> None:
+        if self._sending is not None:
+            await asyncio.wait((self._sending,))
+
+    def close(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+
+    async def _send_pieces(self) -> None:
+        try:
+            while self._pieces:
+                body = self._pieces.popleft()
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        finally:
+            self._sending = None
+
+
+Wire = SocketWire | Relay
 
 
 def _sender() -> Callable[[int, bytes, int, int], int] | None:

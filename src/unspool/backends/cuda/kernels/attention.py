@@ -115,10 +115,10 @@ def _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT: tl.c
 
 
 @triton.jit
-def _joined(parts, stats, piece, pieces, rows, real, wide, ROWS: tl.constexpr, KEPT: tl.constexpr,
+def _joined(parts, stats, piece, pieces, rows, real, wide, SOME: tl.constexpr, KEPT: tl.constexpr,
             WIDE: tl.constexpr):  # fmt: skip
     """All pieces of a text, in order. Others wrote them: they are read from where all can see."""
-    peak, total, mixed = nothing(ROWS, WIDE)
+    peak, total, mixed = nothing(SOME, WIDE)
     for p in tl.range(piece, piece + pieces, num_stages=4):
         at = stats + p * 2 * KEPT + rows
         its_peak = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
@@ -143,8 +143,8 @@ def attend(
     two), EACH pieces of what the line sees.
 
     NEW: the token's key and value are not in the pages yet. They are made here, stored, and put
-    where the last tile would have read them. That tile is asked for before the wait: a text of
-    one line has little else to do.
+    where the last tile would have read them. A program has one tile only, and asks for it before
+    the wait: a text of one line has little else to do.
     """
     n, group, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // KV
@@ -162,96 +162,94 @@ def attend(
     whole = pieces <= EACH  # one program sees everything
     if share * EACH >= pieces:
         return
-    newest = last  # the tile with the end of the text
     begin = tl.maximum((first_piece + share * EACH) << power, first_tile)
-    last = tl.minimum((first_piece + (share + 1) * EACH) << power, last + 1) - 1
+    stop = tl.minimum((first_piece + (share + 1) * EACH) << power, last + 1)
     wide, rows = tl.arange(0, WIDE), tl.arange(0, ROWS)
-    heads = h * GROUP + (group % GROUPS) * ROWS + rows
+    first_head = h * GROUP + (group % GROUPS) * ROWS
+    heads = first_head + rows
     real = (rows < KEPT) & (heads < (h + 1) * GROUP)
     within = (wide < HD)[None, :]
     base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
+    spot = (n * KV * GROUPS + group).to(tl.int64) * ROOM - first_piece
+    peak, total, mixed = nothing(ROWS, WIDE)  # of the piece at hand
     if NEW:
-        offsets = last * TILE + tl.arange(0, TILE)
+        offsets = begin * TILE + tl.arange(0, TILE)
         there = (offsets < position) & (offsets >= first)
         places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
-        last_key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
-        last_value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
+        key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
+        value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
         wait(PDL)
         angles = position.to(tl.int64) * (ROTARY // 2)
         # As many heads as there are are prepared, and repeated to what tensor cores want.
-        few = tl.arange(0, SOME)
-        mine = h * GROUP + (group % GROUPS) * ROWS + few
+        mine = first_head + tl.arange(0, SOME)
         query = _heads(
             base, q_gain, k_gain, cosine + angles, sine + angles, mine, mine < (h + 1) * GROUP,
             wide, eps, H, HD, ROTARY, NORM,
         )  # fmt: skip
         query = tl.broadcast_to(query[None, :, :], (ROWS // SOME, SOME, WIDE))
         query = tl.reshape(query, (ROWS, WIDE))
-        if last == newest:
+        if begin == last:
             own = H + h + tl.arange(0, 1)
-            key = _heads(
+            new_key = _heads(
                 base, q_gain, k_gain, cosine + angles, sine + angles, own, own >= H, wide, eps,
                 H, HD, ROTARY, NORM,
             )  # fmt: skip
-            value = tl.load(base + (H + KV + h) * HD + wide, mask=wide < HD, other=0.0)[None, :]
+            new_value = tl.load(base + (H + KV + h) * HD + wide, mask=wide < HD, other=0.0)[None, :]
             if group % GROUPS == 0:
                 slot = tl.load(row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
                 place = (slot * KV + h) * HD + wide[None, :]
-                tl.store(keys + place, key, mask=within)
-                tl.store(values + place, value, mask=within)
+                tl.store(keys + place, new_key, mask=within)
+                tl.store(values + place, new_value, mask=within)
             fresh = (offsets == position)[:, None]
-            last_key = tl.where(fresh, key, last_key)
-            last_value = tl.where(fresh, value, last_value)
-        stop = last
+            key = tl.where(fresh, new_key, key)
+            value = tl.where(fresh, new_value, value)
+        seen = (offsets < end) & (offsets >= first)
+        scores = scores_of(query, key, scale, SOFTCAP)
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
     else:
         wait(PDL)
         at = base + heads[:, None] * HD + wide[None, :]
         query = tl.load(at, mask=real[:, None] & within, other=0.0)
-        stop = last + 1
-    peak, total, mixed = nothing(ROWS, WIDE)  # of the piece at hand
-    all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before it
-    spot = (n * KV * GROUPS + group).to(tl.int64) * ROOM - first_piece
-    for t in tl.range(begin, stop, num_stages=STAGES):
-        offsets = t * TILE + tl.arange(0, TILE)
-        there = offsets < end
-        if WINDOW > 0:
-            there = there & (offsets >= first)
-        places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
-        key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
-        value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
-        scores = scores_of(query, key, scale, SOFTCAP)
-        scores = tl.where(there[None, :], scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
-        if ((t + 1) & ((1 << power) - 1)) == 0 and t < last:  # a piece ends, not the share
-            if whole:
-                all_peak, all_total, all_mixed = join(
-                    all_peak, all_total, all_mixed, peak, total, mixed
-                )
-            else:
-                piece = spot + (t >> power)
-                _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
-            peak, total, mixed = nothing(ROWS, WIDE)
-    if NEW:
-        offsets = last * TILE + tl.arange(0, TILE)
-        seen = (offsets < end) & (offsets >= first)
-        scores = scores_of(query, last_key, scale, SOFTCAP)
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        peak, total, mixed = add_tile(scores, last_value, peak, total, mixed, TILE)
-    ours = out + n.to(tl.int64) * H * HD + heads[:, None] * HD + wide[None, :]
+        all_peak, all_total, all_mixed = nothing(ROWS, WIDE)  # of the pieces before
+        for t in tl.range(begin, stop, num_stages=STAGES):
+            offsets = t * TILE + tl.arange(0, TILE)
+            there = (offsets < end) & (offsets >= first)
+            places = _places(row, offsets, there, h, wide, KV, HD, PAGE)
+            key = tl.load(keys + places, mask=there[:, None] & within, other=0.0)
+            value = tl.load(values + places, mask=there[:, None] & within, other=0.0)
+            scores = scores_of(query, key, scale, SOFTCAP)
+            scores = tl.where(there[None, :], scores, -float("inf"))
+            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+            if ((t + 1) & ((1 << power) - 1)) == 0 and t + 1 < stop:  # a piece ends, not the share
+                if whole:
+                    all_peak, all_total, all_mixed = join(
+                        all_peak, all_total, all_mixed, peak, total, mixed
+                    )
+                else:
+                    piece = spot + (t >> power)
+                    _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
+                peak, total, mixed = nothing(ROWS, WIDE)
+        if whole:
+            peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
+    ours = out + n.to(tl.int64) * H * HD + wide[None, :]
     if whole:
-        peak, total, mixed = join(all_peak, all_total, all_mixed, peak, total, mixed)
-        found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
-        tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
+        found = outcome(peak, total, mixed, heads, real, sinks, SINKS).to(out.dtype.element_ty)
+        tl.store(ours + heads[:, None] * HD, found, mask=real[:, None] & within)
     else:
-        piece = spot + (last >> power)
+        piece = spot + ((stop - 1) >> power)
         _leave(parts, stats, piece, peak, total, mixed, rows, real, wide, KEPT, WIDE)
         tl.debug_barrier()
         counter = arrived + n * KV * GROUPS + group
         before = tl.atomic_add(counter, 1, sem="acq_rel")
         if before == (pieces + EACH - 1) // EACH - 1:  # the last to come joins the pieces
-            peak, total, mixed = _joined(
-                parts, stats, spot + first_piece, pieces, rows, real, wide, ROWS, KEPT, WIDE
+            some = tl.arange(0, SOME)
+            their = first_head + some
+            kept = (some < KEPT) & (their < (h + 1) * GROUP)
+            some_peak, some_total, some_mixed = _joined(
+                parts, stats, spot + first_piece, pieces, some, kept, wide, SOME, KEPT, WIDE
             )
-            found = outcome(peak, total, mixed, heads, real, sinks, SINKS)
-            tl.store(ours, found.to(out.dtype.element_ty), mask=real[:, None] & within)
+            joined = outcome(some_peak, some_total, some_mixed, their, kept, sinks, SINKS)
+            joined = joined.to(out.dtype.element_ty)
+            tl.store(ours + their[:, None] * HD, joined, mask=kept[:, None] & within)
             tl.store(counter, 0)

@@ -1,0 +1,23 @@
+"""Whether the kernels for a GPU can run here, found out without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+_OLDEST = (8, 0)  # Ampere: the first with bfloat16
+
+
+def missing(device: str) -> str | None:
+    """What is in the way of our own kernels on this device; None: nothing."""
+    import torch
+
+    if not device.startswith("cuda"):
+        return f"they are for NVIDIA GPUs, not for {device!r}"
+    if torch.version.hip is not None:
+        return "this torch is made for AMD GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if torch.cuda.get_device_capability(device) < _OLDEST:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} is older than those that they are written for"
+    return None

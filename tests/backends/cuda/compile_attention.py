@@ -1,0 +1,94 @@
+"""Compiles what attention and experts launch for a GPU that need not be there; run by a test.
+
+The interpreter forgives what the compiler does not. Launches are caught, and each kernel is
+compiled for what it would have been launched with.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_support import a_layer, some_texts
+from test_experts import made
+
+from unspool.backends.cuda.attention import (
+    attend,
+    chunk_tiles,
+    prefill,
+    prefill_rows,
+    store_keys,
+)
+from unspool.backends.cuda.experts import ExpertScratch, experts
+
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
+    int: "i32", float: "fp32",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+compiled: set[str] = set()
+
+
+def compile_instead(kernel: Any, grid: Any) -> Any:
+    def launch(*args: Any, **named: Any) -> None:
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        signature, constants, known = {}, {}, {}
+        for place, name in enumerate(kernel.arg_names):
+            value = given[name]
+            if name.isupper() and name in named:
+                signature[name], constants[(place,)] = "constexpr", value
+                continue
+            tensor = isinstance(value, torch.Tensor)
+            signature[name] = TYPES[value.dtype if tensor else type(value)]
+            if tensor:
+                known[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, known)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled.add(kernel.fn.__name__)
+
+    return launch
+
+
+def attention(dtype: torch.dtype, lines: int, **more: Any) -> None:
+    layer = a_layer(**more)
+    texts = some_texts(layer, [40] * lines, [1] * lines, dtype=dtype)
+    rest = (texts.keys, texts.values, layer, texts.lines)
+    store_keys(texts.qkv, *rest, pdl=True)
+    for new in (True, False):
+        attend(texts.qkv, texts.out, *rest, texts.scratch, new=new, pdl=True)
+    attend(texts.qkv, texts.out, *rest, texts.scratch, new=True, pieces=4, pdl=True)
+    for exact in (False, True):
+        tiles = chunk_tiles(
+            np.array([0, lines]), np.array([0]), np.full(lines, 40), layer,
+            prefill_rows(dtype, exact),
+        )  # fmt: skip
+        prefill(texts.qkv, texts.out, *rest, torch.from_numpy(tiles), exact=exact)
+
+
+def routed(dtype: torch.dtype, tokens: int) -> None:
+    _, _, weights = made(8, 2, 128, 96, dtype=dtype)
+    scratch = ExpertScratch.for_lines(tokens, weights.config, weights)
+    given, x = weights.layers[0].experts, torch.zeros(tokens, 128, dtype=dtype)
+    assert given is not None
+    experts(x, given, weights.config, x, scratch, pdl=True)
+
+
+if __name__ == "__main__":
+    JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
+    attention(torch.bfloat16, 1, heads=32, kv_heads=8, head_width=128, norm=True)
+    attention(torch.float16, 300, heads=6, kv_heads=2, head_width=80, rotary=32, window=70,
+              softcap=30.0, sinks=True)  # fmt: skip
+    attention(torch.float32, 1, heads=3, kv_heads=3, head_width=64)
+    for dtype, tokens in ((torch.bfloat16, 2), (torch.bfloat16, 300), (torch.float32, 2)):
+        routed(dtype, tokens)
+    print(*sorted(compiled))

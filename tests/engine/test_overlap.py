@@ -1,0 +1,125 @@
+"""The asynchronous loop on a device that takes its time: the same texts, whatever goes on beside
+them, and whatever fails."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import null_model
+import pytest
+
+from slow_device import SlowDevice
+from unspool.engine.ending import Limits
+from unspool.engine.engine import Engine
+from unspool.engine.request import Request
+from unspool.sampling import SamplingSettings
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from stress import Asked, palette, stress, write_alone
+
+VOCABULARY = 40
+
+
+def piece(token: int) -> bytes:
+    return b"%d " % token
+
+
+def asked_alone(count: int, seed: int) -> list[Asked]:
+    """Texts of every kind, as an engine that does nothing ahead writes them."""
+    engine = Engine(null_model.NullModel(pages=400, vocab_size=VOCABULARY), piece)
+    asked = palette(VOCABULARY, 60, count, seed)
+    write_alone(engine, asked)
+    engine.close()
+    return asked
+
+
+@pytest.mark.parametrize("pages", [1200, 90], ids=["roomy", "tight"])
+@pytest.mark.parametrize("delay", [0.0, 0.004])
+def test_whatever_goes_on_beside_them_texts_are_the_same(pages: int, delay: float):
+    asked = asked_alone(36, seed=pages)
+    device = SlowDevice(pages=pages, vocab_size=VOCABULARY, delay=delay)
+    engine = Engine(device, piece)
+    tally = stress(engine, asked, seconds=3, at_once=8, seed=pages)
+    assert not tally.differing.total(), tally.differing
+    assert tally.texts.total() > 30 and device.ahead > 100
+    engine.close()
+
+
+def test_steps_that_fail_harm_nobody_else():
+    asked = asked_alone(36, seed=5)
+    device = SlowDevice(pages=400, vocab_size=VOCABULARY, delay=0.001, faults=12)
+    engine = Engine(device, piece)
+    tally = stress(engine, asked, seconds=4, at_once=6, seed=5, faults=True)
+    assert not tally.differing.total(), tally.differing
+    assert {"not launched", "not read"} <= tally.failed.keys() and tally.texts.total() > 5
+    engine.close()
+
+
+def request(prompt: list[int], count: int, settings: Any = None, **limits: Any) -> Request:
+    return Request(
+        prompt=tuple(prompt),
+        settings=SamplingSettings(seed=1, **(settings or {})),
+        limits=Limits(max_tokens=count, context=500, **limits),
+    )
+
+
+def test_texts_with_penalties_run_ahead():
+    device = SlowDevice(pages=200, vocab_size=VOCABULARY, delay=0)
+    engine = Engine(device, piece)
+    penalties = {"frequency_penalty": 0.8, "penalty_window": 5, "penalize_prompt": False}
+    assert len(list(engine.submit(request([1, 2, 3], 40, penalties)))) == 40
+    assert device.ahead >= 38, "all but the first were launched before the one before was read"
+    engine.close()
+
+
+def test_requests_are_taken_in_while_a_step_runs():
+    """A device that is busy until it is told: a request that comes then is planned with the next
+    step, not after the one that runs was read."""
+    gate, computing = threading.Event(), threading.Event()
+
+    class Gated(SlowDevice):
+        def _compute(self, batch: Any) -> Any:
+            computing.set()
+            assert gate.wait(60)
+            return super()._compute(batch)
+
+    device = Gated(pages=200, vocab_size=VOCABULARY, delay=0)
+    engine = Engine(device, piece)
+    first = engine.submit(request([1, 2, 3], 5))
+    assert computing.wait(60)
+    second = engine.submit(request([4, 5, 6], 5))
+    left = engine.submit(request([7, 8, 9], 200))
+    left.close()
+    gate.set()
+    assert len(list(first)) == len(list(second)) == 5
+    assert all(left == 1 for _, left in device.launches[1:5]), "the device had nothing to do"
+    assert any(4 in batch.tokens for batch, _ in device.launches[1:5])
+    engine.close()
+
+
+def test_texts_that_the_chain_picks_for_do_not_hold_up_the_others(monkeypatch: Any):
+    """Forty explained texts, each of which takes long to be picked for, beside a plain one."""
+    device = SlowDevice(pages=2000, vocab_size=VOCABULARY, delay=0.001)
+    engine = Engine(device, piece)
+    usual, together = engine.loop._picker.pick, list[int]()
+
+    def slow(ready: Any) -> Any:
+        together.append(len(ready))
+        time.sleep(0.002 * len(ready))
+        return usual(ready)
+
+    monkeypatch.setattr(engine.loop._picker, "pick", slow)
+    explained = [engine.submit(request([n, 1], 30, explain=True)) for n in range(40)]
+    for stream in explained:
+        next(stream)
+    plain = engine.submit(request([3, 2, 1], 30))
+    assert len(list(plain)) == 30
+    written = sum(30 - len(list(stream)) for stream in explained) / 40
+    assert max(together) <= 16
+    assert written < 25, "the plain text waited for each token of the others"
+    engine.close()
