@@ -20,6 +20,7 @@ from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
+    from unspool.loading import Placement
 
 Model = Annotated[
     str | None,
@@ -64,9 +65,16 @@ class ModelChoice:
 
     def check(self) -> None:
         """Refuse what cannot be, before anything is fetched."""
+        self._placement()
+
+    def device(self) -> str:
+        """Where it will run."""
+        return self._placement().chosen().device
+
+    def _placement(self) -> Placement:
         from unspool.loading import check_load_options
 
-        check_load_options(**{n: v for n, v in self.options.items() if n != "offline"})
+        return check_load_options(**{n: v for n, v in self.options.items() if n != "offline"})
 
     def load(self, **instead: Any) -> LanguageModel:
         """The model; `instead` says what to take where the person left the choice to us."""

@@ -36,8 +36,9 @@ def serve(
         list[str] | None, typer.Option(help="An origin whose pages may ask; * for all.")
     ] = None,
     max_running: Annotated[
-        int, typer.Option(help="Texts written at once.", rich_help_panel=_LIMITS)
-    ] = 64,
+        int | None,
+        typer.Option(help="Texts written at once; 64, on a GPU 256.", rich_help_panel=_LIMITS),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Requests that may wait; more get 429.", rich_help_panel=_LIMITS)
     ] = 256,
@@ -124,7 +125,7 @@ def serve(
         port=port,
         api_keys=tuple(keys),
         cors=tuple(cors or ()),
-        max_running=max_running,
+        max_running=_most_running(chosen) if max_running is None else max_running,
         max_queued=max_queue,
         max_choices=max_choices,
         max_tokens=max_tokens,
@@ -147,6 +148,11 @@ def serve(
     if not settings.is_local and not keys:
         o.say(_WARNING.format(host=host))
     starting.run(settings, bound, started, model_memory=model_memory, unload_after=unload_after)
+
+
+def _most_running(chosen: list[o.ModelChoice]) -> int:
+    """A GPU reads its weights once for as many texts as there are."""
+    return 256 if any(choice.device() != "cpu" for choice in chosen) else 64
 
 
 def _check_sizes(**given: float | None) -> None:

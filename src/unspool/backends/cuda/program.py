@@ -107,6 +107,7 @@ class Program:
         a = self.buffers.first(count)
         self._begin(a.h)
         lines = self.inputs.of(count)
+        fresh = fresh and not self.exact  # prepared like prompts, in the same order of sums
 
         def attend(layer: int, qkv: Tensor, mixed: Tensor) -> None:
             turning, keys, values = self.turning[layer], self._keys[layer], self._values[layer]
