@@ -133,7 +133,7 @@ class PackedMatrix:
             **self._constants(),
             BN=64,
             BM=at_once,
-            BU=8,
+            BU=128 // self.packing.unit,
             BIAS=self.bias is not None,
             num_warps=4,
         )

@@ -239,6 +239,28 @@ def unpacked(
 
 
 @triton.jit
+def whole_rows(
+    tile, record, factor, units, zero, like, BN: tl.constexpr, BU: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """All numbers of some units side by side [rows, columns], in the type of `like`."""
+    scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
+    slots = ()
+    for slot in tl.static_range(0, 32 // BITS):
+        found = unpacked(tile, scale, minimum, zero, slot, BITS, KIND, OFFSET)
+        slots = slots + (found.to(like.dtype.element_ty),)  # noqa: RUF005
+    # Each join adds a bit of the slot's number as the last axis, the highest first.
+    if BITS == 4:
+        even = tl.join(tl.join(slots[0], slots[4]), tl.join(slots[2], slots[6]))
+        odd = tl.join(tl.join(slots[1], slots[5]), tl.join(slots[3], slots[7]))
+        whole = tl.permute(tl.join(even, odd), [0, 1, 3, 4, 5, 2])
+    else:
+        joined = tl.join(tl.join(slots[0], slots[2]), tl.join(slots[1], slots[3]))
+        whole = tl.permute(joined, [0, 1, 3, 4, 2])
+    return tl.reshape(whole, [BN, BU * (128 // BITS)])
+
+
+@triton.jit
 def unpack_rows(
     quants, records, factors, tokens, previous, out, first, N,
     U: tl.constexpr, BU: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
@@ -255,14 +277,13 @@ def unpack_rows(
         rows = tl.where(rows < 0, tl.load(previous - 1 - rows, rows < 0, 0), rows)
         rows = tl.minimum(tl.maximum(rows, 0), N - 1)  # a pick that failed: its row is dropped
     tile, record, factor = fetched(quants, records, factors, rows, units, N, U, BITS, KIND, SHARE)
-    scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
-    inside = ((rows < N)[:, None] & (units < U)[None, :])[:, :, None]
-    places = (lines.to(tl.int64)[:, None] * U + units[None, :])[:, :, None] * (128 // BITS)
-    places = places + tl.arange(0, 4)[None, None, :]
-    zero = tl.minimum(N, 0)
-    for slot in tl.static_range(0, 32 // BITS):
-        found = unpacked(tile, scale, minimum, zero, slot, BITS, KIND, OFFSET)
-        tl.store(out + places + 4 * slot, found.to(out.dtype.element_ty), inside)
+    SIZE: tl.constexpr = 128 // BITS
+    found = whole_rows(
+        tile, record, factor, units, tl.minimum(N, 0), out, BN, BU, BITS, KIND, OFFSET, SHARE
+    )
+    cols = tl.program_id(1) * BU * SIZE + tl.arange(0, BU * SIZE)
+    inside = (rows < N)[:, None] & (cols < U * SIZE)[None, :]
+    tl.store(out + lines.to(tl.int64)[:, None] * (U * SIZE) + cols[None, :], found, inside)
 
 
 @triton.jit
@@ -278,20 +299,17 @@ def packed_rows(
     lines = tl.program_id(1) * BM + tl.arange(0, BM)
     total = tl.zeros((BN, BM), tl.float32)
     line_places = x + lines.to(tl.int64)[None, :] * K
-    within, zero = tl.arange(0, BU * 4), tl.minimum(N, 0)
+    within, zero = tl.arange(0, BU * (128 // BITS)), tl.minimum(N, 0)
     for at in tl.range(0, U, BU, num_stages=3):
         units = at + tl.arange(0, BU)
         tile, record, factor = fetched(
             quants, records, factors, rows, units, N, U, BITS, KIND, SHARE
         )
-        scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
-        cols = (at + within // 4) * (128 // BITS) + within % 4
-        for slot in tl.static_range(0, 32 // BITS):
-            seen = (cols < K - 4 * slot)[:, None] & (lines < M)[None, :]
-            part = tl.load(line_places + (cols + 4 * slot)[:, None], mask=seen, other=0.0)
-            found = unpacked(tile, scale, minimum, zero, slot, BITS, KIND, OFFSET)
-            found = tl.reshape(found.to(x.dtype.element_ty), [BN, BU * 4])
-            total = tl.dot(found, part, total, input_precision="ieee")
+        cols = at * (128 // BITS) + within
+        seen = (cols < K)[:, None] & (lines < M)[None, :]
+        part = tl.load(line_places + cols[:, None], mask=seen, other=0.0)
+        found = whole_rows(tile, record, factor, units, zero, x, BN, BU, BITS, KIND, OFFSET, SHARE)
+        total = tl.dot(found, part, total, input_precision="ieee")
     if BIAS:
         total += tl.load(bias + rows, rows < N, 0.0).to(tl.float32)[:, None]
     at = lines.to(tl.int64)[None, :] * WIDE + rows[:, None]
