@@ -64,6 +64,7 @@ class CudaBackend:
         self._picker = self._new_picker(slice(0, _LINES))
         self._picker.floats, self._picker.ints = self.inputs.floats, self.inputs.ints
         self._prompt_picker = self._new_picker(slice(_LINES, None))
+        self._no_logits = torch.empty(0, self.vocab_size, device=device)
         self._places = no_ints()  # of the picks of the step before, among all outcomes
         self._results = [_Room(_LINES + outcomes, device) for _ in range(_RING)]
         self._turn = 0
@@ -89,10 +90,10 @@ class CudaBackend:
         _check(batch, self)
         if self.inputs.make_room(batch.slots):
             self._graphs.clear()
-        changed = (
-            self.inputs.places(batch.updates.slots, batch.updates.columns),
-            batch.updates.pages,
-        )
+        changed = no_ints(), no_ints()
+        if len(batch.updates.slots):
+            places = self.inputs.places(batch.updates.slots, batch.updates.columns)
+            changed = places, batch.updates.pages
         if len(parts.prompts) or len(batch.copies) or len(changed[0]) > ROOM:
             self.inputs.update_now(*changed)
             changed = no_ints(), no_ints()
@@ -106,7 +107,7 @@ class CudaBackend:
             prompts = self._prompts.prepared(
                 batch, parts.prompt_rows, parts.prompts, wanted, self._resolved(batch, parts)
             )
-        if len(parts.lines):
+        if parts.count:
             logits.append(self._captured(batch, parts, changed))
         if prompts is not None:
             looker = Looker(self.program, batch, batch.look) if batch.look else None
@@ -122,7 +123,7 @@ class CudaBackend:
 
     def _captured(self, batch: StepBatch, parts: _Parts, changed: tuple[Ints, Ints]) -> Tensor:
         """Run the lines; gives the logits that were asked for of them."""
-        lines, count = parts.lines, len(parts.lines)
+        lines, count = parts.lines, parts.count
         ends = batch.visible_end[lines]
         size, room = padded(count), min(room_for(int(ends.max())), self.context)
         sampled, penalties = False, False
@@ -134,7 +135,7 @@ class CudaBackend:
             picks = (numbers, pick.floats, self._with_history(pick))
         self.inputs.send(
             count, size, self._resolved_tokens(batch.tokens[lines]), batch.positions[lines], ends,
-            np.repeat(batch.slots, np.diff(batch.starts))[lines], changed, picks,
+            parts.slots, changed, picks,
         )  # fmt: skip
         fresh, picker = parts.fresh, self._picker
 
@@ -145,7 +146,7 @@ class CudaBackend:
         self._graphs.run((size, room, fresh, sampled, penalties), launch)
         wanted = parts.logits_of_lines
         if not len(wanted):
-            return self.program.logits[:0].float()
+            return self._no_logits
         return self.program.logits[to_device(wanted, self._device)].float()
 
     def _with_history(self, pick: PickRows) -> Ints:
@@ -212,24 +213,29 @@ def _beside_decode(weights: Weights) -> int:
 class _Parts:
     """Which tokens of a step are lines of a captured step, and which belong to prompts."""
 
+    lines: Ints | slice
+    mixed_logits: Ints | None
+
     def __init__(self, batch: StepBatch) -> None:
+        # How far tokens see beyond themselves: nothing, in a text that is written left to right.
+        causal = int((batch.visible_end - batch.positions).max(initial=0)) == 1
+        self.fresh = causal
+        if len(batch.tokens) == len(batch.slots) <= _LINES and not batch.look:
+            self._only_lines(batch, batch.slots)  # one next token each: most steps are so
+            return
         counts = np.diff(batch.starts)
-        size, pick = len(batch.tokens), batch.pick
-        every = np.arange(size)
+        every, pick = np.arange(len(batch.tokens)), batch.pick
         short = counts <= _SHORT
         if batch.look or int(counts[short].sum()) > _LINES:
             short[:] = False
-        causal = bool((batch.visible_end == batch.positions + 1).all())
         self.fresh = causal and bool((counts[short] == 1).all())
+        line_of = np.repeat(batch.slots, counts)
         if short.all():
-            self.lines, self.prompts = every, no_ints()
-            self.sampled_lines, self.sampled_prompts = batch.sampled, no_ints()
-            self.line_pick, self.prompt_pick = pick, None
-            self.places = batch.sampled
-            self.logits_of_lines, self.mixed_logits = batch.logits, None
+            self._only_lines(batch, line_of)
             return
         is_line = np.repeat(short, counts)
         self.lines, self.prompts = every[is_line], every[~is_line]
+        self.count, self.slots = len(self.lines), line_of[is_line]
         self.prompt_rows = np.flatnonzero(~short)
         number = np.where(is_line, np.cumsum(is_line), np.cumsum(~is_line)) - 1
         mine, asked = is_line[batch.sampled], is_line[batch.logits]
@@ -245,6 +251,14 @@ class _Parts:
         order[asked] = np.arange(asked.sum())
         order[~asked] = asked.sum() + np.arange((~asked).sum())
         self.mixed_logits = order
+
+    def _only_lines(self, batch: StepBatch, slots: Ints) -> None:
+        self.lines, self.prompts = slice(None), no_ints()
+        self.count, self.slots = len(slots), slots
+        self.sampled_lines, self.sampled_prompts = batch.sampled, no_ints()
+        self.line_pick, self.prompt_pick = batch.pick, None
+        self.places = batch.sampled
+        self.logits_of_lines, self.mixed_logits = batch.logits, None
 
 
 def _chosen(pick: PickRows | None, rows: npt.NDArray[np.bool_]) -> PickRows | None:

@@ -146,8 +146,9 @@ class Inputs:
         host.slots[:count], host.slots[count:padded] = slots + 1, _SPARE_LINE
         places, pages = changed
         host.updates[0] = len(places)
-        host.updates[1 : 1 + len(places)] = places
-        host.updates[1 + ROOM : 1 + ROOM + len(places)] = pages
+        if len(places):
+            host.updates[1 : 1 + len(places)] = places
+            host.updates[1 + ROOM : 1 + ROOM + len(places)] = pages
         floats = host.floats.view(np.float64)
         if picks is None or len(picks[0]) < padded:
             floats[:padded], host.ints[:padded] = _NEUTRAL, 0
