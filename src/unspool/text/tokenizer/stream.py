@@ -114,6 +114,7 @@ class TextStream:
                 pass
         if self._stopped is not None:
             return ""
+        self._is_direct = False
         text = self._advance(self._decoder.decode(piece))
         self._is_direct = self._stops is None and not self.half
         return text
