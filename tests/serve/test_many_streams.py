@@ -147,3 +147,24 @@ def test_the_loop_is_woken_once_for_all_that_came(monkeypatch: pytest.MonkeyPatc
 
     count, done = asyncio.run(main())
     assert count <= 2 and done == list(range(301))
+
+
+def test_one_reader_that_fails_holds_up_no_other() -> None:
+    async def both() -> tuple[list[str], list[Any]]:
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: told.append(said))
+        waking, heard = Waking.here(), list[str]()
+
+        def fails() -> None:
+            raise ValueError("a reader's own fault")
+
+        waking.call(fails)
+        waking.call(lambda: heard.append("same round"))
+        await asyncio.sleep(0.05)
+        waking.call(lambda: heard.append("next round"))
+        await asyncio.sleep(0.05)
+        return heard, told
+
+    heard, told = asyncio.run(both())
+    assert heard == ["same round", "next round"]
+    assert [type(said["exception"]) for said in told] == [ValueError]

@@ -327,7 +327,7 @@ def _check(batch: StepBatch, backend: CudaBackend) -> None:
         or int(batch.tokens.max()) >= backend.vocab_size
         or int(batch.positions.min()) < 0
         or int(batch.visible_end.max()) > backend.context
-        or (len(pages) and not -1 <= int(pages.min()) <= int(pages.max()) < backend.page_count)
+        or (len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < backend.page_count)
     )
     if wrong:
         raise UnspoolError("the batch names a token, a position or a page that does not exist")

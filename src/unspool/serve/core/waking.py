@@ -45,7 +45,12 @@ class Waking:
     def _carry_out(self) -> None:
         began, calls = self._loop.time(), self._calls
         for _ in range(len(calls)):
-            calls.popleft()()
+            work = calls.popleft()
+            try:
+                work()
+            except Exception as error:  # one reader's, and no other's
+                said = {"message": "a reader's callback failed", "exception": error}
+                self._loop.call_exception_handler(said)
         took = self._loop.time() - began
         if took > _SHORT:
             self._loop.call_later(min(2 * took, _LONGEST_PAUSE), self._go_on)

@@ -34,8 +34,8 @@ class SocketWire:
 
     def put(self, piece: bytes) -> None:
         """Send this; what the client does not take at once is kept for it."""
-        if not piece or self._cycle.disconnected:
-            return
+        if not piece or self._cycle.disconnected or self._transport.is_closing():
+            return  # its number may be another client's soon
         self.sent_at = self._time()
         if self._is_chunked:
             piece = b"%x\r\n%b\r\n" % (len(piece), piece)
