@@ -82,7 +82,8 @@ class BatchBuilder:
         if len(tokens) > len(rows):  # a row's positions follow one another
             counts = np.diff(begins)
             positions = np.arange(len(tokens)) + np.repeat(positions - begins[:-1], counts)
-        visible_end = positions + 1
+        behind = positions + 1
+        visible_end = behind.copy() if blocks else behind
         for row, provisional in blocks:  # its tokens see each other too
             mine = slice(starts[row], starts[row + 1])
             inside = positions[mine] >= provisional
@@ -90,9 +91,10 @@ class BatchBuilder:
         picked_after = np.array(sampled, np.int64)
         pick = None
         if sampled:
-            ints = self._ints[lines]
-            ints[:, POSITION] = positions[picked_after] + 1
-            pick = PickRows(self._floats[lines], ints, histories.put(ints))
+            of_picks = np.array(lines)  # `take` is twice as quick as an index where there are few
+            ints = self._ints.take(of_picks, 0)
+            ints[:, POSITION] = behind.take(picked_after)
+            pick = PickRows(self._floats.take(of_picks, 0), ints, histories.put(ints))
         copies, tree.copies = tree.copies, []
         return StepBatch(
             tokens=np.array(tokens),
