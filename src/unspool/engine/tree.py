@@ -127,8 +127,12 @@ class Tree:
     def adopt(self, branch: Branch) -> None:
         """Take over stored pages for a branch of which nothing is computed."""
         assert branch.computed == 0 and not branch.pages
-        # The last token is always computed: somebody wants to know what follows it.
-        node, partial, length = self.index.match(branch.tail[:-1])
+        # The last token is always computed: somebody wants to know what follows it. So are those
+        # that may still change, as they see each other.
+        known = branch.length - 1
+        if branch.provisional is not None:
+            known = min(known, branch.provisional)
+        node, partial, length = self.index.match(branch.tail[:known])
         self._move(branch, node)
         del branch.tail[: branch.start]
         if partial is not None:
