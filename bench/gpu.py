@@ -129,13 +129,16 @@ def groups(names: list[str], *, together: bool, peers: bool) -> list[list[str]]:
     """Which parts share a process: those of one model; transformers' come last."""
     mine: dict[Any, list[str]] = {}
     for name in names:
+        if "@" in name:
+            continue
         part = PARTS[name]
         own = part.work in ("load", "server")  # these load the model themselves
         mine.setdefault("all" if together else (part.model, own), []).append(name)
     theirs: dict[str, list[str]] = {}
-    for name in names if peers else []:
-        for way in PARTS[name].peers:
-            theirs.setdefault(PARTS[name].shape + way, []).append(f"{name}@{way}")
+    for name in names:
+        key, _, only = name.partition("@")
+        for way in (only,) if only else PARTS[key].peers if peers else ():
+            theirs.setdefault(PARTS[key].shape + way, []).append(f"{key}@{way}")
     return [["limits"], *mine.values(), *theirs.values()]
 
 
@@ -162,7 +165,12 @@ def arguments() -> argparse.Namespace:
         epilog=f"parts: {', '.join(PARTS)}\n\n{EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="of those below; all but two")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="of those below; all but two; 8b@static: of transformers only",
+    )
     parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)}; no peers")
     parser.add_argument("--no-peers", action="store_true", help="without transformers")
     parser.add_argument("--together", action="store_true", help="all our parts in one process")
@@ -184,7 +192,8 @@ def arguments() -> argparse.Namespace:
     if given.tiny and "server" in given.parts:  # it has one shape only
         given.parts.remove("server")
     for name in given.parts if not given.worker else ():
-        if name not in PARTS:
+        key, at, way = name.partition("@")
+        if key not in PARTS or (at and way not in PARTS[key].peers):
             parser.error(f"{name!r} is not one of {', '.join(PARTS)}")
     return given
 

@@ -66,6 +66,27 @@ def test_one_vector(kind):
     assert near(out, plain @ torch.nn.functional.rms_norm(x, (COLUMNS,), norm.gain, 1e-5))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_vector_of_16_bits(kind):
+    """The weights meet it in whole numbers: a rounding far below the vector's own."""
+    torch.manual_seed(0)
+    matrix, plain = packed(kind)
+    x, out = torch.randn(COLUMNS).half(), torch.full((ROWS,), torch.nan)
+    x[32:64] = 0
+    x[64:96] *= 1000
+    matrix.times_one(x, out, Around(1e-5))
+    assert near(out, plain @ x.float(), 2e-4)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(broken):
+    matrix, _ = packed("Q4_0")
+    x, out = torch.randn(COLUMNS).half(), torch.zeros(ROWS)
+    x[100] = broken
+    matrix.times_one(x, out, Around(1e-5))
+    assert not out.isfinite().any()
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "FP8 blocks"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_one_vector_with_all_around_it(kind, gated):

@@ -22,7 +22,9 @@ from unspool.backends.cuda.products import (
 )
 
 _FEW = 64  # rows up to which weights are unpacked in registers
-_WARPS = {4: 16, 8: 24}  # by the bits of a number: that fit onto a processor
+_UNITS_A_THREAD = 4  # read at a time
+_MOST_WARPS, _WARPS_AN_SM = 16, 16
+_REGISTERS = 128  # of a thread: so many that all these warps have room
 _SCRATCH = 1 << 25  # numbers that are unpacked at a time for more
 
 
@@ -74,9 +76,7 @@ class PackedMatrix:
     def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
         """For one vector, with what is folded into the product."""
         rows, norm = self.rows // (1 + by.gated), by.norm
-        at_once, warps, programs = tiling(
-            rows, self._units, self.packing.bits, 1 + by.gated, x.device
-        )
+        at_once, warps, programs = tiling(rows, self._units, 1 + by.gated, x.device)
         packed_gemv[(programs,)](
             x,
             x if norm is None else norm.gain,
@@ -98,7 +98,8 @@ class PackedMatrix:
             RES=by.residual is not None,
             EARLY=by.early,
             PDL=by.pdl,
-            STAGES=3,
+            NATIVE=x.is_cuda,
+            maxnreg=_REGISTERS,
             num_warps=warps,
             launch_pdl=by.pdl,
         )
@@ -213,30 +214,11 @@ class StackedMatrix:
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that the programs on a processor share."""
-    if device.type != "cuda":
-        return 1 << 20
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_multiprocessor", 100 << 10))
-
-
-@functools.cache
-def tiling(
-    rows: int, units: int, bits: int, tiles: int, device: torch.device
-) -> tuple[int, int, int]:
+def tiling(rows: int, units: int, tiles: int, device: torch.device) -> tuple[int, int, int]:
     """Rows a program takes at once, its warps, and how many programs there are: as many as find
     room at the same time, since each goes through its share of the rows."""
-    wide, room = power_of_two(units), _shared_memory(device)
-    warps = max(1, min(16, wide // 32))
-    at_once = 4
-    while at_once > 1 and _waiting(at_once, wide, tiles) > room * 9 // 10:
-        at_once //= 2
-    each = min(8, _WARPS[bits] // warps, room // _waiting(at_once, wide, tiles))
-    return at_once, warps, min(-(-rows // at_once), processors(device) * max(1, each))
-
-
-def _waiting(rows: int, units: int, tiles: int) -> int:
-    """Bytes of the tiles that are on their way while one is multiplied: two of them, each with
-    16 bytes, a record and a factor for every unit."""
-    return 2 * tiles * rows * units * 24 + 1024
+    wide = power_of_two(units)
+    warps = max(1, min(_MOST_WARPS, wide // 32))
+    at_once = max(1, _UNITS_A_THREAD * 32 * warps // wide // tiles)
+    programs = processors(device) * min(16, _WARPS_AN_SM // warps)
+    return at_once, warps, min(-(-rows // at_once), programs)
