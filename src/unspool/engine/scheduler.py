@@ -176,7 +176,8 @@ class Scheduler:
         """The rows of the next step, with pages for what each computes. Empty: nothing can run."""
         if self.waiting:
             self._admit()
-        limits, rows = self.limits, list[Task]()
+        limits = self.limits
+        rows: list[Task] = []
         prompts: list[Task] = []
         for task in self.running.copy():
             branch = task.branch
