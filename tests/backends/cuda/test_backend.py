@@ -16,7 +16,6 @@ from cuda_support import (
     PAGES,
     backend,
     check_picks,
-    difference,
     family,
     language_model,
     ours,
@@ -28,6 +27,7 @@ from cuda_support import (
 )
 from paged_texts import Library, RandomCheckpoint, batch_of, config, look
 
+from parity import ODD_SHAPES, check_seen, difference
 from unspool.backends.cuda.weights import fused
 from unspool.backends.step import Look
 from unspool.model.checkpoint import load_transformer
@@ -53,9 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "as qwen": {"qk_norm": "head", "tied": True, "unrotated_layers": (0,)},
     "as neox": {"parallel": True, "rotary": Rotary(width=8), "norm": "layer", "out_bias": True},
     "as mixtral": {"experts": 4, "experts_per_token": 2, "expert_width": 24},
-    "sums to anything": {
-        "experts": 5, "experts_per_token": 3, "expert_width": 21, "normalize_experts": False,
-    },
+    "sums to anything": ODD_SHAPES["sums to anything"],
 }  # fmt: skip
 
 
@@ -90,13 +88,8 @@ def test_looks_beside_a_text_that_is_written():
             residuals=np.array([0, 3, 21]), attention=np.array([5, 21]), parts=np.array([4])
         )
         found.append(look(running, [(b, 21), (a, 1)], taps))
-    (theirs, their_inside), (mine, my_inside) = found
-    assert their_inside is not None and my_inside is not None
-    assert difference(np.concatenate(mine), np.concatenate(theirs)) < CLOSE
-    assert difference(my_inside.residuals, their_inside.residuals) < CLOSE
-    assert difference(my_inside.parts, their_inside.parts) < CLOSE
-    for my_rows, their_rows in zip(my_inside.attention, their_inside.attention, strict=True):
-        assert difference(my_rows, their_rows) < CLOSE
+    theirs, mine = found
+    check_seen(mine, theirs, CLOSE, CLOSE)
 
 
 def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
