@@ -159,13 +159,13 @@ class _Histories:
 
     def add(self, task: Task, number: int, count: int) -> None:
         """For so many picks of one text, the first of them with this number."""
-        text, start, end = task.penalized()
-        part = text[start : end + count - 1]
-        base = self._length
-        self._parts.append(part)
-        self._length += len(part)
-        for more in range(count):
-            self._ranges.append((number + more, base, base + end - start + more))
+        text, ranges = task.penalized(count)
+        first, last = ranges[0][0], ranges[-1][1]
+        moved = self._length - first
+        for more, (start, end) in enumerate(ranges):
+            self._ranges.append((number + more, start + moved, end + moved))
+        self._parts.append(text[first:last])
+        self._length += last - first
 
     def put(self, ints: Ints) -> Ints:
         """Write into the picks' numbers where their histories are; all of them in one array."""

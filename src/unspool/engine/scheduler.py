@@ -70,8 +70,8 @@ class Task:
         token that will be picked. If so, the branch has a placeholder for it afterwards."""
         return False
 
-    def penalized(self) -> tuple[Ints, int, int]:
-        """The text that penalties see at the first token to be picked, and which part of it."""
+    def penalized(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
+        """The text that penalties see, and which part of it at each of the next so many picks."""
         raise NotImplementedError
 
     # -- what everybody asks ------------------------------------------------------------------

@@ -136,8 +136,13 @@ class CudaBackend:
         if parts.line_pick is not None:
             pick, numbers = parts.line_pick, parts.sampled_lines
             sampled = any(pick.floats[:, 0].tolist())
-            penalties = bool(len(pick.history))
-            picks = (numbers, pick.floats, self._with_history(pick))
+            picks = (numbers, pick.floats, pick.ints)
+            penalties = len(pick.history) > 0
+            if penalties:
+                if self.inputs.make_room_for_history(len(pick.history)):
+                    self._picker.history = self.inputs.history
+                    self._graphs.clear()
+                self.inputs.send_history(self._resolved_tokens(pick.history))
         self.inputs.send(
             count, size, self._resolved_tokens(batch.tokens[lines]), batch.positions[lines], ends,
             parts.slots, changed, picks,
@@ -156,17 +161,6 @@ class CudaBackend:
         if last - first + 1 == len(wanted):
             return self.program.logits[first : last + 1]
         return self.program.logits[to_device(wanted, self._device)]
-
-    def _with_history(self, pick: PickRows) -> Ints:
-        """Bring what the penalties see to the device."""
-        if len(pick.history):
-            if len(pick.history) > len(self._picker.history):
-                size = 2 * len(pick.history)
-                self._picker.history = torch.zeros(size, dtype=torch.int64, device=self._device)
-                self._graphs.clear()
-            history = to_device(self._resolved_tokens(pick.history), self._device)
-            self._picker.history[: len(history)].copy_(history)
-        return pick.ints
 
     def _resolved_tokens(self, tokens: Ints) -> Ints:
         """-1 - n, the n-th pick of the step before, as the place of that pick on the device."""

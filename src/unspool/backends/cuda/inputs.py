@@ -21,6 +21,7 @@ from unspool.sampling.picker import FLOATS
 
 ROOM = 512  # changes of the block table that fit into a step; more are made before it
 _RING = 4
+_FIRST_HISTORY = 1 << 18  # tokens of all texts with penalties
 _SPARE_LINE = 0  # of the block table, for lines that only fill a batch up
 _FIRST_LINES = 1024
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # of a line that nobody picks from: FLOATS' order
@@ -92,6 +93,8 @@ class Inputs:
             host = _Fields.of(bare[:wide].view(np.int64), bare[wide:].view(np.int32), lines)
             self._hosts.append(replace(host, floats=host.floats.view(np.float64)))
         self._turn = 0
+        self.history = torch.zeros(0, dtype=torch.int64, device=device)  # what penalties see
+        self._histories: list[Tensor] = []
 
     def of(self, count: int) -> Lines:
         """The first lines as attention wants them."""
@@ -123,6 +126,25 @@ class Inputs:
         """Change the table outside of a captured step."""
         where = to_device(places, self.device)
         self.table.view(-1)[where] = to_device(pages.astype(np.int32), self.device)
+
+    # -- what penalties see --------------------------------------------------------------------
+
+    def make_room_for_history(self, length: int) -> bool:
+        """Whether its memory had to grow, which moves it: what was captured is void then."""
+        if length <= self.history.shape[0]:
+            return False
+        size, pinned = max(_FIRST_HISTORY, 2 * length), self.device.type == "cuda"
+        self.history = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self._histories = [
+            torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_RING)
+        ]
+        return True
+
+    def send_history(self, tokens: Ints) -> None:
+        """With the step that is sent next."""
+        piece, length = self._histories[self._turn], len(tokens)
+        piece.numpy()[:length] = tokens
+        self.history[:length].copy_(piece[:length], non_blocking=True)
 
     # -- a step --------------------------------------------------------------------------------
 
