@@ -84,9 +84,9 @@ class TableUpdates:
     pages: Ints = field(default_factory=no_ints)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take three times as long to make, at every step
 class StepBatch:
-    """New tokens of several texts, to be read together.
+    """New tokens of several texts, to be read together. Nobody changes it.
 
     The new tokens of row r are `tokens[starts[r]:starts[r + 1]]`, at consecutive positions. A
     negative token -1 - n, there and in the history that penalties see, stands for pick number n of
@@ -107,7 +107,7 @@ class StepBatch:
     look: Look | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """What came of a step."""
 

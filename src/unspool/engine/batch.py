@@ -12,6 +12,7 @@ from unspool.engine.tree import Tree
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, PickRows
 
 _NOTHING = np.empty(0, np.int64)
+_ONE = np.ones(1, np.int64)  # an array is added in half the time that a number takes
 _NO_COPIES = np.empty((0, 2), np.int64)
 _NO_UPDATES = TableUpdates()
 
@@ -95,7 +96,7 @@ class BatchBuilder:
             begins = np.array(starts)
             counts = np.diff(begins)
             positions = np.arange(count) + np.repeat(positions - begins[:-1], counts)
-        behind = positions + 1
+        behind = positions + _ONE
         visible_end = behind.copy() if blocks else behind
         for row, provisional in blocks:  # its tokens see each other too
             mine = slice(starts[row], starts[row + 1])
