@@ -53,6 +53,7 @@ def test_all_is_copied_before_the_end_of_the_step(rows: int, monkeypatch: pytest
 
     def copied(target: Any, source: Any, **options: Any) -> Any:
         happened.append("copy")
+        assert target.dtype == source.dtype and options == {"non_blocking": True}
         return usual(target, source, **options)
 
     class Event:
@@ -65,8 +66,8 @@ def test_all_is_copied_before_the_end_of_the_step(rows: int, monkeypatch: pytest
     outcomes = filled()
     for room in outcomes._rooms:
         room.done = Event()  # type: ignore[assignment]
-    logits = torch.arange(rows * VOCABULARY, dtype=torch.float32).view(rows, -1)
-    expected = logits.clone()
+    logits = torch.randn(rows, VOCABULARY).bfloat16()
+    expected = logits.float()
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     flight = outcomes.flight(np.arange(2), logits, None, prompts=False)
     assert happened.pop() == "event" and set(happened) == {"copy"}

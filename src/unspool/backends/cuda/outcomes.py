@@ -60,7 +60,8 @@ class Outcomes:
         if len(logits) > _TO_HOST:
             return logits.to(torch.float32, copy=True)
         host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=self._pinned)
-        return host.copy_(logits, non_blocking=True)
+        # Widened on the device: a copy that changes the type on the way waits for it.
+        return host.copy_(logits.float(), non_blocking=True)
 
 
 class _Room:
