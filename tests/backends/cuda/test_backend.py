@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import torch
 from cuda_support import (
     PAGES,
     backend,
@@ -33,6 +34,7 @@ from unspool.backends.step import Look
 from unspool.model.checkpoint import load_transformer
 from unspool.model.positions import Rotary
 from unspool.sampling import SamplingSettings
+from unspool.sampling.picker import HISTORY_END
 
 pytest.importorskip("triton")
 
@@ -127,6 +129,21 @@ def test_texts_through_the_engine_are_those_of_the_plain_backend(options: dict[s
         assert written(gpu, asked, max_tokens=4, **options) == written(
             cpu, asked, max_tokens=4, **options
         )
+
+
+def test_a_backend_may_be_made_in_inference_mode():
+    """As people do who load a model among torch code of their own."""
+    with torch.inference_mode():
+        running = backend(ours(RandomCheckpoint(SMALL)))
+    text = Library(PAGES, SMALL.vocab_size).text(20)
+    for count in (17, 1, 1):
+        batch = batch_of([(text, count)])
+        text.read += count
+        last = batch.starts[1:] - 1
+        pick = pick_rows([SamplingSettings(temperature=0, presence_penalty=1)], [text.read])
+        pick = replace(pick, history=np.array(text.tokens[: text.read]))
+        pick.ints[:, HISTORY_END] = text.read
+        check_picks(running, replace(batch, sampled=last, pick=pick, logits=last))
 
 
 def test_exact_rows_are_the_same_to_the_last_bit_alone_and_beside_others():

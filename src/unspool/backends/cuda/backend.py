@@ -40,6 +40,7 @@ class CudaBackend:
     overlaps = True
     page_size = PAGE_SIZE
 
+    @torch.inference_mode(False)  # what it makes is written to in either mode
     def __init__(
         self, weights: Weights, *, pages: Pages, context: int, exact: bool = False
     ) -> None:

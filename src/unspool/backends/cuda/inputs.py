@@ -134,10 +134,11 @@ class Inputs:
         if length <= self.history.shape[0]:
             return False
         size, pinned = max(_FIRST_HISTORY, 2 * length), self.device.type == "cuda"
-        self.history = torch.zeros(size, dtype=torch.int64, device=self.device)
-        self._histories = [
-            torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_RING)
-        ]
+        with torch.inference_mode(False):  # it is written to in either mode
+            self.history = torch.zeros(size, dtype=torch.int64, device=self.device)
+            self._histories = [
+                torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_RING)
+            ]
         return True
 
     def send_history(self, tokens: Ints) -> None:
