@@ -2,6 +2,7 @@
 
 overhead  microseconds a step of the engine alone, with a model that does nothing
 ahead     the same one step ahead of a device, as on a GPU, at 256 texts of 128 + 128 tokens
+host      the same with the GPU's backend, whose kernels are left out (no GPU needed)
 batch     tokens a second at 1, 4 and 16 texts at once, beside transformers (same weights, fp32)
 tree      what a fork and a rewind cost, against the length of the text (should be flat)
 reuse     time to the first token of the second turn of a chat, against the first
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +165,55 @@ def ahead() -> None:
             lm.close()
 
 
+def host() -> None:
+    """The whole way of a step on the host, as on a GPU, and the backend's share of it."""
+    import os
+
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from cuda_support import ours
+    from paged_texts import RandomCheckpoint, config
+
+    loaded: Any = ours(RandomCheckpoint(config(vocab_size=VOCABULARY, layers=1, context=2048)))
+    print("the host's share of a step on a GPU, µs (kernels left out)")
+    for name, options in {
+        "greedy": {"temperature": 0},
+        "default": {},
+        "penalty": {"frequency_penalty": 0.5},
+    }.items():
+        cells = []
+        for rows in (1, 16, 256):
+            backend = loaded.backend(memory=256 << 20, context=2048)
+            backend._graphs.run = lambda key, launch: None
+            spent = {"launch": 0.0, "result": 0.0}
+            usual, steps = backend.launch, 0
+
+            def launch(batch: StepBatch, usual: Any = usual, spent: Any = spent) -> Any:
+                nonlocal steps
+                steps += 1
+                began = time.perf_counter()
+                flight = usual(batch)
+                result, now = flight.result, time.perf_counter()
+                spent["launch"] += now - began
+                outcome = result()
+                spent["result"] += time.perf_counter() - now
+                return Done(outcome)
+
+            backend.launch = launch
+            engine, count = Engine(backend, lambda token: b"x"), 1500 if rows == 1 else 128
+            work = partial(write_many, engine, rows, count, {}, options)
+            work()
+            best: tuple[float, ...] = (1e9,)
+            for _ in range(5):
+                spent.update(launch=0.0, result=0.0)
+                steps = 0
+                took = seconds(work)
+                best = min(best, tuple(t / steps * 1e6 for t in (took, *spent.values())))
+            cells.append(f"{rows}: {best[0]:,.0f} (launch {best[1]:.0f}, result {best[2]:.0f})")
+            engine.close()
+        print(f"  {name:<10} {';  '.join(cells)}")
+
+
 def batch() -> None:
     import torch
     import transformers
@@ -275,6 +326,7 @@ def guard() -> None:
 PARTS = {
     "overhead": overhead,
     "ahead": ahead,
+    "host": host,
     "tree": tree,
     "batch": batch,
     "reuse": reuse,

@@ -58,12 +58,6 @@ def language_model(model: Loaded, tokenizer: Any = None, memory: int = 64 << 20)
     return LanguageModel(model, tokenizer, memory=memory, make_drafter=make_drafter_for)
 
 
-def difference(a: Any, b: Any) -> float:
-    """The largest of all entries."""
-    assert np.shape(a) == np.shape(b)
-    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
-
-
 def distance(a: Any, b: Any) -> float:
     """How far apart two arrays are, as a share of the second's length."""
     return float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b)))

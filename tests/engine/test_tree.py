@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from typing import Any
@@ -281,11 +282,13 @@ def lines_run(work: Any, *given: Any) -> tuple[int, Any]:
         lines += event == "line"
         return count
 
+    gc.disable()  # what others left behind would be counted too
     sys.settrace(count)
     try:
         found = work(*given)
     finally:
         sys.settrace(None)
+        gc.enable()
     return lines, found
 
 

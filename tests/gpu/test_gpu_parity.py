@@ -12,7 +12,6 @@ import tiny
 from cuda_support import (
     PAGES,
     backend,
-    difference,
     distance,
     family,
     language_model,
@@ -24,8 +23,8 @@ from cuda_support import (
 )
 from paged_texts import Library, RandomCheckpoint, config, look
 
+from parity import ODD_SHAPES, check_seen, difference, looked_at
 from unspool.backends.base import Backend, Loaded
-from unspool.backends.step import Look
 
 CLOSE = 2e-4  # of logits of size 10, in 32 bits
 CLOSE_INSIDE = 6e-4  # of numbers up to 25
@@ -56,20 +55,8 @@ def test_however_the_tokens_arrive(case: Case):
 
 
 def test_all_that_can_be_looked_at(case: Case):
-    lengths = (70, 30, 1, 17)
-    every = np.arange(sum(lengths))
-    taps = Look(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
-    found = []
-    for one in case.backends:
-        library = Library(PAGES, VOCABULARY)
-        found.append(look(one, [(library.text(length), length) for length in lengths], taps))
-    (theirs, their_inside), (mine, my_inside) = found
-    assert their_inside is not None and my_inside is not None
-    assert difference(np.concatenate(mine), np.concatenate(theirs)) < CLOSE
-    assert difference(my_inside.residuals, their_inside.residuals) < CLOSE_INSIDE
-    assert difference(my_inside.parts, their_inside.parts) < CLOSE_INSIDE
-    for my_rows, their_rows in zip(my_inside.attention, their_inside.attention, strict=True):
-        assert difference(my_rows, their_rows) < CLOSE
+    theirs, mine = (looked_at(one, (70, 30, 1, 17), VOCABULARY, PAGES) for one in case.backends)
+    check_seen(mine, theirs, CLOSE, CLOSE_INSIDE)
 
 
 def test_greedy_texts_are_the_cpus(case: Case):
@@ -92,15 +79,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "heads of 96": {"head_width": 96, "heads": 6, "kv_heads": 2, "width": 100},
     "heads of 256": {"head_width": 256, "heads": 2, "kv_heads": 1, "width": 64},
     "many heads on one key": {"heads": 40, "kv_heads": 1, "head_width": 16, "width": 40},
-    "a window of one": {"windows": (1, 15), "vocab_size": 255},
-    "capped": {"attention_softcap": 2.0, "logit_softcap": 3.0, "embedding_scale": 5.0},
-    "no positions": {"positions": "none", "rotary": None, "norm": "layer", "qkv_bias": True},
-    "relu": {"activation": "relu", "gated": False, "head_bias": True, "ff_bias": True},
-    "sums to anything": {
-        "experts": 5, "experts_per_token": 3, "expert_width": 21, "normalize_experts": False,
-    },
-    "sinusoidal": {"positions": "sinusoidal", "rotary": None, "parallel": True, "tied": True},
-}  # fmt: skip
+    **ODD_SHAPES,
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)

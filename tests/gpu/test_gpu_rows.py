@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_support import language_model, ours, plain, prompts, written
-from paged_texts import RandomCheckpoint, config
+from paged_texts import RandomCheckpoint, config, host
 
 from unspool.language_model import LanguageModel
 
@@ -61,12 +61,12 @@ def test_exact_in_whatever_chunks_a_prompt_is_read(exact: LanguageModel):
     """What was read before is used again, so that only the rest of the prompt is a chunk."""
     ids = np.random.default_rng(1).integers(0, SHAPE.vocab_size, 700).tolist()
     with exact.opened(ids) as whole:
-        expected = np.asarray(exact.engine.extend(whole).cpu())
+        expected = host(exact.engine.extend(whole))
     exact.engine.call(exact.engine.tree.index.clear)
     for cut in (1, 77, 350, 699):
         with exact.opened(ids[:cut]) as branch:
             exact.engine.extend(branch)
-            found = np.asarray(exact.engine.extend(branch, ids[cut:]).cpu())
+            found = host(exact.engine.extend(branch, ids[cut:]))
         exact.engine.call(exact.engine.tree.index.clear)
         assert np.array_equal(found, expected), f"cut at {cut}"
 

@@ -9,49 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from picker_support import SETTINGS, random_logits, rows_of
 from unspool import native
 from unspool.sampling import BadLogitsError, Chain, RowInput, SamplingSettings
 from unspool.sampling import picker as picker_module
-from unspool.sampling.picker import (
-    PickRows,
-    history_range,
-    is_ordinary,
-    pick,
-    row_numbers,
-    sees_history,
-)
-
-SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "temperature": st.sampled_from([0.0, 1e-9, 0.3, 0.8, 1.0, 1.7]),
-        "top_k": st.sampled_from([0, 1, 5, 40, 10_000]),
-        "top_p": st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
-        "min_p": st.sampled_from([0.0, 0.01, 0.1, 0.9, 1.0]),
-        "repetition_penalty": st.sampled_from([1.0, 0.7, 1.3]),
-        "frequency_penalty": st.sampled_from([0.0, 0.4, -0.3]),
-        "presence_penalty": st.sampled_from([0.0, 1.5]),
-        "penalty_window": st.sampled_from([-1, 0, 3]),
-        "penalize_prompt": st.booleans(),
-        "seed": st.integers(-(2**63), 2**70),
-    },
-)
-
-
-def rows_of(asked: list[SamplingSettings], texts: list[Any], prompt: int) -> PickRows:
-    floats, ints, histories, at = [], [], [], 0
-    for number, (one, text) in enumerate(zip(asked, texts, strict=True)):
-        mine, whole = row_numbers(one, sample=number)
-        whole[3] = len(text)
-        start, end = history_range(one, prompt, len(text))
-        if sees_history(one):
-            whole[4], whole[5] = at, at + end - start
-            histories.append(text[start:end])
-            at += end - start
-        floats.append(mine)
-        ints.append(whole)
-    history = np.concatenate(histories) if histories else np.empty(0, np.int64)
-    return PickRows(np.array(floats), np.array(ints), history)
+from unspool.sampling.picker import is_ordinary, pick
 
 
 @pytest.mark.parametrize("by_chain", [False, True], ids=["native", "chain"])
@@ -71,14 +33,9 @@ def test_the_same_token_as_the_chain(
     chance = np.random.default_rng(seed)
     asked = [SamplingSettings(**one) for one in options]
     assert all(map(is_ordinary, asked))
-    logits = (chance.standard_normal((len(asked), width)) * spread).astype(np.float32)
-    if chance.random() < 0.3:
-        logits = np.round(logits)  # many equals
-    if chance.random() < 0.3:
-        logits[:, chance.integers(0, width, width // 2)] = -np.inf
-        logits[:, 0] = 0.5
+    logits = random_logits(chance, len(asked), width, spread).astype(np.float32)
     texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in asked]
-    rows = rows_of(asked, texts, prompt=1)
+    rows = rows_of(asked, texts)
     found = (
         picker_module._by_chain(logits, rows, range(len(asked)))
         if by_chain
@@ -99,7 +56,7 @@ def test_draws_fall_as_often_as_they_should():
         SamplingSettings(seed=n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.2)
         for n in range(len(logits))
     ]
-    rows = rows_of(asked, [np.array([0])] * len(asked), 1)
+    rows = rows_of(asked, [np.array([0])] * len(asked))
     counts = np.bincount(pick(logits, rows).tokens, minlength=4)
     kept = np.array([0.5, 0.3, 0.15, 0.0])
     assert counts[3] == 0, "a tenth of the likeliest is below min_p"
@@ -113,7 +70,7 @@ def test_logits_that_give_no_distribution_fail_alone():
     logits[2] = -np.inf
     logits[3, 5] = np.inf
     asked = [SamplingSettings(temperature=0)] * 4
-    found = pick(logits, rows_of(asked, [np.array([0])] * 4, 1))
+    found = pick(logits, rows_of(asked, [np.array([0])] * 4))
     assert (found.tokens[0], found.tokens[3]) == (0, 5), "infinitely likely is picked"
     assert set(found.failures) == {1, 2}
     assert isinstance(found.failures[1], BadLogitsError)

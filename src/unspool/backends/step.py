@@ -31,8 +31,19 @@ Logits: TypeAlias = "Floats | Tensor"  # rows of a vocabulary each, where the ba
 _LARGEST_TABLE = 1 << 28  # entries
 
 
+_FEW = 64  # numbers: Python goes through so many in less time than numpy takes to begin
+
+
 def no_ints() -> Ints:
     return np.empty(0, np.int64)
+
+
+def largest(numbers: Ints) -> int:
+    return max(numbers.tolist()) if len(numbers) <= _FEW else int(numbers.max())
+
+
+def smallest(numbers: Ints) -> int:
+    return min(numbers.tolist()) if len(numbers) <= _FEW else int(numbers.min())
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +84,9 @@ class TableUpdates:
     pages: Ints = field(default_factory=no_ints)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take three times as long to make, at every step
 class StepBatch:
-    """New tokens of several texts, to be read together.
+    """New tokens of several texts, to be read together. Nobody changes it.
 
     The new tokens of row r are `tokens[starts[r]:starts[r + 1]]`, at consecutive positions. A
     negative token -1 - n, there and in the history that penalties see, stands for pick number n of
@@ -89,13 +100,14 @@ class StepBatch:
     slots: Ints  # [rows]: each row's line of the block table
     updates: TableUpdates = field(default_factory=TableUpdates)  # made first
     copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))  # then: source, target
-    sampled: Ints = field(default_factory=no_ints)  # after which tokens the backend picks the next
+    # After which tokens the backend picks the next, in the order of the tokens.
+    sampled: Ints = field(default_factory=no_ints)
     pick: PickRows | None = None  # how: one line for each of `sampled`
     logits: Ints = field(default_factory=no_ints)  # of which tokens the logits are given back
     look: Look | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """What came of a step."""
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from unspool.backends.step import Logits
 from unspool.engine.ending import Ending
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation, texts_html
+from unspool.engine.picking import joined
 from unspool.engine.steps import Step, explained_step
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError, UnspoolError
@@ -168,14 +170,9 @@ class Weighed:
         )
 
 
-def weigh(logits: Sequence[Any], count: int, top: int) -> Weighed:
+def weigh(logits: Sequence[Logits], count: int, top: int) -> Weighed:
     """The `count` likeliest next tokens of each text; logits are [1, vocabulary] each."""
-    if isinstance(logits[0], np.ndarray):
-        rows: Any = np.concatenate(logits)
-    else:
-        import torch
-
-        rows = torch.cat(list(logits))
+    rows = joined(logits)
     return Weighed(score(rows, [0] * len(rows), max(count, top)), top)
 
 

@@ -11,7 +11,8 @@ from unspool.engine.scheduler import Task
 from unspool.engine.tree import Tree
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, PickRows
 
-_NO_HISTORY = np.empty(0, np.int64)
+_NOTHING = np.empty(0, np.int64)
+_ONE = np.ones(1, np.int64)  # an array is added in half the time that a number takes
 _NO_COPIES = np.empty((0, 2), np.int64)
 _NO_UPDATES = TableUpdates()
 
@@ -33,16 +34,25 @@ class BatchBuilder:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._floats, self._ints = np.zeros((8, 6)), np.zeros((8, 6), np.int64)
+        self._numbers = np.arange(8)
 
     def build(self, rows: list[Task]) -> tuple[StepBatch, list[Share]]:
         """The step that computes each task's branch up to `task.until`."""
         tree, size = self._tree, self._tree.page_size
-        shares, tokens, starts = list[Share](), list[int](), [0]
-        firsts, slots = list[int](), list[int]()
+        # Written so, and not as list[int](), which takes ten times as long.
+        shares: list[Share] = []
+        tokens: list[int] = []
+        starts: list[int] = [0]
+        firsts: list[int] = []
+        slots: list[int] = []
         table: list[tuple[int, int, int]] = []
-        sampled, lines, logits = list[int](), list[int](), list[int]()
-        seen, deep, blocks = list[int](), list[int](), list[tuple[int, int]]()
-        histories = _Histories()
+        sampled: list[int] = []
+        lines: list[int] = []
+        logits: list[int] = []
+        seen: list[int] = []
+        deep: list[int] = []
+        blocks: list[tuple[int, int]] = []
+        histories: _Histories | None = None
         for row, task in enumerate(rows):
             branch, first, until = task.branch, task.first, task.until
             start, at = branch.start, starts[row]
@@ -64,6 +74,7 @@ class BatchBuilder:
                     logits += range(end - outcomes, end)
                 else:
                     if task.sees_history:
+                        histories = histories or _Histories()
                         histories.add(task, len(sampled), outcomes)
                     task.pick_number = len(sampled)
                     sampled += range(end - outcomes, end)
@@ -77,38 +88,51 @@ class BatchBuilder:
                 blocks.append((row, branch.provisional))
             task.flights += 1
             shares.append(Share(task, until, outcomes, places))
-        begins = np.array(starts)
-        positions = np.array(firsts)
-        if len(tokens) > len(rows):  # a row's positions follow one another
+        count = len(tokens)
+        positions, of_rows = np.array(firsts), np.array(slots)
+        if count == len(rows):  # a next token each: most steps are so
+            begins = self._first_numbers(count + 1)
+        else:  # a row's positions follow one another
+            begins = np.array(starts)
             counts = np.diff(begins)
-            positions = np.arange(len(tokens)) + np.repeat(positions - begins[:-1], counts)
-        behind = positions + 1
+            positions = np.arange(count) + np.repeat(positions - begins[:-1], counts)
+        behind = positions + _ONE
         visible_end = behind.copy() if blocks else behind
         for row, provisional in blocks:  # its tokens see each other too
             mine = slice(starts[row], starts[row + 1])
             inside = positions[mine] >= provisional
             visible_end[mine] = np.where(inside, rows[row].until, visible_end[mine])
-        picked_after = np.array(sampled, np.int64)
-        pick = None
+        picked_after, pick = _NOTHING, None
         if sampled:
-            of_picks = np.array(lines)  # `take` is twice as quick as an index where there are few
+            if len(sampled) == len(rows) == count:
+                picked_after, of_picks, next_places = self._first_numbers(count), of_rows, behind
+            else:  # `take` is twice as quick as an index where there are few
+                picked_after, of_picks = np.array(sampled), np.array(lines)
+                next_places = behind.take(picked_after)
             ints = self._ints.take(of_picks, 0)
-            ints[:, POSITION] = behind.take(picked_after)
-            pick = PickRows(self._floats.take(of_picks, 0), ints, histories.put(ints))
+            ints[:, POSITION] = next_places
+            history = histories.put(ints) if histories else _NOTHING
+            pick = PickRows(self._floats.take(of_picks, 0), ints, history)
         copies, tree.copies = tree.copies, []
         return StepBatch(
             tokens=np.array(tokens),
             positions=positions,
             visible_end=visible_end,
             starts=begins,
-            slots=np.array(slots),
+            slots=of_rows,
             updates=TableUpdates(*np.array(table).T) if table else _NO_UPDATES,
             copies=np.array(copies) if copies else _NO_COPIES,
             sampled=picked_after,
             pick=pick,
-            logits=np.array(logits, np.int64),
-            look=_look(seen, deep),
+            logits=np.array(logits) if logits else _NOTHING,
+            look=_look(seen, deep) if seen else None,
         ), shares
+
+    def _first_numbers(self, count: int) -> Ints:
+        """0, 1, 2, ...: nobody changes what is in a step, so they are made once."""
+        if count > len(self._numbers):
+            self._numbers = np.arange(2 * count)
+        return self._numbers[:count]
 
     def _enter(self, task: Task) -> int:
         """A task's first step: its line of the block table, and of the numbers for its picks."""
@@ -121,9 +145,7 @@ class BatchBuilder:
         return slot
 
 
-def _look(seen: list[int], deep: list[int]) -> Look | None:
-    if not seen:
-        return None
+def _look(seen: list[int], deep: list[int]) -> Look:
     whole = np.array(deep, np.int64)
     return Look(residuals=np.array(seen), attention=whole, parts=whole)
 
@@ -138,18 +160,16 @@ class _Histories:
 
     def add(self, task: Task, number: int, count: int) -> None:
         """For so many picks of one text, the first of them with this number."""
-        text, start, end = task.penalized()
-        part = text[start : end + count - 1]
-        base = self._length
-        self._parts.append(part)
-        self._length += len(part)
-        for more in range(count):
-            self._ranges.append((number + more, base, base + end - start + more))
+        text, ranges = task.penalized(count)
+        first, last = ranges[0][0], ranges[-1][1]
+        moved = self._length - first
+        for more, (start, end) in enumerate(ranges):
+            self._ranges.append((number + more, start + moved, end + moved))
+        self._parts.append(text[first:last])
+        self._length += last - first
 
     def put(self, ints: Ints) -> Ints:
         """Write into the picks' numbers where their histories are; all of them in one array."""
-        if not self._ranges:
-            return _NO_HISTORY
         numbers, starts, ends = np.array(self._ranges).T
         ints[numbers, HISTORY_START], ints[numbers, HISTORY_END] = starts, ends
         return np.concatenate(self._parts)

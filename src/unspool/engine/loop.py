@@ -58,9 +58,10 @@ class Loop(SupervisedThread):
 
     def work(self) -> None:
         """One round: plan, launch, settle."""
-        if not self.has_work():
+        waited_for = len(self.scheduler) > 0
+        if not (waited_for or self._flight):
             return
-        rows = self.scheduler.plan() if len(self.scheduler) else []
+        rows = self.scheduler.plan() if waited_for else []
         if not (rows or self._flight or self._unpicked):
             self._nothing_fits()
             return

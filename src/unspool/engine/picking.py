@@ -5,10 +5,12 @@ These are the texts that want their steps explained, or have a grammar, a guard 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.engine.sequence import Sequence
+from unspool.engine.sequence import Sequence as WrittenText
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings
 from unspool.sampling.faults import ROW_FAULTS
 
@@ -19,10 +21,10 @@ class ChainPicker:
     def __init__(self) -> None:
         self._chains: dict[tuple[int, ...], Chain] = {}
 
-    def pick(self, ready: list[Sequence]) -> list[tuple[Sequence, BaseException]]:
+    def pick(self, ready: list[WrittenText]) -> list[tuple[WrittenText, BaseException]]:
         """One token for every text; with drafts, as many as they got right. Those that cannot
         have one are given back, with the reason."""
-        failed: list[tuple[Sequence, BaseException]] = []
+        failed: list[tuple[WrittenText, BaseException]] = []
         going = [(sequence, joined(sequence.logits)) for sequence in ready]
         while going:
             further = []
@@ -39,11 +41,11 @@ class ChainPicker:
 
     def _picks(
         self,
-        going: list[tuple[Sequence, Logits]],
-        failed: list[tuple[Sequence, BaseException]],
-    ) -> list[tuple[Sequence, Logits, Pick]]:
+        going: list[tuple[WrittenText, Logits]],
+        failed: list[tuple[WrittenText, BaseException]],
+    ) -> list[tuple[WrittenText, Logits, Pick]]:
         """A pick for each text; a text that cannot have one fails alone."""
-        groups: dict[tuple[int, bool], list[tuple[Sequence, Logits, RowInput]]] = {}
+        groups: dict[tuple[int, bool], list[tuple[WrittenText, Logits, RowInput]]] = {}
         for sequence, logits in going:
             limits = sequence.request.limits
             try:
@@ -52,7 +54,7 @@ class ChainPicker:
                 failed.append((sequence, error))
                 continue
             groups.setdefault((limits.top, limits.explain), []).append((sequence, logits, row))
-        found: list[tuple[Sequence, Logits, Pick]] = []
+        found: list[tuple[WrittenText, Logits, Pick]] = []
         for (top, explain), members in groups.items():
             while members:
                 chain = self._chain([sequence.request.settings for sequence, _, _ in members])
@@ -80,14 +82,17 @@ class ChainPicker:
         return self._chains[key]
 
 
-def joined(parts: list[Logits]) -> Logits:
-    """Rows of logits in one array, of the kind that they are."""
+def joined(parts: Sequence[Logits]) -> Logits:
+    """Rows of logits in one array, of the kind that they are; on the host, if any of them is."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
         return np.empty((0, 0), np.float32)
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    import torch
+    tensors = [part for part in parts if not isinstance(part, np.ndarray)]
+    if len(tensors) == len(parts):
+        import torch
 
-    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
+        return torch.cat(tensors)
+    return np.concatenate(
+        [part if isinstance(part, np.ndarray) else part.cpu().numpy() for part in parts]
+    )

@@ -70,8 +70,8 @@ class Task:
         token that will be picked. If so, the branch has a placeholder for it afterwards."""
         return False
 
-    def penalized(self) -> tuple[Ints, int, int]:
-        """The text that penalties see at the first token to be picked, and which part of it."""
+    def penalized(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
+        """The text that penalties see, and which part of it at each of the next so many picks."""
         raise NotImplementedError
 
     # -- what everybody asks ------------------------------------------------------------------
@@ -176,7 +176,8 @@ class Scheduler:
         """The rows of the next step, with pages for what each computes. Empty: nothing can run."""
         if self.waiting:
             self._admit()
-        limits, rows = self.limits, list[Task]()
+        limits = self.limits
+        rows: list[Task] = []
         prompts: list[Task] = []
         for task in self.running.copy():
             branch = task.branch

@@ -132,12 +132,14 @@ class Sequence(Task):
         self.scheduler.tree.append(self.branch, [-1 - self.pick_number])
         return True
 
-    def penalized(self) -> tuple[Ints, int, int]:
-        guessed = [-1 - self.pick_number] if self.ahead else self.draft
-        length = self.length + self.ahead
-        self.history[self.length : self.length + len(guessed)] = guessed  # until they are picked
-        start, end = history_range(self.request.settings, self.prompt_length, length)
-        return self.history, start, end
+    def penalized(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
+        settings, prompt, length = self.request.settings, self.prompt_length, self.length
+        if self.ahead:  # until it is picked
+            self.history[length] = -1 - self.pick_number
+            length += 1
+        elif self.draft:
+            self.history[length : length + len(self.draft)] = self.draft
+        return self.history, [history_range(settings, prompt, length + n) for n in range(count)]
 
     def fail(self, error: BaseException) -> None:
         self.end(error)

@@ -191,7 +191,8 @@ class StepStream(Iterator[Step]):
 
         Raises what ended the text, if that was an error, once its steps have been taken.
         """
-        queue, steps = self._queue, list[Step]()
+        queue = self._queue
+        steps: list[Step] = []
         ended = queue.ended  # asked first: what comes while we look is for the next time
         while queue.steps:
             steps.append(queue.steps.popleft())

@@ -43,7 +43,7 @@ _PENALTIES = frozenset(_ORDER[:3])
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PickRows:
     """How each of several rows is to be picked from."""
 

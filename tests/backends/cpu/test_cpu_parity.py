@@ -14,6 +14,7 @@ import tiny
 import transformers
 from paged_texts import Library, RandomCheckpoint, config, look, read, read_whole
 
+from parity import ODD_SHAPES, check_seen, difference, looked_at
 from unspool import native
 from unspool.backends.base import Backend
 from unspool.backends.cpu.backend import CpuBackend
@@ -43,11 +44,6 @@ def backends(checkpoint: Checkpoint, context: int, **options: Any) -> tuple[Back
     return made[0], made[1]
 
 
-def difference(a: Any, b: Any) -> float:
-    assert np.shape(a) == np.shape(b)
-    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
-
-
 @pytest.fixture(scope="module", params=tiny.FAMILIES)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -59,22 +55,8 @@ def pair(
 
 def test_prompts_at_once_and_all_that_can_be_looked_at(pair: tuple[Backend, Backend]):
     lengths = (70, 30, 5, 1, 17, 47)
-    every = np.arange(sum(lengths))
-    taps = Look(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
-    found = []
-    for backend in pair:
-        library = Library(PAGES, 259)
-        found.append(look(backend, [(library.text(length), length) for length in lengths], taps))
-    (theirs, their_inside), (ours, our_inside) = found
-    assert their_inside is not None and our_inside is not None
-    assert np.concatenate(theirs).std() > 0.5, "a model that says nothing would prove nothing"
-    assert difference(np.concatenate(ours), np.concatenate(theirs)) < CLOSE
-    assert difference(our_inside.residuals, their_inside.residuals) < CLOSE_INSIDE
-    assert difference(our_inside.parts, their_inside.parts) < CLOSE_INSIDE
-    assert len(our_inside.attention) == sum(lengths) - 5
-    for our_rows, their_rows in zip(our_inside.attention, their_inside.attention, strict=True):
-        assert difference(our_rows, their_rows) < CLOSE
-        assert difference(our_rows.sum(-1), np.ones(our_rows.shape[:2])) < CLOSE
+    theirs, ours = (looked_at(backend, lengths, 259, PAGES) for backend in pair)
+    check_seen(ours, theirs, CLOSE, CLOSE_INSIDE)
 
 
 def test_token_by_token_among_others(pair: tuple[Backend, Backend]):
@@ -95,15 +77,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow heads": {"head_width": 6, "width": 33, "vocab_size": 17},
     "wide heads": {"head_width": 40, "kv_heads": 1, "ff_width": 51},
     "many heads on one key": {"heads": 40, "kv_heads": 1, "head_width": 2, "width": 7},
-    "a window of one": {"windows": (1, 15), "vocab_size": 255},
-    "capped": {"attention_softcap": 2.0, "logit_softcap": 3.0, "embedding_scale": 5.0},
-    "no positions": {"positions": "none", "rotary": None, "norm": "layer", "qkv_bias": True},
-    "relu": {"activation": "relu", "gated": False, "head_bias": True, "ff_bias": True},
-    "sums to anything": {
-        "experts": 5, "experts_per_token": 3, "expert_width": 21, "normalize_experts": False,
-    },
-    "sinusoidal": {"positions": "sinusoidal", "rotary": None, "parallel": True, "tied": True},
-}  # fmt: skip
+    **ODD_SHAPES,
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import torch
 from cuda_support import (
     PAGES,
     backend,
     check_picks,
-    difference,
     family,
     language_model,
     ours,
@@ -28,11 +28,13 @@ from cuda_support import (
 )
 from paged_texts import Library, RandomCheckpoint, batch_of, config, look
 
+from parity import ODD_SHAPES, check_seen, difference
 from unspool.backends.cuda.weights import fused
 from unspool.backends.step import Look
 from unspool.model.checkpoint import load_transformer
 from unspool.model.positions import Rotary
 from unspool.sampling import SamplingSettings
+from unspool.sampling.picker import HISTORY_END
 
 pytest.importorskip("triton")
 
@@ -53,9 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "as qwen": {"qk_norm": "head", "tied": True, "unrotated_layers": (0,)},
     "as neox": {"parallel": True, "rotary": Rotary(width=8), "norm": "layer", "out_bias": True},
     "as mixtral": {"experts": 4, "experts_per_token": 2, "expert_width": 24},
-    "sums to anything": {
-        "experts": 5, "experts_per_token": 3, "expert_width": 21, "normalize_experts": False,
-    },
+    "sums to anything": ODD_SHAPES["sums to anything"],
 }  # fmt: skip
 
 
@@ -90,13 +90,8 @@ def test_looks_beside_a_text_that_is_written():
             residuals=np.array([0, 3, 21]), attention=np.array([5, 21]), parts=np.array([4])
         )
         found.append(look(running, [(b, 21), (a, 1)], taps))
-    (theirs, their_inside), (mine, my_inside) = found
-    assert their_inside is not None and my_inside is not None
-    assert difference(np.concatenate(mine), np.concatenate(theirs)) < CLOSE
-    assert difference(my_inside.residuals, their_inside.residuals) < CLOSE
-    assert difference(my_inside.parts, their_inside.parts) < CLOSE
-    for my_rows, their_rows in zip(my_inside.attention, their_inside.attention, strict=True):
-        assert difference(my_rows, their_rows) < CLOSE
+    theirs, mine = found
+    check_seen(mine, theirs, CLOSE, CLOSE)
 
 
 def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
@@ -134,6 +129,21 @@ def test_texts_through_the_engine_are_those_of_the_plain_backend(options: dict[s
         assert written(gpu, asked, max_tokens=4, **options) == written(
             cpu, asked, max_tokens=4, **options
         )
+
+
+def test_a_backend_may_be_made_in_inference_mode():
+    """As people do who load a model among torch code of their own."""
+    with torch.inference_mode():
+        running = backend(ours(RandomCheckpoint(SMALL)))
+    text = Library(PAGES, SMALL.vocab_size).text(20)
+    for count in (17, 1, 1):
+        batch = batch_of([(text, count)])
+        text.read += count
+        last = batch.starts[1:] - 1
+        pick = pick_rows([SamplingSettings(temperature=0, presence_penalty=1)], [text.read])
+        pick = replace(pick, history=np.array(text.tokens[: text.read]))
+        pick.ints[:, HISTORY_END] = text.read
+        check_picks(running, replace(batch, sampled=last, pick=pick, logits=last))
 
 
 def test_exact_rows_are_the_same_to_the_last_bit_alone_and_beside_others():

@@ -9,51 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from picker_support import SETTINGS, random_logits, rows_of
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from unspool.backends.cuda.pick import DevicePicker  # noqa: E402
 from unspool.sampling import Chain, RowInput, SamplingSettings  # noqa: E402
 from unspool.sampling.chain import Pick  # noqa: E402
-from unspool.sampling.picker import (  # noqa: E402
-    PickRows,
-    history_range,
-    is_ordinary,
-    row_numbers,
-    sees_history,
-)
-
-SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "temperature": st.sampled_from([0.0, 1e-9, 0.3, 0.8, 1.0, 1.7]),
-        "top_k": st.sampled_from([0, 1, 5, 40, 10_000]),
-        "top_p": st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0]),
-        "min_p": st.sampled_from([0.0, 0.01, 0.1, 0.9, 1.0]),
-        "repetition_penalty": st.sampled_from([1.0, 0.7, 1.3]),
-        "frequency_penalty": st.sampled_from([0.0, 0.4, -0.3]),
-        "presence_penalty": st.sampled_from([0.0, 1.5]),
-        "penalty_window": st.sampled_from([-1, 0, 3]),
-        "penalize_prompt": st.booleans(),
-        "seed": st.integers(-(2**63), 2**70),
-    },
-)
-
-
-def rows_of(asked: list[SamplingSettings], texts: list[Any], prompt: int = 1) -> PickRows:
-    floats, ints, histories, at = [], [], [], 0
-    for number, (one, text) in enumerate(zip(asked, texts, strict=True)):
-        mine, whole = row_numbers(one, sample=number)
-        whole[3] = len(text)
-        start, end = history_range(one, prompt, len(text))
-        if sees_history(one):
-            whole[4], whole[5] = at, at + end - start
-            histories.append(text[start:end])
-            at += end - start
-        floats.append(mine)
-        ints.append(whole)
-    history = np.concatenate(histories) if histories else np.empty(0, np.int64)
-    return PickRows(np.array(floats), np.array(ints), history)
+from unspool.sampling.picker import PickRows, is_ordinary  # noqa: E402
 
 
 def filled(rows: PickRows, vocabulary: int) -> DevicePicker:
@@ -98,12 +62,7 @@ def test_the_same_token_as_the_chain(
     chance = np.random.default_rng(seed)
     asked = [SamplingSettings(**one) for one in options]
     assert all(map(is_ordinary, asked))
-    rounded = chance.standard_normal((len(asked), width)) * spread
-    if chance.random() < 0.3:
-        rounded = np.round(rounded)  # many equals
-    if chance.random() < 0.3:
-        rounded[:, chance.integers(0, width, width // 2)] = -np.inf
-        rounded[:, 0] = 0.5
+    rounded = random_logits(chance, len(asked), width, spread)
     tensor = torch.from_numpy(rounded).to(getattr(torch, kind))
     logits = tensor.float().numpy()
     texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in asked]

@@ -12,12 +12,13 @@ from collections.abc import Callable, Hashable
 import torch
 
 LINE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_TAKEN_BY = [next(size for size in LINE_COUNTS if size >= n) for n in range(LINE_COUNTS[-1] + 1)]
 _SHORTEST = 512  # tokens: the least room of a graph
 
 
 def padded(count: int) -> int:
     """So many lines has the graph that takes this many."""
-    return next(size for size in LINE_COUNTS if size >= count)
+    return _TAKEN_BY[count]
 
 
 def room_for(length: int) -> int:
@@ -46,9 +47,10 @@ class Graphs:
         if graph is not None:
             graph.replay()
             return
-        launch()
-        if self._captures:
-            self._graphs[key] = self._captured(launch)
+        with torch.inference_mode():
+            launch()
+            if self._captures:
+                self._graphs[key] = self._captured(launch)
 
     def clear(self) -> None:
         """What was captured holds addresses that are no longer right."""

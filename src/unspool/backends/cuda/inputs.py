@@ -7,7 +7,7 @@ The host's side is a ring of such pieces, because a copy runs while the next one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.attention import Lines
-from unspool.backends.step import Ints
+from unspool.backends.step import Ints, largest
 from unspool.sampling.picker import FLOATS
 
 ROOM = 512  # changes of the block table that fit into a step; more are made before it
 _RING = 4
+_FIRST_HISTORY = 1 << 18  # tokens of all texts with penalties
 _SPARE_LINE = 0  # of the block table, for lines that only fill a batch up
 _FIRST_LINES = 1024
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # of a line that nobody picks from: FLOATS' order
@@ -65,7 +66,9 @@ class _Fields:
 class Inputs:
     """The device's side, and the ring on the host."""
 
-    def __init__(self, lines: int, outcomes: int, columns: int, spare: int, device: torch.device):
+    def __init__(
+        self, lines: int, previous: Tensor, columns: int, spare: int, device: torch.device
+    ) -> None:
         self.lines, self.device, self._spare_page = lines, device, spare
         wide, narrow = 13 * lines * 8, (3 * lines + 1 + 2 * ROOM) * 4
         self._memory = torch.zeros(wide + narrow, dtype=torch.uint8, device=device)
@@ -76,10 +79,10 @@ class Inputs:
         self.slots, self.updates, self.ints = fields.slots, fields.updates, fields.ints
         self.floats: Tensor = fields.floats.view(torch.float64)
         self.no_updates = torch.zeros(1, dtype=torch.int32, device=device)
-        # What was picked: by the lines of a captured step, then by the prompts beside it.
-        self.previous = torch.zeros(lines + outcomes, dtype=torch.int64, device=device)
+        # What the step before picked: by its lines, then by the prompts beside them.
+        self.previous = previous
         self.columns = columns
-        self.table = self._new_table(_FIRST_LINES)
+        self.table, self._table_lines = self._new_table(_FIRST_LINES), _FIRST_LINES
         pinned = device.type == "cuda"
         self._ring = [
             torch.zeros(wide + narrow, dtype=torch.uint8, pin_memory=pinned) for _ in range(_RING)
@@ -88,8 +91,10 @@ class Inputs:
         for piece in self._ring:
             bare = piece.numpy()
             host = _Fields.of(bare[:wide].view(np.int64), bare[wide:].view(np.int32), lines)
-            self._hosts.append(host)
+            self._hosts.append(replace(host, floats=host.floats.view(np.float64)))
         self._turn = 0
+        self.history = torch.zeros(0, dtype=torch.int64, device=device)  # what penalties see
+        self._histories: list[Tensor] = []
 
     def of(self, count: int) -> Lines:
         """The first lines as attention wants them."""
@@ -103,11 +108,12 @@ class Inputs:
 
     def make_room(self, slots: Ints) -> bool:
         """Whether the table had to grow, which moves it: what was captured is void then."""
-        needed = int(slots.max()) + 2 if len(slots) else 0
-        if needed <= len(self.table):
+        before, needed = self._table_lines, largest(slots) + 2
+        if needed <= before:
             return False
-        grown = self._new_table(max(needed, 2 * len(self.table)))
-        grown[: len(self.table)] = self.table
+        self._table_lines = max(needed, 2 * before)
+        grown = self._new_table(self._table_lines)
+        grown[:before] = self.table
         self.table = grown
         return True
 
@@ -120,6 +126,26 @@ class Inputs:
         """Change the table outside of a captured step."""
         where = to_device(places, self.device)
         self.table.view(-1)[where] = to_device(pages.astype(np.int32), self.device)
+
+    # -- what penalties see --------------------------------------------------------------------
+
+    def make_room_for_history(self, length: int) -> bool:
+        """Whether its memory had to grow, which moves it: what was captured is void then."""
+        if length <= self.history.shape[0]:
+            return False
+        size, pinned = max(_FIRST_HISTORY, 2 * length), self.device.type == "cuda"
+        with torch.inference_mode(False):  # it is written to in either mode
+            self.history = torch.zeros(size, dtype=torch.int64, device=self.device)
+            self._histories = [
+                torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_RING)
+            ]
+        return True
+
+    def send_history(self, tokens: Ints) -> None:
+        """With the step that is sent next."""
+        piece, length = self._histories[self._turn], len(tokens)
+        piece.numpy()[:length] = tokens
+        self.history[:length].copy_(piece[:length], non_blocking=True)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -137,22 +163,28 @@ class Inputs:
         """Bring `count` lines to the device, and as many harmless ones as make it `padded`.
 
         `changed` are places in the table and their pages; `picks` says of some lines how they are
-        picked from: their numbers, floats and ints."""
+        picked from: their numbers (ascending), floats and ints."""
         host, piece = self._hosts[self._turn], self._ring[self._turn]
         self._turn = (self._turn + 1) % _RING
-        host.tokens[:count], host.tokens[count:padded] = tokens, 0
-        host.positions[:count], host.positions[count:padded] = positions, 0
-        host.ends[:count], host.ends[count:padded] = ends, 1
-        host.slots[:count], host.slots[count:padded] = slots + 1, _SPARE_LINE
+        host.tokens[:count] = tokens
+        host.positions[:count] = positions
+        host.ends[:count] = ends
+        host.slots[:count] = slots + 1
+        if count < padded:
+            host.tokens[count:padded] = host.positions[count:padded] = 0
+            host.ends[count:padded], host.slots[count:padded] = 1, _SPARE_LINE
         places, pages = changed
         host.updates[0] = len(places)
         if len(places):
             host.updates[1 : 1 + len(places)] = places
             host.updates[1 + ROOM : 1 + ROOM + len(places)] = pages
-        floats = host.floats.view(np.float64)
-        if picks is None or len(picks[0]) < padded:
-            floats[:padded], host.ints[:padded] = _NEUTRAL, 0
-        if picks is not None:
-            numbers, floats_given, ints_given = picks
-            floats[numbers], host.ints[numbers] = floats_given, ints_given
+        if picks is not None and len(picks[0]) == count:  # each line is picked from
+            host.floats[:count], host.ints[:count] = picks[1:]
+            if count < padded:
+                host.floats[count:padded], host.ints[count:padded] = _NEUTRAL, 0
+        else:
+            host.floats[:padded], host.ints[:padded] = _NEUTRAL, 0
+            if picks is not None:
+                numbers = picks[0]
+                host.floats[numbers], host.ints[numbers] = picks[1:]
         self._memory.copy_(piece, non_blocking=True)

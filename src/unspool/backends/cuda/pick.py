@@ -30,14 +30,6 @@ _FINISH_WARPS = 16
 _PLAIN = {"enable_fp_fusion": False}
 """Every product and sum is rounded by itself, as in the chain."""
 _HISTORY_BLOCK = 512
-_AT_ONCE = 256
-"""So many rows are picked by the same kernels; more than these share their room."""
-_PROGRAMS = 2048
-"""So many share a walk over all rows, if there are as many pieces."""
-_WALK_WARPS = 4
-_FINISH_WARPS = 16
-_PLAIN = {"enable_fp_fusion": False}
-"""Every product and sum is rounded by itself, as in the chain."""
 
 
 class DevicePicker:

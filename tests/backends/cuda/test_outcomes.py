@@ -1,0 +1,103 @@
+"""What a step gives is on its way to the host before the step ends, and stays what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_support import PAGES, backend, ours
+from paged_texts import Library, RandomCheckpoint, batch_of, config
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from unspool.backends.cuda.outcomes import Outcomes  # noqa: E402
+from unspool.engine.picking import joined  # noqa: E402
+
+LINES, PROMPTS, VOCABULARY = 8, 20, 5
+
+
+def filled() -> Outcomes:
+    """The n-th place holds pick 10 n, and n as its log-probability."""
+    outcomes = Outcomes(LINES, PROMPTS, VOCABULARY, torch.device("cpu"))
+    outcomes.picks.copy_(10 * torch.arange(LINES + PROMPTS))
+    outcomes.logprobs_of_lines.copy_(torch.arange(LINES))
+    outcomes.logprobs_of_prompts.copy_(LINES + torch.arange(PROMPTS))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("places", "prompts"), [([0], False), ([0, 3, 7], False), ([2, 8, 27], True), ([], False)]
+)
+def test_each_pick_comes_with_its_own_logprob(places: list[int], prompts: bool):
+    where = np.array(places, np.int64)
+    result = filled().flight(where, None, None, prompts=prompts).result()
+    assert result.tokens.tolist() == [10 * place for place in places]
+    assert result.logprobs.tolist() == places
+    assert result.logits.shape == (0, VOCABULARY) and not result.failures
+
+
+def test_a_pick_that_is_none_fails_alone():
+    outcomes = filled()
+    outcomes.picks[1] = -1
+    result = outcomes.flight(np.arange(3), None, None, prompts=False).result()
+    assert list(result.failures) == [1]
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_all_is_copied_before_the_end_of_the_step(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """The event that tells of the end is recorded last; what the next step writes is not seen."""
+    happened: list[str] = []
+    usual = torch.Tensor.copy_
+
+    def copied(target: Any, source: Any, **options: Any) -> Any:
+        happened.append("copy")
+        assert target.dtype == source.dtype and options == {"non_blocking": True}
+        return usual(target, source, **options)
+
+    class Event:
+        def record(self) -> None:
+            happened.append("event")
+
+        def synchronize(self) -> None:
+            happened.append("waited")
+
+    outcomes = filled()
+    for room in outcomes._rooms:
+        room.done = Event()  # type: ignore[assignment]
+    logits = torch.randn(rows, VOCABULARY).bfloat16()
+    expected = logits.float()
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    flight = outcomes.flight(np.arange(2), logits, None, prompts=False)
+    assert happened.pop() == "event" and set(happened) == {"copy"}
+    monkeypatch.undo()
+    logits.zero_()
+    outcomes.picks.fill_(5)
+    result = flight.result()
+    assert isinstance(result.logits, np.ndarray) and happened[-1] == "waited"
+    assert np.array_equal(result.logits, expected.numpy())
+    assert result.tokens.tolist() == [0, 10]
+
+
+def test_logits_are_read_after_the_next_step_was_launched():
+    shape = config(layers=1, context=128)
+    found = []
+    for later in (False, True):
+        running, library = backend(ours(RandomCheckpoint(shape))), Library(PAGES, shape.vocab_size)
+        text = library.text(6)
+        flights, logits = [], []
+        for _ in range(3):
+            flights.append(running.launch(batch_of([(text, 2)])))
+            text.read += 2
+            if not later:
+                logits.append(flights[-1].result().logits)
+        found.append(logits or [flight.result().logits for flight in flights])
+    assert np.array_equal(*map(np.concatenate, found))
+
+
+def test_logits_of_different_places_are_joined_on_the_host():
+    """Few rows are brought there with their step, many stay on the device."""
+    both = joined([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
+    assert isinstance(both, np.ndarray) and both.sum(1).tolist() == [0, 4, 4]
+    assert torch.is_tensor(joined([torch.ones(1, 4), torch.ones(2, 4)]))

@@ -1,0 +1,52 @@
+"""Shared by the tests that hold a backend against the plain transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from paged_texts import Library, look
+
+from unspool.backends.base import Backend
+from unspool.backends.step import Inside, Look
+
+# What no family has, and every backend must be able to run.
+ODD_SHAPES: dict[str, dict[str, Any]] = {
+    "a window of one": {"windows": (1, 15), "vocab_size": 255},
+    "capped": {"attention_softcap": 2.0, "logit_softcap": 3.0, "embedding_scale": 5.0},
+    "no positions": {"positions": "none", "rotary": None, "norm": "layer", "qkv_bias": True},
+    "relu": {"activation": "relu", "gated": False, "head_bias": True, "ff_bias": True},
+    "sums to anything": {
+        "experts": 5, "experts_per_token": 3, "expert_width": 21, "normalize_experts": False,
+    },
+    "sinusoidal": {"positions": "sinusoidal", "rotary": None, "parallel": True, "tied": True},
+}  # fmt: skip
+
+Seen = tuple[list[Any], Inside | None]
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest of all entries."""
+    assert np.shape(a) == np.shape(b)
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+
+
+def looked_at(backend: Backend, lengths: tuple[int, ...], vocabulary: int, pages: int) -> Seen:
+    """Prompts of these lengths, read at once, and all that can be looked at in them."""
+    every = np.arange(sum(lengths))
+    taps = Look(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
+    library = Library(pages, vocabulary)
+    return look(backend, [(library.text(length), length) for length in lengths], taps)
+
+
+def check_seen(ours: Seen, theirs: Seen, close: float, close_inside: float) -> None:
+    """The same logits and attention within `close`, the same vectors within `close_inside`."""
+    (our_logits, our_inside), (their_logits, their_inside) = ours, theirs
+    assert their_inside is not None and our_inside is not None
+    assert np.concatenate(their_logits).std() > 0.2, "a model that says nothing proves nothing"
+    assert difference(np.concatenate(our_logits), np.concatenate(their_logits)) < close
+    assert difference(our_inside.residuals, their_inside.residuals) < close_inside
+    assert difference(our_inside.parts, their_inside.parts) < close_inside
+    for our_rows, their_rows in zip(our_inside.attention, their_inside.attention, strict=True):
+        assert difference(our_rows, their_rows) < close
+        assert difference(our_rows.sum(-1), np.ones(our_rows.shape[:2])) < close
