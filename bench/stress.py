@@ -10,12 +10,15 @@ unless the model was loaded with `--exact`; they are counted, and are an error w
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import os
 import random
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from unspool.engine.engine import Engine
 from unspool.engine.request import Request
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
+
+_TELL = 10.0  # seconds between two lines about how far it is
 
 GREEDY = {"temperature": 0.0}
 FREE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -252,8 +257,9 @@ def stress(
     at_once: int = 32,
     seed: int = 0,
     faults: bool = False,
+    tell: Callable[[Tally, float], None] | None = None,
 ) -> Tally:
-    """All of it; afterwards nothing may be left in the engine."""
+    """All of it; afterwards nothing may be left in the engine. `tell` hears of it meanwhile."""
     tally, deadline = Tally(), time.monotonic() + seconds
     drivers = [
         threading.Thread(
@@ -264,7 +270,10 @@ def stress(
     for driver in drivers:
         driver.start()
     for driver in drivers:
-        driver.join()
+        while driver.is_alive():
+            driver.join(_TELL)
+            if tell:
+                tell(tally, deadline - time.monotonic())
     if tally.errors:
         raise tally.errors[0]
 
@@ -277,6 +286,19 @@ def stress(
             return tally
         time.sleep(0.01)
     raise AssertionError(f"{engine.call(left)} pages or tasks were left behind")
+
+
+def said(tally: Tally, left: float) -> None:
+    """How far it is; a minute after the end, what every thread is waiting for."""
+    print(
+        f"  {max(0, left):.0f} s left: {tally.texts.total():,} texts, {tally.tokens:,} tokens, "
+        f"{tally.differing.total():,} differing, {tally.moves.total():,} moves",
+        flush=True,
+    )
+    if left < -60:
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def main() -> None:
@@ -305,12 +327,14 @@ def main() -> None:
     memory = int(given.memory * (1 << 20))
     more: dict[str, Any] = {"exact": True} if given.exact else {}
     lm = unspool.load(folder, device=given.device, dtype=given.dtype, memory=memory, **more)
-    print(f"{lm!r} on {lm.model.device}, {lm.model.precision}")
+    print(f"{lm!r} on {lm.model.device}, {lm.model.precision}", flush=True)
     asked = palette(lm.vocab_size, min(lm.context, 400), 48, given.seed)
+    began = time.monotonic()
     write_alone(lm.engine, asked)
+    print(f"  {len(asked)} texts alone in {time.monotonic() - began:.1f} s", flush=True)
     tally = stress(
         lm.engine, asked, seconds=given.seconds, threads=given.threads, at_once=given.at_once,
-        seed=given.seed,
+        seed=given.seed, tell=said,
     )  # fmt: skip
     print("  kind          texts   differing from the text alone")
     for kind in KINDS:

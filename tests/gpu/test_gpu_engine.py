@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_gguf
-from cuda_support import difference, family, language_model, ours, plain, prompts, written
+from cuda_support import family, language_model, ours, plain, prompts, written
 from paged_texts import host
+from parity import difference
 
 from unspool.language_model import LanguageModel
 from unspool.loading import open_tokenizer
@@ -46,6 +47,14 @@ def nothing_leaks(lm: LanguageModel) -> None:
         return engine.tree.pool.used
 
     assert engine.call(used) == 0
+
+
+def test_steps_are_captured_anew(models: Any) -> None:
+    """When all graphs are let go of, their memory goes too, and the next ones get their own."""
+    _, gpu = models
+    first = written(gpu, [PROMPT], temperature=0, max_tokens=12)
+    gpu.engine.call(gpu.engine.backend._graphs.clear)
+    assert written(gpu, [PROMPT], temperature=0, max_tokens=12) == first
 
 
 def walk(lm: LanguageModel, seed: int) -> list[Any]:

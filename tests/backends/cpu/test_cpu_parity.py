@@ -13,8 +13,8 @@ import pytest
 import tiny
 import transformers
 from paged_texts import Library, RandomCheckpoint, config, look, read, read_whole
-
 from parity import ODD_SHAPES, check_seen, difference, looked_at
+
 from unspool import native
 from unspool.backends.base import Backend
 from unspool.backends.cpu.backend import CpuBackend

@@ -27,8 +27,8 @@ from cuda_support import (
     written,
 )
 from paged_texts import Library, RandomCheckpoint, batch_of, config, look
-
 from parity import ODD_SHAPES, check_seen, difference
+
 from unspool.backends.cuda.weights import fused
 from unspool.backends.step import Look
 from unspool.model.checkpoint import load_transformer

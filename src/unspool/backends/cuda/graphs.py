@@ -54,6 +54,9 @@ class Graphs:
 
     def clear(self) -> None:
         """What was captured holds addresses that are no longer right."""
+        if self._captures:
+            torch.cuda.synchronize()  # the last step may still be using its graph's memory
+            self._pool = torch.cuda.graph_pool_handle()  # the old one goes with its last graph
         self._graphs.clear()
 
     def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
