@@ -20,6 +20,7 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.characters import readable
 from unspool.text.tokenizer.encoders import Encoder
+from unspool.text.tokenizer.gguf_save import gguf_vocabulary
 from unspool.text.tokenizer.gguf_vocab import read_gguf_vocabulary
 from unspool.text.tokenizer.pieces import text_bytes
 from unspool.text.tokenizer.save import save_vocabulary
@@ -141,6 +142,10 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, for transformers and `from_file`."""
         save_vocabulary(self._vocabulary, folder)
+
+    def gguf_metadata(self, size: int) -> dict[str, Any]:
+        """The vocabulary in the words of a GGUF file, for a model with `size` logits."""
+        return gguf_vocabulary(self._vocabulary, size)
 
     def _find_bytes(self, token: int) -> bytes:
         self._check(token)
