@@ -241,6 +241,8 @@ def test_every_known_cut_is_recognized():
     from unspool.text.tokenizer import gguf_save
     from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 
-    cuts = {cut for cut in PRETOKENIZERS.values() if cut.byte_level}
+    # bailingmoe writes what qwen2 does in another way.
+    names = [name for name in PRETOKENIZERS if not name.startswith(("bailingmoe", "llada"))]
+    cuts = {PRETOKENIZERS[name] for name in names if PRETOKENIZERS[name].byte_level}
     pieces = {cut.patterns: gguf_save._cut(gguf_save._pre_tokenizer(cut)) for cut in cuts}
     assert len({tuple(found) for found in pieces.values()}) == len(pieces) > 5
