@@ -48,16 +48,14 @@ class Sheet:
     def as_html(self, title: str = "Samples") -> str:
         """A page of its own, readable in light and dark."""
         heads = "".join(f"<th>{html.escape(name)}</th>" for name in self.models)
-        rows = "".join(
-            f"<tr><th>{html.escape(prompt)}<small>seed {seed}</small></th>"
-            + "".join(
-                f"<td><b>{html.escape(prompt)}</b>{html.escape(self.texts[name, prompt, seed])}</td>"
-                for name in self.models
-            )
-            + "</tr>\n"
-            for prompt, seed in self.rows
-        )
+        rows = "".join(self._html_row(prompt, seed) for prompt, seed in self.rows)
         return _PAGE.format(title=html.escape(title), heads=heads, rows=rows)
+
+    def _html_row(self, prompt: str, seed: int) -> str:
+        begun = html.escape(prompt)
+        cells = (html.escape(self.texts[name, prompt, seed]) for name in self.models)
+        written = "".join(f"<td><b>{begun}</b>{cell}</td>" for cell in cells)
+        return f"<tr><th>{begun}<small>seed {seed}</small></th>{written}</tr>\n"
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [
