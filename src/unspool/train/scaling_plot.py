@@ -110,10 +110,9 @@ def _panels(
 
 def token_cost(runs: Sequence[Planned], size: float) -> float:
     """What a token costs a model of any size: 6N, and attention's share as between the runs."""
-    known = sorted(
-        {(math.log(run.parameters), run.flops / run.tokens / run.parameters) for run in runs}
-    )
-    return size * float(np.interp(math.log(size), *zip(*known, strict=True)))
+    known = sorted({(run.parameters, run.flops / run.tokens / run.parameters) for run in runs})
+    sizes, costs = [math.log(one[0]) for one in known], [one[1] for one in known]
+    return size * float(np.interp(math.log(size), sizes, costs))
 
 
 def _steps(across: Point) -> list[float]:
