@@ -110,7 +110,7 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
 
     Matrices are drawn so that what comes out is as large as what goes in. Those that add to the
     residual begin at zero: every layer begins as nothing, and the first steps are stable at any
-    depth. Embeddings that are the head too are small, so that all tokens begin about equally likely.
+    depth. Embeddings are small, because they may be the head too: all tokens begin equally likely.
     """
     import torch
 
