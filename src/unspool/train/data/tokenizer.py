@@ -39,6 +39,7 @@ from unspool.train.data.survey import (
     HELD_OUT,
     TRAIN,
     Progress,
+    Selection,
     Survey,
     select,
     survey,
