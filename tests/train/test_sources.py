@@ -267,7 +267,7 @@ def test_which_files_of_a_repository_are_data() -> None:
     assert chosen_files(name, ["README.md", "notes.txt", "a.jsonl"]) == ["a.jsonl"]
     with pytest.raises(DataError, match="has no data as"):
         chosen_files(name, ["README.md", "pictures.tar"])
-    with pytest.raises(DataError, match="has no file x.csv"):
+    with pytest.raises(DataError, match=r"has no file x\.csv"):
         chosen_files(RepoName("org/name", file="x.csv"), ["a.csv"])
 
 
