@@ -18,7 +18,10 @@ Models = Annotated[
 def judge(
     models: Models,
     data: Annotated[
-        list[str] | None, typer.Option("--data", "-d", help="Text it has not seen: a file, ...")
+        list[str] | None,
+        typer.Option(
+            "--data", "-d", help="Text it has not seen; what a run held out, if nothing is asked."
+        ),
     ] = None,
     context: Annotated[int | None, typer.Option(help="Tokens seen at once, at most.")] = None,
     stride: Annotated[
@@ -60,19 +63,17 @@ def judge(
 
     [b]Examples[/b]
 
-      unspool train judge speeches --data held-out.txt
+      unspool train judge speeches
+      unspool train judge speeches smollm2-135m --data essay.txt
       unspool train judge speeches --film -p "The people of" --html speeches.html
       unspool train judge speeches smollm2-135m --tasks hellaswag,piqa --limit 200
     """
-    from unspool.errors import UnspoolError
     from unspool.train.sheet import named_models
 
-    if not (data or tasks or prompts or html):
-        raise UnspoolError("say what to judge by: --data FILE, --tasks NAMES or --prompt TEXT")
     named = named_models(models, film=film)
     found: dict[str, dict[str, Any]] = {name: {} for name in named}
-    texts = _texts(data, limit) if data else []
-    for name, model in named.items() if data or tasks else ():
+    texts = _texts(models, data, limit) if data or not (tasks or prompts or html) else []
+    for name, model in named.items() if texts or tasks else ():
         from unspool.loading import load
         from unspool.train.finding import model_path
 
@@ -109,15 +110,14 @@ def judge(
         print(json.dumps(found, ensure_ascii=False))
 
 
-def _texts(data: list[str], limit: int | None) -> list[str]:
-    from unspool.errors import UnspoolError
+def _texts(models: list[str], data: list[str] | None, limit: int | None) -> list[str]:
+    """The named data, or what the first run held out."""
+    from unspool.train.judged_text import held_out_texts, texts_of
+    from unspool.train.runs import Run
 
-    found = []
-    for path in map(Path, data[:limit]):
-        if not path.is_file():
-            raise UnspoolError(f"{path}: no such file")
-        found.append(path.read_text(encoding="utf-8", errors="replace"))
-    return found
+    if data:
+        return list(texts_of(data, limit=limit))
+    return list(held_out_texts(Run.open(models[0]), limit=limit))
 
 
 def _say(name: str, told: BitsPerByte) -> None:
