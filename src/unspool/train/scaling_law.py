@@ -28,7 +28,7 @@ from unspool.errors import SettingsError
 Floats = npt.NDArray[np.float64]
 
 HUBER = 1e-3  # beyond this difference in log loss, a run counts linearly
-_FEWEST = 6  # runs: five numbers are fitted
+FEWEST = 6  # runs: five numbers are fitted
 _STARTS = tuple(
     product((0.0, 5.0, 10.0, 15.0), (0.1, 0.35, 0.7), (0.0, 5.0, 10.0, 15.0), (0.1, 0.35, 0.7),
             (-1.0, 0.0, 0.7))
@@ -111,9 +111,9 @@ class Law:
 
 def fit(runs: Sequence[Measured], *, redraws: int = 200, seed: int = 0) -> Law:
     """The law that these runs follow most closely."""
-    if len(runs) < _FEWEST:
+    if len(runs) < FEWEST:
         raise SettingsError(
-            f"{len(runs)} runs are too few for a law of five numbers; at least {_FEWEST} are needed"
+            f"{len(runs)} runs are too few for a law of five numbers; at least {FEWEST} are needed"
         )
     if len({run.parameters for run in runs}) < 2 or len({run.tokens for run in runs}) < 2:
         raise SettingsError("the runs need at least two sizes and two amounts of data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.train.events import Event
+from unspool.train.events import Event, Logged
 from unspool.train.new import NewSettings, begin, train
 from unspool.train.runs import Run
 from unspool.train.scaling import Planned
 from unspool.train.shape import qwen3_config
+
+_NEVER = 1_000_000_000  # steps: at the end only
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Runs:
     settings: NewSettings
     vocab_size: int
     length: int
-    on_event: Callable[[Event], None] = lambda event: None
+    told: Callable[[Planned, float], object] = lambda run, share: None  # how much of a run is done
 
     def config_of(self, depth: int) -> ModelConfig:
         return qwen3_config(depth, self.vocab_size, self.length)
@@ -41,16 +44,33 @@ class Runs:
                     depth=planned.depth,
                     length=self.length,
                     tokens=planned.tokens,
+                    judge_every=_NEVER,
+                    sample_every=_NEVER,
                 ),
                 folder,
             )
+
+        def listen(event: Event) -> None:
+            if isinstance(event, Logged):
+                self.told(planned, event.tokens / planned.tokens)
+
         if run.final is None:
-            ended = train(run, self.on_event)
+            ended = train(run, listen)
             if ended.state != "done":
                 raise UnspoolError(
                     f"the run {run.name} was {ended.state}; the same command goes on from here"
                 )
+            _leave_the_last_checkpoint(run)
         return held_out_loss(run)
+
+
+def _leave_the_last_checkpoint(run: Run) -> None:
+    """A grid is many runs: what is needed only to look back, or to go on, makes room."""
+    for saved in run.checkpoints():
+        if saved.folder != run.final:
+            shutil.rmtree(saved.folder)
+        else:
+            shutil.rmtree(saved.folder / "state", ignore_errors=True)
 
 
 def held_out_loss(run: Run) -> float:

@@ -47,11 +47,16 @@ def scaling(
       unspool train scaling
       unspool train scaling enwik8.txt --budgets 3e15,1e16,3e16 --depths 3,4,6,8,10 --check 1e17
     """
+    from dataclasses import replace
+
     from unspool.cli.table import print_json
+    from unspool.decoding.progress import progress_bar
+    from unspool.errors import SettingsError
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.new import NewSettings
     from unspool.train.runs import runs_folder
     from unspool.train.scaling import Planned, Study, plan
+    from unspool.train.scaling_law import FEWEST
     from unspool.train.scaling_plot import draw
     from unspool.train.scaling_runs import Runs, shared_vocabulary
 
@@ -68,8 +73,14 @@ def scaling(
         data=sources, field=field, limit=limit, held_out=apart, tokenizer=str(vocabulary),
         seed=seed, device=device, keep=0,
     )  # fmt: skip
-    train = Runs(settings, count, length)
-    grid = plan(train.config_of, depths=sizes, budgets=spent, length=length)
+    plain = Runs(settings, count, length)
+    grid = plan(plain.config_of, depths=sizes, budgets=spent, length=length)
+    if len(grid) < FEWEST:
+        raise SettingsError(
+            f"only {len(grid)} runs of this grid have a sensible number of tokens, and a law needs "
+            f"{FEWEST}; give more budgets or depths"
+        )
+    whole = sum(run.flops for run in grid) + (check or 0)
 
     def told(run: Planned, loss: float) -> None:
         if not as_json:
@@ -80,11 +91,18 @@ def scaling(
                 flush=True,
             )
 
-    study.measure(grid, train, told)
-    study.fit(redraws=redraws)
-    if check is not None:
-        deeper = [*sizes, *(max(sizes) + more for more in (1, 2, 3, 4))]
-        study.check(train.config_of, deeper, check, length, train)
+    with progress_bar("training", 1000, show=not as_json) as tell:
+
+        def share_done(now: Planned, share: float) -> None:
+            before = sum(run.flops for run in study.runs)
+            tell(round((before + now.flops * share) / whole * 1000))
+
+        train = replace(plain, told=share_done)
+        study.measure(grid, train, told)
+        study.fit(redraws=redraws)
+        if check is not None:
+            deeper = [*sizes, *(max(sizes) + more for more in (1, 2, 3, 4))]
+            study.check(train.config_of, deeper, check, length, train)
     drawn = picture or study.folder / "scaling.svg"
     drawn.write_text(draw(study), encoding="utf-8")
     if as_json:
