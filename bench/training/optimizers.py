@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from unspool.train.held_out import HeldOut
 
 from unspool.train.data.batches import Batches
 from unspool.train.data.shards import prepare
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 from unspool.train.events import Judged
+from unspool.train.held_out import HeldOut
 from unspool.train.loop import Trainer, TrainSettings
 from unspool.train.objectives import next_token
 from unspool.train.optimizers import make_optimizers

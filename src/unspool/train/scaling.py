@@ -13,6 +13,7 @@ round. What was measured is written down after each run, so a study that was bro
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Planned:
 
     @property
     def name(self) -> str:
-        return f"d{self.depth}-{self.flops:.0e}".replace("+", "")
+        return f"d{self.depth}-{self.flops:.4g}".replace("+", "")
 
     def measured(self, loss: float) -> Measured:
         return Measured(self.parameters, self.tokens, loss, self.flops)
@@ -61,10 +62,13 @@ def plan(
     length: int,
     fewest: float = 1.0,
     most: float = 1000.0,
+    longest: float = math.inf,
 ) -> list[Planned]:
     """Every size with every budget, cheapest first, but for the hopeless ones: those with less
-    than `fewest` or more than `most` tokens for each parameter."""
+    than `fewest` or more than `most` tokens for each parameter, or more than `longest` in all, as
+    text that is seen again and again teaches less than the law says."""
     every = [plan_one(config_of, depth, flops, length) for flops in budgets for depth in depths]
+    every = [run for run in every if run.tokens <= longest]
     kept = [run for run in every if fewest <= run.tokens / run.parameters <= most]
     if not kept:
         shares = [run.tokens / run.parameters for run in every]
@@ -72,7 +76,8 @@ def plan(
             f"no run of this grid has {fewest:g} to {most:g} tokens for each parameter (they have "
             f"{min(shares):.2g} to {max(shares):.2g}); give other budgets or depths"
             if shares
-            else "the grid is empty: give at least one depth and one budget"
+            else "every run of this grid would see its text too often; give more text, larger "
+            "depths or smaller budgets"
         )
     return sorted(kept, key=lambda run: (run.flops, run.depth))
 
@@ -124,7 +129,13 @@ class Study:
         return self.law
 
     def check(
-        self, config_of: ConfigOf, depths: Sequence[int], flops: float, length: int, train: Train
+        self,
+        config_of: ConfigOf,
+        depths: Sequence[int],
+        flops: float,
+        length: int,
+        train: Train,
+        longest: float = math.inf,
     ) -> Check:
         """Train the depth that the law calls best for a budget, and compare."""
         if self.law is None:
@@ -135,7 +146,8 @@ class Study:
                 f"the budget of the check is {flops:g} and the grid's largest {largest:g}; a law "
                 "is checked on a run beyond those it was fitted to"
             )
-        options = [plan_one(config_of, depth, flops, length) for depth in depths]
+        every = [plan_one(config_of, depth, flops, length) for depth in depths]
+        options = [run for run in every if run.tokens <= longest] or every[-1:]
         run = min(options, key=lambda one: self._law.loss(one.parameters, one.tokens))
         loss = (
             self.checked.measured

@@ -26,10 +26,11 @@ class Runs:
     settings: NewSettings
     vocab_size: int
     length: int
+    aspect: int = 64  # the width of a model is so many times its depth
     told: Callable[[Planned, float], object] = lambda run, share: None  # how much of a run is done
 
     def config_of(self, depth: int) -> ModelConfig:
-        return qwen3_config(depth, self.vocab_size, self.length)
+        return qwen3_config(depth, self.vocab_size, self.length, width=self.aspect * depth)
 
     def __call__(self, planned: Planned, folder: Path) -> float:
         """Train one, or go on with it, and give its loss on what is held out."""
@@ -42,6 +43,7 @@ class Runs:
                 replace(
                     self.settings,
                     depth=planned.depth,
+                    width=self.aspect * planned.depth,
                     length=self.length,
                     tokens=planned.tokens,
                     judge_every=_NEVER,
@@ -93,3 +95,11 @@ def shared_vocabulary(
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(list(data), TokenizerSettings(size), **options).tokenizer.save(folder)
     return folder, Tokenizer.from_file(folder).vocab_size
+
+
+def prepared_tokens(data: Sequence[str], vocabulary: Path, **options: Any) -> int:
+    """How many tokens there are to train on."""
+    from unspool.text.tokenizer.tokenizer import Tokenizer
+    from unspool.train.data.shards import prepare
+
+    return prepare(list(data), Tokenizer.from_file(vocabulary), **options).card.tokens

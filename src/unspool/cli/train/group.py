@@ -8,7 +8,7 @@ from importlib import import_module
 import typer
 
 # Each lies in the file of its name.
-COMMANDS = ("new", "runs", "data", "tokenizer")
+COMMANDS = ("new", "runs", "data", "tokenizer", "export", "judge", "scaling")
 
 train = typer.Typer(
     no_args_is_help=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -19,13 +19,22 @@ Number = TypeVar("Number", int, float)
 def scaling(
     data: s.Sources = None,
     name: Annotated[str, typer.Option(help="Of the study: a folder among the runs.")] = "scaling",
-    depths: Annotated[str, typer.Option(help="Sizes, as depths with commas.")] = "1,2,3,4,6",
-    budgets: Annotated[str, typer.Option(help="FLOP of each run, with commas.")] = "3e11,1e12,3e12",
+    depths: Annotated[str, typer.Option(help="Sizes, as depths with commas.")] = "1,2,3,4",
+    budgets: Annotated[
+        str, typer.Option(help="FLOP of each run, with commas.")
+    ] = "1e11,2e11,4e11,8e11",
     check: Annotated[
         float | None, typer.Option(help="FLOP of a run that the law must predict.")
-    ] = 1e13,
+    ] = 2e12,
+    fewest: Annotated[
+        float, typer.Option(help="Leave out runs with fewer tokens for each parameter.")
+    ] = 0.5,
+    epochs: Annotated[
+        float, typer.Option(help="Leave out runs that would see the text more often.")
+    ] = 4.0,
+    aspect: Annotated[int, typer.Option(help="Width of a model, as a multiple of its depth.")] = 32,
     length: Annotated[int, typer.Option(help="Tokens in a row.")] = 128,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 1024,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 512,
     held_out: s.HeldOut = "0.02",
     field: s.Field = None,
     limit: s.Limit = None,
@@ -39,13 +48,14 @@ def scaling(
 ) -> None:
     """Train a grid of small models and fit the law: loss = E + A/N^a + B/D^b.
 
-    Each run is kept; the same command goes on where it was broken off. The defaults take about
-    fifteen minutes on two CPU cores.
+    Each run is kept; the same command goes on where it was broken off. The defaults are a
+    demonstration that takes about ten minutes on two CPU cores.
 
     [b]Examples[/b]
 
       unspool train scaling
-      unspool train scaling enwik8.txt --budgets 3e15,1e16,3e16 --depths 3,4,6,8,10 --check 1e17
+      unspool train scaling enwik8.txt --budgets 3e15,1e16,3e16 --depths 3,4,5,6,8 --check 1e17
+        --aspect 64 --length 1024 --vocab-size 8192
     """
     from dataclasses import replace
 
@@ -58,23 +68,33 @@ def scaling(
     from unspool.train.scaling import Planned, Study, plan
     from unspool.train.scaling_law import FEWEST
     from unspool.train.scaling_plot import draw
-    from unspool.train.scaling_runs import Runs, shared_vocabulary
+    from unspool.train.scaling_runs import Runs, prepared_tokens, shared_vocabulary
 
     study = Study(runs_folder() / name)
     sizes, spent = _numbers(depths, int), _numbers(budgets, float)
     sources = tuple(data or [DEFAULT_SOURCE])
     apart = s.share_or_source(held_out)
     with s.reading_bar() as progress:
+        reading: dict[str, Any] = {
+            "field": field, "limit": limit, "held_out": apart, "seed": seed, "progress": progress
+        }  # fmt: skip
         vocabulary, count = shared_vocabulary(
-            sources, study.folder / "tokenizer", vocab_size, field=field, limit=limit,
-            held_out=apart, seed=seed, progress=progress,
-        )  # fmt: skip
+            sources, study.folder / "tokenizer", vocab_size, **reading
+        )
+        longest = epochs * prepared_tokens(sources, vocabulary, **reading)
     settings = NewSettings(
         data=sources, field=field, limit=limit, held_out=apart, tokenizer=str(vocabulary),
         seed=seed, device=device, keep=0,
     )  # fmt: skip
-    plain = Runs(settings, count, length)
-    grid = plan(plain.config_of, depths=sizes, budgets=spent, length=length)
+    plain = Runs(settings, count, length, aspect)
+    grid = plan(
+        plain.config_of,
+        depths=sizes,
+        budgets=spent,
+        length=length,
+        fewest=fewest,
+        longest=longest,
+    )
     if len(grid) < FEWEST:
         raise SettingsError(
             f"only {len(grid)} runs of this grid have a sensible number of tokens, and a law needs "
@@ -102,7 +122,7 @@ def scaling(
         study.fit(redraws=redraws)
         if check is not None:
             deeper = [*sizes, *(max(sizes) + more for more in (1, 2, 3, 4))]
-            study.check(train.config_of, deeper, check, length, train)
+            study.check(train.config_of, deeper, check, length, train, longest)
     drawn = picture or study.folder / "scaling.svg"
     drawn.write_text(draw(study), encoding="utf-8")
     if as_json:
