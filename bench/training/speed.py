@@ -17,7 +17,7 @@ import torch
 from unspool.model.config import ModelConfig
 from unspool.model.weights import parameter_count
 from unspool.train.data.batches import Batch
-from unspool.train.flops import mfu, peak_flops, training_flops
+from unspool.train.flops import device_peak, mfu, training_flops
 from unspool.train.loop import Trainer, TrainSettings
 from unspool.train.objectives import next_token
 from unspool.train.optimizers import make_optimizers
@@ -90,7 +90,7 @@ def measure(
     seconds = (time.perf_counter() - since) / steps
     speed = job.batch * job.length / seconds
     name = torch.cuda.get_device_name(device) if cuda else "cpu"
-    peak = peak_flops(name)
+    peak = device_peak(device)
     found: dict[str, Any] = {
         "parameters": parameter_count(config),
         "length": job.length,

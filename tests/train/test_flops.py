@@ -55,3 +55,23 @@ def test_share_of_the_peak():
     assert peak_flops("some processor") is None
     half = peak / training_flops(config, 64) / 2
     assert mfu(config, 64, half, peak) == pytest.approx(0.5)
+
+
+def test_the_log_tells_the_share_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch):
+    from tiny_training import tiny_trainer
+
+    from unspool.train.events import Logged
+
+    heard: list[Logged] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, Logged):
+            heard.append(event)
+
+    tiny_trainer(steps=1).run(listen)
+    assert "mfu" not in heard[-1].extra
+    monkeypatch.setattr("unspool.train.loop.device_peak", lambda device: 1e12)
+    one = tiny_trainer(steps=1)
+    one.run(listen)
+    wanted = mfu(one.model.config, one.batches.length, heard[-1].tokens_per_second, 1e12)
+    assert heard[-1].extra["mfu"] == pytest.approx(wanted)

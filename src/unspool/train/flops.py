@@ -12,9 +12,13 @@ so that figures compare; `causal=True` counts only what it really sees, about ha
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from unspool.model.config import ModelConfig
 from unspool.model.weights import shapes
+
+if TYPE_CHECKING:
+    import torch
 
 # bf16 without sparsity, as the makers' data sheets have it; a device is known by part of its name.
 _PEAKS = {
@@ -72,6 +76,13 @@ def training_flops(config: ModelConfig, length: int, *, causal: bool = False) ->
 def peak_flops(device_name: str) -> float | None:
     """What a device can do at most in bf16; None if it is not in the table."""
     return next((peak for name, peak in _PEAKS.items() if name in device_name), None)
+
+
+def device_peak(device: torch.device) -> float | None:
+    """That of a GPU of this machine; None for processors."""
+    import torch
+
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def mfu(config: ModelConfig, length: int, tokens_per_second: float, peak: float) -> float:

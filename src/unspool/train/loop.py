@@ -27,6 +27,7 @@ from unspool.model.transformer import Transformer
 from unspool.train.checkpoints import Checkpoints, SaveModel, restore, training_state
 from unspool.train.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
 from unspool.train.faults import TrainingError, in_words
+from unspool.train.flops import device_peak, mfu
 from unspool.train.forward import recompute_activations
 from unspool.train.objectives import Objective
 from unspool.train.optimizers import Schedule, set_rates
@@ -279,12 +280,20 @@ class Trainer:
             tokens / took,
             self._seconds,
             torch.cuda.max_memory_allocated(self.parallel.device) if cuda else None,
-            extra,
+            {**extra, **self._used(tokens / took)},
         )
         if self.folder is not None and self.parallel.first:
             line = {key: value for key, value in asdict(logged).items() if value is not None}
             self.folder.write_log(line | line.pop("extra"))
         self._say(logged)
+
+    def _used(self, tokens_per_second: float) -> dict[str, float]:
+        """The share of the devices' best that the model's arithmetic takes, where that is known."""
+        peak = device_peak(self.parallel.device)
+        if peak is None:
+            return {}
+        whole = peak * self.parallel.world
+        return {"mfu": mfu(self.model.config, self.batches.length, tokens_per_second, whole)}
 
     def _judge_now(self) -> None:
         if self._judge is None:

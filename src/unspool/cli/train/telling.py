@@ -115,6 +115,8 @@ class Telling:
             f"{self.logged.tokens_per_second:,.0f} tokens/s",
             "paused" if self.paused else f"{_clock(self._left())} left",
         ]
+        if "mfu" in self.logged.extra:
+            figures.insert(3, f"{self.logged.extra['mfu']:.0%} of the device's best")
         if self.judged is not None and self.judged.bits_per_byte is not None:
             figures.insert(1, f"held out {self.judged.bits_per_byte:.3f} bits/byte")
         return figures
