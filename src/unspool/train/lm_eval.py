@@ -97,7 +97,7 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
         with progress_bar("judging", len(pairs), show=self.progress) as told:
             found = likelihoods(self.lm, pairs, told)
         answers = [(one.total, one.greedy) for one in found]
-        for (request, _, _), answer in zip(requests, answers, strict=True):
+        for (request, *_tokens), answer in zip(requests, answers, strict=True):
             if request is not None:
                 self.cache_hook.add_partial("loglikelihood", request, answer)
         return answers

@@ -104,6 +104,7 @@ class Trainer:
         if run is not None and save_model is not None and self.parallel.first:
             self._checkpoints = Checkpoints(run, save_model, settings.keep)
         self.step = self.tokens = 0
+        self._length = 0  # tokens in a row of the last batch
         self._seconds = 0.0
         self._stop = False
         self._held_out: float | None = None
@@ -205,6 +206,7 @@ class Trainer:
                 summed.backward()
             extra.update(more)
             read = torch.tensor(float(batch.ids[:, 1:].numel()))
+            self._length = batch.ids.shape[1] - 1
             counts += torch.stack((summed.detach().cpu(), tokens.cpu(), read)).double()
         loss, total, seen = self._summed(counts)
         if not math.isfinite(loss):
@@ -293,7 +295,7 @@ class Trainer:
         if peak is None:
             return {}
         whole = peak * self.parallel.world
-        return {"mfu": mfu(self.model.config, self.batches.length, tokens_per_second, whole)}
+        return {"mfu": mfu(self.model.config, self._length, tokens_per_second, whole)}
 
     def _judge_now(self) -> None:
         if self._judge is None:
