@@ -38,6 +38,7 @@ from unspool.train.parallel import Parallel
 from unspool.train.runs import Run, RunError, runs_folder
 from unspool.train.samples import Samples, first_words
 from unspool.train.shape import (
+    SMALLEST,
     Shape,
     batch_tokens,
     batch_tokens_of,
@@ -162,11 +163,11 @@ def _with_depth(settings: NewSettings) -> NewSettings:
         raise SettingsError("give steps, tokens or minutes, not several of them")
     sized = settings.depth or settings.like or settings.start
     timed = settings.steps or settings.tokens or settings.minutes
-    return replace(
-        settings,
-        depth=settings.depth if sized else 4,
-        minutes=settings.minutes if timed or sized else 4.0,
-    )
+    if not sized:
+        settings = replace(
+            settings, depth=SMALLEST["depth"], width=settings.width or SMALLEST["width"]
+        )
+    return settings if timed or sized else replace(settings, minutes=4.0)
 
 
 def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) -> Tokenizer:

@@ -21,9 +21,9 @@ def _opt(panel: str, words: str, *names: str, **more: Any) -> Any:
 
 def new(
     source: s.Sources = None,
-    depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows. Default: 4.")] = None,
+    depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows.")] = None,
     width: Annotated[
-        int | None, _opt(_SIZE, "Numbers a token carries. Default: 64 x depth.")
+        int | None, _opt(_SIZE, "Numbers a token carries. Default: 64 for each layer.")
     ] = None,
     heads: Annotated[int | None, _opt(_SIZE, "Attention heads.")] = None,
     kv_heads: Annotated[int | None, _opt(_SIZE, "Heads of keys and values.")] = None,
