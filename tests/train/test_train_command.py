@@ -24,7 +24,10 @@ TEXT = "\n\n".join(
     for year in range(1790, 1870)
     for count, place in ((year % 7, "France"), (year % 5, "Spain"))
 )
-SMALL = ["--depth", "1", "--width", "32", "--vocab-size", "300", "--length", "32", "--batch-tokens", "256", "--batch", "4"]
+SMALL = [
+    "--depth", "1", "--width", "32", "--vocab-size", "300", "--length", "32",
+    "--batch-tokens", "256", "--batch", "4",
+]  # fmt: skip
 
 
 @pytest.fixture
