@@ -146,6 +146,7 @@ def test_a_message_of_no_weight(folder: Path) -> None:
     assert learned(tokenizer, turns) == "Two.<|im_end|>|Four.<|im_end|>"
 
 
+@pytest.mark.real
 def test_the_default_models_template(default_model: Path) -> None:
     from unspool.model.gguf import GGUFFile
 
