@@ -191,6 +191,19 @@ def test_a_full_disk(
     assert prepare(file, tokenizer).card.documents == 196
 
 
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, tokenizer: Tokenizer, cache: Path) -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "encoding":
+            assert 0 < done <= total
+            raise KeyboardInterrupt
+
+    file = rows_file(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(file, tokenizer, progress=interrupt)
+    assert not list(cache.glob("prepared/*/*"))
+    assert prepare(file, tokenizer).card.documents == 196
+
+
 def test_nothing_to_learn_from(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match=r"no text to learn from: .*empty\.txt is empty"):
