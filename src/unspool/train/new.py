@@ -270,19 +270,20 @@ def _definite(
 def _speed(
     settings: NewSettings, config: ModelConfig, prepared: Prepared, parallel: Parallel
 ) -> float:
-    """Tokens a second, from three steps that are thrown away."""
+    """Tokens a second of all processes, from three steps of this one that are thrown away."""
+    alone = Parallel(parallel.device)
     model = new_model(config, settings.seed).to(parallel.device)
     trainer = Trainer(
-        model, _batches(settings, prepared, parallel), _objective(settings, config),
+        model, _batches(settings, prepared, alone), _objective(settings, config),
         make_optimizers(model, rates_for(config), settings.optimizer),  # type: ignore[arg-type]
-        replace(_train_settings(settings, 1), steps=1, judge_every=0), parallel=parallel,
+        _train_settings(settings, 1), parallel=alone,
     )  # fmt: skip
     seconds = []
     for _ in range(3):
         since = time.monotonic()
         *_, tokens, _ = trainer.one_step()
         seconds.append(time.monotonic() - since)
-    return tokens / min(seconds[1:])
+    return tokens / min(seconds[1:]) * parallel.world
 
 
 # -- the training ---------------------------------------------------------------------------

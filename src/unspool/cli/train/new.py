@@ -92,7 +92,7 @@ def new(
     held_out: s.HeldOut = "0.01",
     field: s.Field = None,
     limit: s.Limit = None,
-    seed: s.Seed = 0,
+    seed: Annotated[int, _opt(_STEP, "Of the start, the order, and what is held out.")] = 0,
     offline: o.Offline = False,
 ) -> None:
     """Train a new model on text: a tokenizer, the data, a model, and it writes.
