@@ -61,7 +61,9 @@ def test_the_guides_commands_and_example(
     assert len(commands) >= 3
     for command in commands:
         assert "token" in run(*shlex.split(command))
-    blocks = [b for b in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "prepare(" in b]
+    blocks = [
+        b for b in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "batch.inputs" in b
+    ]
     assert len(blocks) == 1
     exec(compile(blocks[0], "train.md", "exec"), {})
     assert capsys.readouterr().out

@@ -27,7 +27,7 @@ def curve(values: Sequence[float], width: int = 60, height: int = 8) -> list[str
         before = row
     labels = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
     return [
-        f"{labels.get(number, ''):>6} {''.join(chr(_EMPTY | cell) for cell in line).rstrip()}"
+        f"{labels.get(number, ''):>6} {''.join(chr(_EMPTY | cell) for cell in line).rstrip(chr(_EMPTY))}"
         for number, line in enumerate(cells)
     ]
 
