@@ -51,13 +51,13 @@ class Job:
 
 
 class RandomBatches:
-    """The same random tokens at every step, on the device already."""
+    """The same random tokens at every step, brought to the device as those of a text are."""
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: Job) -> None:
         self.batch_size, self.length = job.batch, job.length
         rng = torch.Generator().manual_seed(0)
         ids = torch.randint(0, job.vocab_size, (job.batch, job.length + 1), generator=rng)
-        self._batch = Batch(ids.to(device))
+        self._batch = Batch(ids)
 
     def batch(self, step: int) -> Batch:
         return self._batch
@@ -71,7 +71,7 @@ def measure(
     model = new_model(config).to(device)
     trainer = Trainer(
         model,
-        RandomBatches(job, device),
+        RandomBatches(job),
         next_token,
         make_optimizers(model, rates_for(config), job.optimizer),
         TrainSettings(
