@@ -49,7 +49,7 @@ def scaling(
     """Train a grid of small models and fit the law: loss = E + A/N^a + B/D^b.
 
     Each run is kept; the same command goes on where it was broken off. The defaults are a
-    demonstration that takes about ten minutes on two CPU cores.
+    demonstration, small enough for two CPU cores.
 
     [b]Examples[/b]
 
