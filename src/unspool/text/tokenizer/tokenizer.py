@@ -12,7 +12,7 @@ Every token has exact bytes, and a text is those bytes joined. Control tokens wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.characters import readable
 from unspool.text.tokenizer.encoders import Encoder
+from unspool.text.tokenizer.gguf_save import gguf_vocabulary
 from unspool.text.tokenizer.gguf_vocab import read_gguf_vocabulary
 from unspool.text.tokenizer.pieces import text_bytes
 from unspool.text.tokenizer.save import save_vocabulary
@@ -84,14 +85,14 @@ class Tokenizer:
         start = [self.bos_id] if bos and self.add_bos and self.bos_id is not None else []
         if not text:
             return start
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UnspoolError(
-                f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
-                f"{error.start}, which is half a character: repair or remove it"
-            ) from None
+        _check_text(text)
         return start + self._vocabulary.encoder.encode(text, specials=specials)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of many texts, encoded on all cores; control tokens in them are text."""
+        for text in texts:
+            _check_text(text)
+        return self._vocabulary.encoder.encode_batch(texts)
 
     def encode_prompt(self, text: str, *, specials: bool = False) -> list[int]:
         """The ids of a prompt: with the start token before it, if the checkpoint wants one."""
@@ -142,6 +143,10 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, for transformers and `from_file`."""
         save_vocabulary(self._vocabulary, folder)
 
+    def gguf_metadata(self, size: int) -> dict[str, Any]:
+        """The vocabulary in the words of a GGUF file, for a model with `size` logits."""
+        return gguf_vocabulary(self._vocabulary, size)
+
     def _find_bytes(self, token: int) -> bytes:
         self._check(token)
         piece = self._vocabulary.piece(token)
@@ -156,3 +161,13 @@ class Tokenizer:
             raise UnspoolError(
                 f"token id {token} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
             )
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnspoolError(
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
+            f"{error.start}, which is half a character: repair or remove it"
+        ) from None

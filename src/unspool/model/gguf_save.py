@@ -1,0 +1,195 @@
+"""Writing a GGUF file that llama.cpp runs: settings, vocabulary and weights, in its own words.
+
+    save_gguf(model, "model.gguf", type="Q8_0", vocabulary=metadata, name="my model")
+
+Names, keys and types follow llama.cpp's converter. Numbers are packed by the `gguf` package, one
+tensor at a time, so that a large model needs no second copy in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unspool.errors import ModelFileError, SettingsError
+from unspool.model.config import ModelConfig
+from unspool.model.config_gguf import rules_for_gguf
+from unspool.model.families import FAMILIES
+from unspool.model.positions import Rotary
+from unspool.model.weights import parameter_count, write_weights
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+    from unspool.model.transformer import Transformer
+
+# What a file of each type calls itself (`general.file_type`).
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
+WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
+# With 4 bits the head would lose most: llama.cpp's own quantizer gives it more, and so do we.
+_HEADS = ("token_embd.weight", "output.weight")
+
+
+def save_gguf(
+    model: Transformer,
+    path: str | Path,
+    *,
+    type: str = "Q8_0",
+    vocabulary: Mapping[str, Any],
+    name: str = "",
+    told: Callable[[int], object] = lambda done: None,
+) -> None:
+    """Write the file beside its place and move it there when it is whole; `told` counts tensors."""
+    from gguf import GGUFWriter
+
+    check_writable(model.config, type)
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.part")
+    named = write_weights(model.config, rules_for_gguf(model.config), model.state_dict())
+    extra = _rotation_factors(model.config)
+    arrays = {**extra, **{key: tensor.float().cpu().numpy() for key, tensor in named.items()}}
+    kinds = {key: _tensor_type(key, array, type) for key, array in arrays.items()}
+    writer = GGUFWriter(beside, FAMILIES[model.config.family].gguf)
+    try:
+        _describe(writer, model.config, type, name or path.stem)
+        for key, value in vocabulary.items():
+            _add(writer, key, value)
+        for key, array in arrays.items():
+            _announce(writer, key, array, kinds[key])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for number, (key, array) in enumerate(arrays.items(), 1):
+            writer.write_tensor_data(_packed(array, kinds[key]))
+            told(number)
+        writer.flush()
+        for file in writer.fout or ():
+            os.fsync(file.fileno())
+        writer.close()
+        beside.replace(path)
+    except BaseException:
+        writer.close()
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def check_writable(config: ModelConfig, type: str) -> None:
+    """Whether llama.cpp can run such a model from a file that we write."""
+    if type not in TYPES:
+        raise SettingsError(f"the type is {type!r}; it may be {', '.join(TYPES)}")
+    if config.family not in WRITABLE:
+        raise ModelFileError(
+            f"a {config.family} model cannot be written as GGUF yet; {', '.join(WRITABLE)} can "
+            "(a folder for transformers can be written of every family)"
+        )
+    if config.windows:
+        raise ModelFileError(
+            "this model's attention has a window, which llama.cpp does not know for "
+            f"{config.family}: its file would write other texts"
+        )
+    if config.rotary is not None and config.rotary.scaling == "dynamic":
+        raise ModelFileError("llama.cpp does not know the position scaling 'dynamic'")
+
+
+# -- settings -------------------------------------------------------------------------------
+
+
+def _describe(writer: GGUFWriter, config: ModelConfig, type: str, name: str) -> None:
+    from gguf import GGML_QUANT_VERSION, size_label
+
+    count = parameter_count(config)
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_size_label(size_label(count, count, 0, 0))
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.width)
+    writer.add_feed_forward_length(config.ff_width)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_key_length(config.head_width)
+    writer.add_value_length(config.head_width)
+    if config.rotary is not None:
+        _describe_rotation(writer, config.rotary)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(TYPES[type])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _describe_rotation(writer: GGUFWriter, rotary: Rotary) -> None:
+    from gguf import RopeScalingType
+
+    writer.add_rope_dimension_count(rotary.width)
+    writer.add_rope_freq_base(rotary.base)
+    if rotary.scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(rotary.scaling))
+        writer.add_rope_scaling_factor(rotary.factor)
+    if rotary.scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rotary.original_context)
+        writer.add_rope_scaling_yarn_beta_fast(rotary.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(rotary.beta_slow)
+        usual = 1.0 if rotary.factor <= 1 else 0.1 * float(np.log(rotary.factor)) + 1.0
+        if abs(rotary.attention_factor - usual) > 1e-6:
+            writer.add_rope_scaling_attn_factors(rotary.attention_factor / usual)
+
+
+def _rotation_factors(config: ModelConfig) -> dict[str, np.ndarray[Any, Any]]:
+    """Llama 3 turns slow pairs slower still: by how much is a tensor of the file."""
+    rotary = config.rotary
+    if rotary is None or rotary.scaling not in ("llama3", "longrope"):
+        return {}
+    if rotary.scaling == "longrope" and rotary.short_factors != rotary.long_factors:
+        raise ModelFileError(
+            f"a {config.family} model with two sets of rotary factors cannot be written as GGUF"
+        )
+    pairs = np.arange(rotary.width // 2)
+    plain = rotary.base ** (-pairs * 2.0 / rotary.width)
+    return {"rope_freqs.weight": (plain / rotary.frequencies(1)).astype(np.float32)}
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else value)
+
+
+# -- tensors --------------------------------------------------------------------------------
+
+
+def _tensor_type(name: str, array: np.ndarray[Any, Any], type: str) -> str:
+    if array.ndim == 1:
+        return "F32"
+    if type in ("F32", "F16"):
+        return type
+    if array.shape[-1] % 32:
+        return "F16"  # its rows cannot be cut into blocks
+    return "Q8_0" if name in _HEADS else type
+
+
+def _announce(writer: GGUFWriter, name: str, array: np.ndarray[Any, Any], type: str) -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = GGMLQuantizationType[type]
+    elements, size = GGML_QUANT_SIZES[kind]
+    packed_size = array.size // elements * size
+    writer.add_tensor_info(name, array.shape, array.dtype, packed_size, raw_dtype=kind)
+
+
+def _packed(array: np.ndarray[Any, Any], type: str) -> np.ndarray[Any, Any]:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    packed: np.ndarray[Any, Any] = quantize(array, GGMLQuantizationType[type])
+    return packed

@@ -1,0 +1,248 @@
+"""Export: what other programs make of our models is what we make of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ask_llama_cpp as llama_cpp
+import assets
+import gguf
+import numpy as np
+import pytest
+import small_model as small
+import tiny
+import torch
+from gguf.quants import quantize
+
+import unspool
+from unspool.errors import ModelFileError, SettingsError, UnspoolError
+from unspool.model.gguf import GGUFFile
+from unspool.text.tokenizer.tokenizer import Tokenizer
+from unspool.train.export import export_folder, export_gguf
+from unspool.train.runs import Run
+
+PROMPTS = [[5, 9, 17, 200, 33, 2], [7], [250, 3, 3, 3, 90, 120, 11, 260, 44, 18, 6, 77]]
+RUN_BY_LLAMA_CPP = (
+    "llama", "llama-tied-bias", "llama-linear", "llama-llama3", "llama-yarn", "qwen2", "qwen3",
+)  # fmt: skip
+
+
+def log_probabilities(model: Any, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
+    """What the transformers model says after each prompt."""
+    with torch.no_grad():
+        rows = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    return torch.stack(rows).log_softmax(-1).numpy()
+
+
+def ours(path: Path, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
+    with unspool.load(path, backend="torch", memory=8 << 20) as lm:
+        rows = []
+        for prompt in prompts:
+            with lm.opened(prompt) as branch:
+                rows.append(lm.engine.extend(branch)[-1])
+    return torch.tensor(np.stack(rows)).log_softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("family", RUN_BY_LLAMA_CPP)
+def test_llama_cpp_gives_the_logits_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny._SHAPE, "vocab_size", 300)
+    model = tiny.save(family, tmp_path / "model")
+    small.save_vocabulary(tmp_path / "model")
+    path = export_gguf(tmp_path / "model", tmp_path / "model.gguf", type="F32")
+    wanted = log_probabilities(model, PROMPTS)
+    found = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
+    assert np.abs(found - wanted).max() < 1e-3
+    assert np.abs(ours(path, PROMPTS) - wanted).max() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("small") / "model"
+    small.save_model(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1", "Q4_0"])
+def test_packed_numbers(folder: Path, tmp_path: Path, kind: str):
+    """The blocks are those of gguf's own quantizer, and llama.cpp computes with them as we do."""
+    plain = GGUFFile(export_gguf(folder, tmp_path / "plain.gguf", type="F32"))
+    path = export_gguf(folder, tmp_path / "packed.gguf", type=kind)
+    packed = GGUFFile(path)
+    kinds = set()
+    for name, tensor in packed.tensors.items():
+        kinds.add(tensor.type.name)
+        of = gguf.GGMLQuantizationType[tensor.type.name]
+        again = quantize(plain.float32(name), of).view(np.uint8)
+        assert np.array_equal(packed.raw(name).reshape(-1), again.reshape(-1)), name
+    heads = set() if kind == "F16" else {"Q8_0"}
+    assert kinds == {"F32", kind} | heads
+    said = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
+    own, exact = ours(path, PROMPTS), ours(folder, PROMPTS)
+    # llama.cpp rounds what goes into a product of packed numbers to 8 bits too; we do not here.
+    assert np.abs(said - own).mean() < 0.05
+    assert np.abs(own - exact).mean() < {"F16": 0.01, "Q8_0": 0.05}.get(kind, 1.0)
+
+
+def test_settings_and_tensors_are_those_of_llama_cpps_converter(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = assets.llama_cpp_source()
+    monkeypatch.setitem(tiny._SHAPE, "vocab_size", 300)
+    tiny.save("llama-llama3", tmp_path / "llama3")
+    small.save_vocabulary(tmp_path / "llama3")
+    pairs = {}
+    for name, origin in (("qwen3", folder), ("llama3", tmp_path / "llama3")):
+        pairs[name] = export_gguf(origin, tmp_path / f"{name}.gguf", type="F32")
+        (tmp_path / name / "copy").mkdir(parents=True)
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / name / "copy" / file).write_bytes((origin / file).read_bytes())
+    script = Path(tiny.__file__).with_name("convert_to_gguf.py")
+    words = [w for n in pairs for w in (tmp_path / n / "copy", tmp_path / f"{n}-theirs.gguf")]
+    subprocess.run([sys.executable, script, source, *words], check=True, capture_output=True)
+    for name, path in pairs.items():
+        mine, theirs = GGUFFile(path), GGUFFile(tmp_path / f"{name}-theirs.gguf")
+        for key, value in theirs.metadata.items():
+            if not key.startswith(("general.name", "general.size_label", "general.sampling")):
+                assert mine.metadata[key] == value, key
+        more = {key for key in mine.metadata if not key.startswith("tokenizer.")}
+        assert {key.partition(".")[2] for key in more - theirs.metadata.keys()} <= {
+            "rope.dimension_count", "vocab_size", "attention.key_length", "attention.value_length",
+        }  # fmt: skip
+        assert mine.tensors.keys() == theirs.tensors.keys()
+        for tensor in theirs.tensors:
+            np.testing.assert_allclose(mine.float32(tensor), theirs.float32(tensor), rtol=1e-6)
+
+
+def test_the_vocabulary_is_the_same_in_llama_cpp(folder: Path, tmp_path: Path):
+    path = export_gguf(folder, tmp_path / "model.gguf", name="small one")
+    tokenizer = Tokenizer.from_file(folder)
+    messages = [{"role": "user", "content": "Hello there"}]
+    said = llama_cpp.ask(path, texts=small.TEXTS, messages=messages)
+    assert said["ids"] == [tokenizer.encode(text) for text in small.TEXTS]
+    assert said["written"] == "<|user|>\nHello there<|end|>\n<|assistant|>\n"
+    again = Tokenizer.from_gguf(GGUFFile(path).metadata)
+    assert [again.encode(t) for t in small.TEXTS] == said["ids"]
+    assert again.chat_template == small.TEMPLATE
+    assert (again.eos_id, again.bos_id, again.add_bos) == (1, 0, False)
+    known = GGUFFile(path).metadata
+    assert known["general.name"] == "small one"
+    assert known["tokenizer.ggml.pre"] == "gpt-2"
+    types = known["tokenizer.ggml.token_type"].tolist()
+    assert types[:4] == [3, 3, 3, 3]
+    assert set(types[4:]) == {1, 4, 5}  # normal, <tool>, and a row of the model without a token
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "name"),
+    [("llama3", "llama-bpe", "llama-bpe"), ("qwen", "qwen2", "qwen2"), ("llama2", "llama-spm", "")],
+)
+def test_known_vocabularies_as_llama_cpp_wrote_them(family: str, file: str, name: str):
+    """Real families: tokens, types, merges and the cut's name as in llama.cpp's own files."""
+    source = assets.tokenizer_json_folder() / family
+    theirs = GGUFFile(
+        assets.llama_cpp_source() / "models" / f"ggml-vocab-{file}.gguf", glance=False
+    )
+    wanted = theirs.metadata
+    tokens = wanted["tokenizer.ggml.tokens"]
+    mine = Tokenizer.from_file(source).gguf_metadata(len(tokens))
+    assert mine["tokenizer.ggml.model"] == wanted["tokenizer.ggml.model"]
+    if name:
+        assert mine["tokenizer.ggml.pre"] == name
+        assert mine["tokenizer.ggml.merges"] == wanted["tokenizer.ggml.merges"]
+    same = [a == b for a, b in zip(mine["tokenizer.ggml.tokens"], tokens, strict=True)]
+    assert np.mean(same) > 0.995  # some reserved ones were named later
+    again, original = Tokenizer.from_gguf(mine), Tokenizer.from_gguf(wanted)
+    for text in [*small.TEXTS, "Hello  World\n\n  it's 2024, 我们 go"]:
+        assert again.encode(text) == original.encode(text)
+
+
+def test_a_folder_for_transformers(folder: Path, tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wanted = ours(folder, PROMPTS)
+    target = export_folder(folder, tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert np.abs(log_probabilities(model, PROMPTS) - wanted).max() < 1e-4
+    theirs = AutoTokenizer.from_pretrained(target)
+    assert theirs.encode(small.TEXTS[0]) == Tokenizer.from_file(folder).encode(small.TEXTS[0])
+    assert theirs.chat_template == small.TEMPLATE
+    export_gguf(target, tmp_path / "one.gguf", type="F32")
+    back = export_folder(tmp_path / "one.gguf", tmp_path / "back", dtype="bfloat16")
+    again = AutoModelForCausalLM.from_pretrained(back)
+    assert again.dtype == torch.bfloat16
+    assert np.abs(log_probabilities(again.float(), PROMPTS) - wanted).mean() < 0.1
+
+
+def test_a_run_is_exported_by_its_newest_checkpoint(folder: Path, tmp_path: Path):
+    run = Run.create(tmp_path / "run", "new")
+    with pytest.raises(UnspoolError, match="no checkpoint yet"):
+        export_gguf(run.folder, tmp_path / "a.gguf")
+    checkpoint = run.folder / "checkpoints" / "000010"
+    export_folder(folder, checkpoint)
+    (checkpoint / "training.json").write_text(json.dumps({"step": 10, "tokens": 100}))
+    export_gguf(run.folder, tmp_path / "a.gguf", type="F32")
+    assert np.abs(ours(tmp_path / "a.gguf", PROMPTS) - ours(folder, PROMPTS)).max() < 1e-5
+
+
+def test_what_is_there_stays_until_the_new_one_is_whole(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = export_gguf(folder, tmp_path / "model.gguf")
+    before = path.read_bytes()
+    with pytest.raises(UnspoolError, match="there already"):
+        export_gguf(folder, path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(UnspoolError, match="No space left"):
+        export_gguf(folder, path, force=True, type="F32")
+    monkeypatch.setattr("unspool.train.export.save_checkpoint", full)
+    with pytest.raises(UnspoolError, match="No space left"):
+        export_folder(folder, tmp_path / "other")
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_what_cannot_be_written_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(SettingsError, match="it may be F32"):
+        export_gguf(folder, tmp_path / "x.gguf", type="Q3_K")
+    tiny.save("gpt2", tmp_path / "gpt2")
+    with pytest.raises(ModelFileError, match="gpt2 model cannot be written as GGUF"):
+        export_gguf(tmp_path / "gpt2", tmp_path / "x.gguf")
+    tiny.save("mistral", tmp_path / "mistral")
+    with pytest.raises(ModelFileError, match="window"):
+        export_gguf(tmp_path / "mistral", tmp_path / "x.gguf")
+    tiny.save("llama", tmp_path / "llama")
+    with pytest.raises(ModelFileError, match=r"no tokenizer\.json"):
+        export_gguf(tmp_path / "llama", tmp_path / "x.gguf")
+    small.save_vocabulary(tmp_path / "llama")
+    with pytest.raises(ModelFileError, match="do not belong together"):
+        export_gguf(tmp_path / "llama", tmp_path / "x.gguf")
+    monkeypatch.setitem(tiny._SHAPE, "vocab_size", 300)
+    tiny.save("llama", tmp_path / "llama")
+    small.save_vocabulary(tmp_path / "llama", pattern=r"\p{L}{1,2}|[^\p{L}]+")
+    with pytest.raises(ModelFileError, match="has no name for the way"):
+        export_gguf(tmp_path / "llama", tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_every_known_cut_is_recognized():
+    """No two cuts that differ leave the same pieces of the text by which they are told apart."""
+    from unspool.text.tokenizer import gguf_save
+    from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
+
+    # bailingmoe writes what qwen2 does in another way.
+    names = [name for name in PRETOKENIZERS if not name.startswith(("bailingmoe", "llada"))]
+    cuts = {PRETOKENIZERS[name] for name in names if PRETOKENIZERS[name].byte_level}
+    pieces = {cut.patterns: gguf_save._cut(gguf_save._pre_tokenizer(cut)) for cut in cuts}
+    assert len({tuple(found) for found in pieces.values()}) == len(pieces) > 5

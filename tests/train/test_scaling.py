@@ -1,0 +1,127 @@
+"""A study of scaling: the grid spends its budgets, goes on where it was, predicts, and is drawn."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as Xml
+from pathlib import Path
+
+import pytest
+
+from unspool.errors import SettingsError, UnspoolError
+from unspool.model.config import ModelConfig
+from unspool.model.positions import Rotary
+from unspool.train.flops import compute_parameters, training_flops
+from unspool.train.scaling import Planned, Study, plan
+from unspool.train.scaling_plot import draw
+
+DEPTHS = (2, 3, 4, 6, 8)
+BUDGETS = (3e13, 1e14, 3e14)
+LENGTH = 128
+
+
+def config_of(depth: int) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3", vocab_size=512, width=32 * depth, layers=depth, heads=depth,
+        kv_heads=depth, head_width=32, ff_width=96 * depth, context=LENGTH, qk_norm="head",
+        rotary=Rotary(width=32), tied=True,
+    )  # fmt: skip
+
+
+def law(run: Planned) -> float:
+    return 1.2 + 30.0 / run.parameters**0.3 + 90.0 / run.tokens**0.32
+
+
+def test_each_run_spends_its_budget():
+    grid = plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH)
+    assert len({run.name for run in grid}) == len(grid) >= 10
+    for run in grid:
+        config = config_of(run.depth)
+        assert run.parameters == compute_parameters(config)
+        assert run.tokens * training_flops(config, LENGTH) == pytest.approx(run.flops, rel=1e-3)
+        assert 1 <= run.tokens / run.parameters <= 1000
+    assert [run.flops for run in grid] == sorted(run.flops for run in grid)
+    with pytest.raises(SettingsError, match="tokens for each parameter"):
+        plan(config_of, depths=[8], budgets=[1e6], length=LENGTH)
+
+
+def test_a_study_goes_on_predicts_and_is_checked(tmp_path: Path):
+    grid = plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH)
+    trained: list[str] = []
+
+    def train(run: Planned, folder: Path) -> float:
+        if len(trained) == 4:
+            raise KeyboardInterrupt
+        trained.append(folder.name)
+        return law(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        Study(tmp_path).measure(grid, train)
+    study = Study(tmp_path)
+    assert len(study.runs) == 4
+    again: list[str] = []
+
+    def train_on(run: Planned, folder: Path) -> float:
+        again.append(folder.name)
+        return law(run)
+
+    study.measure(grid, train_on)
+    assert trained + again == [run.name for run in grid]
+    study.fit(redraws=50)
+    check = study.check(config_of, (6, 8, 10, 12), 3e15, LENGTH, train_on)
+    assert abs(check.error) < 0.01
+    assert check.measured == law(check.run)
+    others = [Planned(d, compute_parameters(config_of(d)), 0, 3e15) for d in (6, 8, 10, 12)]
+    assert check.run.depth in {run.depth for run in others}
+    opened = Study(tmp_path)
+    assert (opened.runs, opened.law, opened.checked) == (study.runs, study.law, study.checked)
+    before = len(again)
+    assert opened.check(config_of, (6, 8, 10, 12), 3e15, LENGTH, train_on) == check
+    assert len(again) == before  # what was trained once is not trained again
+
+
+def test_a_check_lies_beyond_the_grid(tmp_path: Path):
+    study = Study(tmp_path)
+    with pytest.raises(SettingsError, match="fit the law before"):
+        study.check(config_of, DEPTHS, 1e15, LENGTH, lambda run, folder: 1.0)
+    study.measure(
+        plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH),
+        lambda run, folder: law(run),
+    )
+    study.fit(redraws=0)
+    with pytest.raises(SettingsError, match="beyond those it was fitted to"):
+        study.check(config_of, DEPTHS, 1e14, LENGTH, lambda run, folder: 1.0)
+
+
+def test_the_picture_is_whole_and_everything_lies_on_it(tmp_path: Path):
+    study = Study(tmp_path)
+    grid = plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH)
+    study.measure(grid, lambda run, folder: law(run))
+    study.fit(redraws=30)
+    study.check(config_of, (6, 8, 10, 12), 3e15, LENGTH, lambda run, folder: law(run))
+    picture = draw(study)
+    root = Xml.fromstring(picture)
+    space = "{http://www.w3.org/2000/svg}"
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    dots = root.findall(f"{space}circle")
+    assert len([dot for dot in dots if dot.get("class") == "ring"]) == 4  # three, and the legend's
+    assert len(dots) >= 3 * len(grid)
+    for dot in dots:
+        assert 0 < float(dot.get("cx", -1)) < width
+        assert 0 < float(dot.get("cy", -1)) < height
+    for line in root.findall(f"{space}polyline"):
+        for point in (line.get("points") or "").split():
+            x, y = map(float, point.split(","))
+            assert 0 < x < width
+            assert 0 < y < height
+    words = " ".join(text.text or "" for text in root.iter(f"{space}text"))
+    assert "compute (FLOP)" in words
+    assert "parameters" in words
+    assert "tokens" in words
+    assert "L = 1.2" in words
+    assert "prefers-color-scheme: dark" in picture
+
+
+def test_a_damaged_study_is_told(tmp_path: Path):
+    (tmp_path / "scaling.json").write_text("{")
+    with pytest.raises(UnspoolError, match="move it away"):
+        Study(tmp_path)
