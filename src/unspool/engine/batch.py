@@ -14,6 +14,7 @@ from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, 
 _NO_HISTORY = np.empty(0, np.int64)
 _NO_COPIES = np.empty((0, 2), np.int64)
 _NO_UPDATES = TableUpdates()
+_NO_ADAPTERS = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class BatchBuilder:
         table: list[tuple[int, int, int]] = []
         sampled, lines, logits = list[int](), list[int](), list[int]()
         seen, deep, blocks = list[int](), list[int](), list[tuple[int, int]]()
+        adapters = list[int]()
         histories = _Histories()
         for row, task in enumerate(rows):
             branch, first, until = task.branch, task.first, task.until
@@ -52,6 +54,7 @@ class BatchBuilder:
             starts.append(end)
             slot = branch.slot if branch.slot >= 0 else self._enter(task)
             slots.append(slot)
+            adapters.append(branch.adapter)
             column = branch.tabled
             if column * size < until:
                 for page in branch.pages_from(column):
@@ -108,6 +111,7 @@ class BatchBuilder:
             pick=pick,
             logits=np.array(logits, np.int64),
             look=_look(seen, deep),
+            adapters=np.array(adapters) if any(adapters) else _NO_ADAPTERS,
         ), shares
 
     def _enter(self, task: Task) -> int:
