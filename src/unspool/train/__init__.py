@@ -1,0 +1,1 @@
+"""Training: from text to weights, in a folder that tells how it went."""
