@@ -166,9 +166,7 @@ class AnswerBatches:
             for question, generation in zip(several, written, strict=True)
         ]
         ids, counted = padded(rows)
-        batch = AnswerBatch(
-            ids, counted, advantages(judged).flatten(), reward=float(judged.mean())
-        )
+        batch = AnswerBatch(ids, counted, advantages(judged).flatten(), reward=float(judged.mean()))
         if self._updates > 1:
             device = self._model.embed.weight.device
             with torch.no_grad():

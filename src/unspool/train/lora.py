@@ -42,6 +42,7 @@ class Lora:
     alpha: float | None = None  # the scale is alpha / rank; None: twice the rank
     dropout: float = 0.0
     targets: tuple[str, ...] = tuple(TARGETS)
+    layers: int | None = None  # only in so many last ones: gradients need go no further down
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.targets if name not in TARGETS]
@@ -88,7 +89,12 @@ def add_lora(model: Transformer, lora: Lora, *, seed: int = 0) -> None:
     """Freeze a model and add LoRA to it; the random numbers follow from the seed."""
     model.requires_grad_(False)
     ends = tuple(f".{TARGETS[name]}.weight" for name in lora.targets)
-    names = [name for name in adaptable(model.config) if name.endswith(ends)]
+    first = model.config.layers - (lora.layers or model.config.layers)
+    names = [
+        name
+        for name in adaptable(model.config)
+        if name.endswith(ends) and int(name.split(".")[1]) >= first
+    ]
     if not names:
         raise SettingsError("the model has none of the matrices that LoRA was to be added to")
     with torch.random.fork_rng(devices=[]):

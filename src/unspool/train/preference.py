@@ -2,7 +2,7 @@
 
 The loss of a pair is
 
-    -log sigmoid(beta * ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected))))
+    -log sigmoid(beta * (gain(chosen) - gain(rejected)))       gain = log p - log p_ref
 
 where log p is the sum over the answer's tokens, and p_ref is the model as it was before: the same
 model with LoRA switched off, or a frozen copy. Rows of data are {"prompt", "chosen", "rejected"},
