@@ -97,6 +97,13 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def base_of(folder: Path) -> str:
+    """The model that an adapter belongs to, as its file calls it; "" if it does not say."""
+    if not is_adapter(folder):
+        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
+    return str(read_json(folder / CONFIG).get("base_model_name_or_path") or "")
+
+
 def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
     """The adapter in a folder, for a model of this config."""
     if not is_adapter(folder):

@@ -21,7 +21,7 @@ from torch import Tensor
 from unspool.errors import DataError, SettingsError
 from unspool.loading import load, open_tokenizer
 from unspool.model.adapters import Adapter, LowRank, read_adapter, write_adapter
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.model.hub import find_model
 from unspool.model.transformer import Transformer
 from unspool.text.chat.template import ChatTemplate
@@ -277,10 +277,7 @@ class _Tuning:
             write_adapter(Adapter(parts, self.base), folder, config, dropout=lora.dropout)
 
         def save_whole(weights: Mapping[str, Tensor], folder: Path) -> None:
-            with torch.device("meta"):
-                model = Transformer(config)
-            model.load_state_dict(dict(weights), assign=True)
-            save_checkpoint(model, folder)
+            save_weights(config, weights, folder)
             tokenizer.save(folder)
 
         return save_adapter if self.settings.lora else save_whole
