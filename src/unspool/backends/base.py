@@ -17,7 +17,7 @@ from unspool.backends.step import Floats, Handle, StepBatch
 from unspool.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from unspool.model.adapters import Adapter
+    from unspool.model.adapters import Adapter as Adapter  # those above know it from here
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from unspool.engine.loop import Loop
 from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
-    from unspool.model.adapters import Adapter
+    from unspool.backends.base import Adapter
 
 
 class EngineAdapters:

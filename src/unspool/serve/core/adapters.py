@@ -10,17 +10,12 @@ a request says becomes a path.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unspool.errors import SettingsError
 from unspool.model.adapters import WEIGHTS, is_adapter
-
-if TYPE_CHECKING:
-    from unspool.serve.core.registry import ServedModel
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -62,17 +57,3 @@ class AdapterFolder:
                 name = f"{base}:{each.name}"
                 found[name] = AdapterEntry(name, base, each, told.st_size, told.st_mtime_ns)
         return found
-
-
-def load_adapter(served: ServedModel, entry: AdapterEntry) -> ServedModel:
-    """The model with an adapter, taken into memory; it shares everything else with the model."""
-    served.lm.load_adapter(entry.short, entry.folder)
-    seen = f"{served.fingerprint} {entry.short} {entry.stamp}"
-    return replace(
-        served,
-        name=entry.name,
-        lm=served.lm.adapted(entry.short),
-        fingerprint="fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12],
-        stamp=entry.stamp,
-        adapted={},
-    )

@@ -17,12 +17,12 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from unspool import __version__
 from unspool.errors import UnspoolError
-from unspool.serve.core.adapters import AdapterEntry, AdapterFolder, load_adapter
+from unspool.serve.core.adapters import AdapterEntry, AdapterFolder
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.threads import in_thread
 from unspool.session import Session
@@ -168,7 +168,7 @@ class ModelRegistry:
         async with self._loading:
             known = base.adapted.get(entry.name)
             if known is None or known.stamp != entry.stamp:
-                known = base.adapted[entry.name] = await in_thread(load_adapter, base, entry)
+                known = base.adapted[entry.name] = await in_thread(_load_adapter, base, entry)
         return known
 
     async def _loaded(self, entry: ModelEntry) -> ServedModel:
@@ -241,4 +241,18 @@ def _load_model(entry: ModelEntry, keep_alive: float | None) -> ServedModel:
         fingerprint="fp_" + hashlib.sha256(print_of.encode()).hexdigest()[:12],
         tools=tool_format(source, lm.tokenizer),
         keep_alive=keep_alive,
+    )
+
+
+def _load_adapter(served: ServedModel, entry: AdapterEntry) -> ServedModel:
+    """The model with an adapter, taken into memory; it shares everything else with the model."""
+    served.lm.load_adapter(entry.short, entry.folder)
+    seen = f"{served.fingerprint} {entry.short} {entry.stamp}"
+    return replace(
+        served,
+        name=entry.name,
+        lm=served.lm.adapted(entry.short),
+        fingerprint="fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12],
+        stamp=entry.stamp,
+        adapted={},
     )
