@@ -128,7 +128,7 @@ def restore(saved: Saved, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     path = saved.folder / "state" / "state.safetensors"
     parameters = dict(model.named_parameters())
     with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
+        names = sorted(file.keys())  # in one order on all processes
         trained = {f"model.{name}" for name, each in parameters.items() if each.requires_grad}
         if {name for name in names if name.startswith("model.")} != trained:
             raise RunError(

@@ -37,10 +37,7 @@ _PAUSE = 0.2  # seconds between two looks at whether a paused run may go on
 
 
 class Batches(Protocol):
-    """Where batches come from: number n is always the same one."""
-
-    batch_size: int
-    length: int
+    """Where batches come from: number n is always the same one, with its tokens in `ids`."""
 
     def batch(self, step: int) -> Any: ...
 
@@ -153,7 +150,7 @@ class Trainer:
                 began += self._wait()
                 continue
             since = time.monotonic()
-            measured = self._one_step()
+            measured = self.one_step()
             self.step += 1
             now = time.monotonic()
             self._seconds = now - began
@@ -191,11 +188,11 @@ class Trainer:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def _one_step(self) -> tuple[float, float, int, dict[str, float]]:
+    def one_step(self) -> tuple[float, float, int, dict[str, float]]:
         """Move the weights once; gives loss, length of the gradient, tokens, and what else."""
         settings, parallel = self.settings, self.parallel
         set_rates(self.optimizers, self.schedule(self.step))
-        counts = torch.zeros(2, dtype=torch.float64)
+        counts = torch.zeros(3, dtype=torch.float64)  # summed loss, tokens that count, all tokens
         extra: dict[str, float] = {}
         for number in range(settings.accumulate):
             last = number == settings.accumulate - 1
@@ -206,8 +203,9 @@ class Trainer:
                     summed, tokens, more = self._computation(batch, self._rng(index))
                 summed.backward()
             extra.update(more)
-            counts += torch.stack((summed.detach(), tokens)).double().cpu()
-        loss, total = self._summed(counts)
+            read = torch.tensor(float(batch.ids[:, 1:].numel()))
+            counts += torch.stack((summed.detach().cpu(), tokens.cpu(), read)).double()
+        loss, total, seen = self._summed(counts)
         if not math.isfinite(loss):
             raise TrainingError(f"the loss of step {self.step + 1} is {loss}{self._ADVICE}")
         norm = self._scale_gradients(parallel.world / max(1.0, total))
@@ -219,22 +217,17 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        seen = self.batches.batch_size * self.batches.length * settings.accumulate
-        self.tokens += seen * parallel.world
-        return loss, norm, seen * parallel.world, extra
+        self.tokens += seen
+        return loss, norm, seen, extra
 
     _ADVICE = ", no number to learn from: try a lower learning rate, and look at the data"
 
-    def _summed(self, counts: Tensor) -> tuple[float, float]:
-        """The mean loss and how many tokens counted, over all processes."""
-        everywhere = self.parallel.sum(counts.to(self._count_device))
-        loss, total = everywhere.tolist()
-        return loss / max(1.0, total), total
-
-    @property
-    def _count_device(self) -> torch.device:
+    def _summed(self, counts: Tensor) -> tuple[float, float, int]:
+        """The mean loss, how many tokens counted and how many were read, by all processes."""
         several = self.parallel.world > 1
-        return self.parallel.device if several else torch.device("cpu")
+        where = self.parallel.device if several else counts.device
+        loss, total, seen = self.parallel.sum(counts.to(where)).tolist()
+        return loss / max(1.0, total), total, int(seen)
 
     def _scale_gradients(self, factor: float) -> float:
         """From the gradient of a sum to that of the mean, no longer than allowed."""
@@ -297,6 +290,8 @@ class Trainer:
         if self._judge is None:
             return
         self.model.eval()
+        if self.parallel.shard:  # the judge does not go through the computation, which would do it
+            self._computation.unshard()  # type: ignore[operator]
         with torch.no_grad(), self._precision():
             self._held_out, bits_per_byte = self._judge(self.model)
         self.model.train()

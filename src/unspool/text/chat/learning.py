@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from os.path import commonprefix
 from typing import Any
 
 from unspool.text.chat.messages import Message
@@ -99,4 +98,7 @@ def _behind_prompt(chat: ChatTemplate, text: Text, begin: int, end: int) -> int:
     own = next((n for n in range(begin, end) if not is_template(origin_of(text)[n])), end)
     if begin <= found <= own:
         begin = found
-    return begin + len(commonprefix([str.__str__(text[begin:end]), prompt]))
+    most, same = min(end - begin, len(prompt)), 0
+    while same < most and text[begin + same] == prompt[same]:
+        same += 1
+    return begin + same

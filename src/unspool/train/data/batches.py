@@ -144,11 +144,12 @@ class _Rows:
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         self.begins = np.repeat(begins, pieces) + within * length
         self.ends = np.minimum(self.begins + length + 1, np.repeat(ends, pieces))
-        targets = np.stack([self.begins + 1, self.ends], axis=1)[self.ends - self.begins > 1]
+        longer = self.ends - self.begins > 1
+        edges = np.stack([self.begins + 1, self.ends], axis=1)[longer].ravel()
+        edges = edges[edges < len(packed.ids)]  # the last stretch ends with the array
         count = np.zeros(len(self.begins), bool)
-        if len(targets):  # every second stretch lies between two rows
-            found = np.logical_or.reduceat(packed.counted, targets.ravel()[:-1])[::2]
-            count[self.ends - self.begins > 1] = found
+        if len(edges):  # every second stretch lies between two rows
+            count[longer] = np.logical_or.reduceat(packed.counted, edges)[::2]
         self.begins, self.ends = self.begins[count], self.ends[count]
         self.length = length
 

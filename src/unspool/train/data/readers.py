@@ -114,10 +114,14 @@ def _decoded(file: SourceFile) -> Iterator[str]:
         while True:
             chunk = raw.read(PART)
             _refuse_binary(chunk, file)
+            waiting = len(decoder.getstate()[0])  # bytes of a character that was not whole yet
             try:
                 yield decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                raise _not_utf8(file, done + error.start) from None
+                raise DataError(
+                    f"{file} is not UTF-8 (at byte {done - waiting + error.start:,}): convert it,"
+                    " such as with iconv -f latin1 -t utf-8"
+                ) from None
             if not chunk:
                 return
             done += len(chunk)
@@ -133,13 +137,6 @@ def _refuse_binary(chunk: bytes, file: SourceFile) -> None:
             f"{file} is a binary file and no text: give text ({', '.join(TEXTS[:3])}) or tables"
             f" ({', '.join(TABLES)}), also as .gz"
         )
-
-
-def _not_utf8(file: SourceFile, place: int) -> DataError:
-    return DataError(
-        f"{file} is not UTF-8 (around byte {place:,}): convert it, such as with iconv -f latin1"
-        " -t utf-8"
-    )
 
 
 # Tables.

@@ -35,7 +35,15 @@ from unspool.train.data.chat_template import (
 from unspool.train.data.made_once import made_once
 from unspool.train.data.shapes import Document
 from unspool.train.data.sources import Source
-from unspool.train.data.survey import HELD_OUT, TRAIN, Progress, Survey, select, survey
+from unspool.train.data.survey import (
+    HELD_OUT,
+    TRAIN,
+    Progress,
+    Selection,
+    Survey,
+    select,
+    survey,
+)
 
 CUTS = {
     "gpt2": cuts.GPT2,  # a run of digits is a word
@@ -81,6 +89,14 @@ class MadeTokenizer:
     tokenizer: Tokenizer
     bytes_per_token: float
 
+    def merges(self) -> list[tuple[bytes, bytes]]:
+        """Its merges in the order in which they were learned."""
+        described = json.loads((self.folder / "tokenizer.json").read_text("utf-8"))
+        return [
+            (byte_level_bytes(left), byte_level_bytes(right))
+            for left, right in described["model"]["merges"]
+        ]
+
 
 def make_tokenizer(
     source: Source,
@@ -94,8 +110,14 @@ def make_tokenizer(
     offline: bool = False,
 ) -> MadeTokenizer:
     """Learn a tokenizer from a source, or find the one that was learned before."""
-    settings = settings or TokenizerSettings()
     chosen = select(source, field=field, limit=limit, held_out=held_out, seed=seed, offline=offline)
+    return tokenizer_of(chosen, settings or TokenizerSettings(), progress)
+
+
+def tokenizer_of(
+    chosen: Selection, settings: TokenizerSettings, progress: Progress | None = None
+) -> MadeTokenizer:
+    """`make_tokenizer` for a source that is looked up already."""
     everything = json.dumps([_VERSION, chosen.content_hash(), asdict(settings)])
     name = hashlib.sha256(everything.encode()).hexdigest()[:32]
 
