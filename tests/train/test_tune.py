@@ -153,6 +153,14 @@ def _invoke(runner: Any, command: Any, arguments: list[str]) -> Any:
     return runner.invoke(app, arguments)
 
 
+def test_a_run_that_cannot_begin_leaves_nothing(here: Path) -> None:
+    wanted = settings(here, data=(str(here / "nowhere.jsonl"),))
+    run = new_run(wanted)
+    with pytest.raises(UnspoolError, match="nowhere"):
+        tune(wanted, run)
+    assert not run.folder.exists()
+
+
 def test_a_task_asks_and_judges() -> None:
     task = Task("family_relationships")
     rows, entries = task.rows(5, seed=1), task.entries(5, seed=1)

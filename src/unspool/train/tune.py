@@ -10,6 +10,7 @@ without (lora=0) whole models.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -119,7 +120,14 @@ def tune(
     settings: TuneSettings, run: Run, on_event: Callable[[Event], None] = lambda event: None
 ) -> Run:
     """Train to the end; a run with a checkpoint goes on from it."""
-    tuning = _Tuning(settings, run)
+    try:
+        tuning = _Tuning(settings, run)
+    except BaseException as error:
+        if run.checkpoints():
+            run.update(state="failed", error=str(error))
+        else:  # it never began: nothing is left of it
+            shutil.rmtree(run.folder, ignore_errors=True)
+        raise
     trainer = Trainer(
         tuning.model,
         tuning.batches,

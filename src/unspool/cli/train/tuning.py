@@ -108,7 +108,8 @@ class _Telling:
     """A bar where somebody looks, a line now and then where nobody does."""
 
     def __init__(self, run: Run, quiet: bool) -> None:
-        self._run, self._quiet, self._bar = run, quiet, None
+        self._run, self._quiet = run, quiet
+        self._bar: Any = None
         self._task: Any = None
         self._next = 0
 
@@ -119,7 +120,7 @@ class _Telling:
             from unspool.cli.show import err
 
             columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar: Any = Progress(*columns, console=err(), transient=True)
+            self._bar = Progress(*columns, console=err(), transient=True)
             self._bar.start()
             self._task = self._bar.add_task("loading the model", total=None)
         return self
