@@ -13,15 +13,13 @@ import torch
 
 import unspool
 from unspool.errors import UnspoolError
-from unspool.model.adapters import adaptable, read_adapter, write_adapter
+from unspool.model.adapters import Adapter, LowRank, adaptable, read_adapter, write_adapter
 from unspool.native import missing
 
 TOKENS = [3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19]
 FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt-neox"]
-BACKENDS = [
-    "torch",
-    pytest.param("native", marks=pytest.mark.skipif(missing() is not None, reason=str(missing()))),
-]
+_NATIVE = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+BACKENDS = ["torch", pytest.param("native", marks=_NATIVE)]
 
 
 def peft_model(folder: Path, family: str, **changes: Any) -> Any:
@@ -195,3 +193,32 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnspoolError, match="no adapter"):
         read_adapter(tmp_path / "base", config)
     assert "embed.weight" not in adaptable(config)
+
+
+@_NATIVE
+@pytest.mark.real
+def test_over_packed_weights_an_adapter_does_what_it_does_over_floats(
+    tmp_path: Path, lm: Any, torch_lm: Any
+) -> None:
+    """The default model's file is quantized; its weights stay packed in the native backend."""
+    draw = np.random.default_rng(0)
+    parts = {
+        name: LowRank(
+            draw.standard_normal((4, columns)).astype(np.float32) * 0.2,
+            draw.standard_normal((rows, 4)).astype(np.float32) * 0.2,
+            1.0,
+        )
+        for name, (rows, columns) in adaptable(lm.config).items()
+        if name.endswith(("q.weight", "down.weight"))
+    }
+    write_adapter(Adapter(parts), tmp_path, lm.config)
+    text = lm.tokenizer.encode("The old fisherman looked at the sky for a long time, and said:")
+    found = []
+    for model in (lm, torch_lm):
+        model.load_adapter("packed", tmp_path)
+        found.append(our_logits(model, "packed", text).flatten())
+        model.unload_adapter("packed")
+    plain = our_logits(torch_lm, tokens=text).flatten()
+    # The packed products round what goes in to bytes: alike, not the same.
+    assert np.corrcoef(found[0], found[1])[0, 1] > 0.98
+    assert np.corrcoef(found[1], plain)[0, 1] < 0.9
