@@ -371,6 +371,11 @@ class Session:
 
     def save(self, folder: str | Path) -> None:
         """Write a folder that transformers (and `load`) can read; needs torch."""
+        if self.adapter is not None:
+            raise SettingsError(
+                "this model writes with an adapter, which is no part of its weights; merge it: "
+                "unspool train merge ADAPTER FOLDER"
+            )
         save_checkpoint(self._transformer_to_save(), folder)
         if self._tokenizer is not None:
             self._tokenizer.save(folder)

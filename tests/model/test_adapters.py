@@ -161,6 +161,10 @@ def test_a_view_writes_with_its_adapter(tmp_path: Path) -> None:
     assert named.rewind(3).resume().tokens == named.tokens
     assert view.look(TOKENS).residuals.tolist() == lm.adapted("a").look(TOKENS).residuals.tolist()
     assert not np.array_equal(view.look(TOKENS).residuals, lm.look(TOKENS).residuals)
+    with pytest.raises(UnspoolError, match="merge"):
+        view.save(tmp_path / "saved")
+    with pytest.raises(UnspoolError, match="trace"):
+        lm.trace(named)
     assert view.score(TOKENS).logprobs == lm.score(TOKENS, adapter="a").logprobs
 
 
