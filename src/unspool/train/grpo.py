@@ -129,7 +129,7 @@ class AnswerBatches:
         self._model, self._lm, self._questions, self._judge = model, lm, questions, judge
         self._groups, self._answers, self._seed, self._told = groups, answers, seed, told
         self._updates = updates  # steps that learn from the same answers
-        self._options = {
+        self._options: dict[str, Any] = {
             "max_tokens": max_tokens, "temperature": temperature,
             "top_k": 0, "top_p": 1.0, "min_p": 0.0, "adapter": _NAME,
         }  # fmt: skip
