@@ -307,6 +307,8 @@ class Session:
             engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
             engine.close()
+        if self.seen_of is not None:
+            self.seen_of.close()
 
     def __enter__(self) -> Self:
         return self

@@ -166,6 +166,9 @@ def test_a_view_writes_with_its_adapter(tmp_path: Path) -> None:
     with pytest.raises(UnspoolError, match="trace"):
         lm.trace(named)
     assert view.score(TOKENS).logprobs == lm.score(TOKENS, adapter="a").logprobs
+    view.close()  # it is the same model
+    with pytest.raises(UnspoolError, match="closed"):
+        lm.generate(TOKENS)
 
 
 @pytest.mark.parametrize(
