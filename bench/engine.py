@@ -66,6 +66,9 @@ class Nothing:
         self.logits = chance.standard_normal((rows, VOCABULARY)).astype(np.float32) * 4
         self.picks, self.tokens, self.logprobs = picks, np.arange(rows), np.zeros(rows)
 
+    def set_adapter(self, number: int, adapter: Any) -> None:
+        raise NotImplementedError
+
     def launch(self, batch: StepBatch) -> Done:
         count = len(batch.sampled)
         given = self.logits[: len(batch.logits)]

@@ -32,6 +32,9 @@ class FakeBackend:
         self.table = BlockTable()
         self.runs: list[int] = []  # tokens read in each
 
+    def set_adapter(self, number: int, adapter: Any) -> None:
+        raise NotImplementedError
+
     def launch(self, batch: StepBatch) -> Done:
         self.table.apply(batch.updates)
         for source, target in batch.copies.tolist():

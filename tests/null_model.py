@@ -51,6 +51,9 @@ class NullModel:
         self._queue: list[_Later] = []
         self._picked = no_ints()  # in the step before
 
+    def set_adapter(self, number: int, adapter: Any) -> None:
+        raise NotImplementedError
+
     def launch(self, batch: StepBatch) -> _Later:
         if self.fail_next:
             self.fail_next = False

@@ -58,10 +58,10 @@ def settled(server: Running, seconds: float = 60.0) -> None:
 @contextlib.contextmanager
 def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     """A server in a thread of this process."""
-    room = settings.pop("room", 1 << 33)
+    room, adapters = settings.pop("room", 1 << 33), settings.pop("adapters", None)
     wanted = replace(ServeSettings(port=0, drain=2.0), **settings)
     bound = bound_socket(wanted)
-    app, state = create_app(wanted, ModelRegistry(entries, room=room))
+    app, state = create_app(wanted, ModelRegistry(entries, room=room, adapters=adapters))
     address: list[str] = []
     ready = threading.Event()
 

@@ -47,6 +47,9 @@ class NullDevice:
         self.logprobs = np.full(256, -1.5)
         self.launched = 0
 
+    def set_adapter(self, number: int, adapter: Any) -> None:
+        raise NotImplementedError
+
     def launch(self, batch: StepBatch) -> Any:
         self.launched += 1
         self.free_at = max(self.free_at, time.perf_counter()) + self.step_s

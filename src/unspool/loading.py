@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unspool.backends.torch.available import INSTALL_TORCH, TorchMissingError, check_torch
 from unspool.collecting import collecting_later
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
+from unspool.model.adapters import base_of, is_adapter
 from unspool.model.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -55,8 +56,9 @@ def load(
 ) -> LanguageModel:
     """A model, ready to write.
 
-    model      a path (a folder with safetensors, or a GGUF file), a short name (`qwen3-0.6b`), a
-               repo id (`org/name`), or nothing for the default model; docs/models.md has the rest.
+    model      a path (a folder with safetensors, a GGUF file, or a LoRA adapter that names its
+               model), a short name (`qwen3-0.6b`), a repo id (`org/name`), or nothing for the
+               default model; docs/models.md has the rest.
     device     cpu, cuda, ...; by default a GPU if there is one that torch can use.
     backend    native (on a CPU), cuda (on an NVIDIA GPU) or torch (anywhere); by default the first
                that can be used here.
@@ -82,6 +84,15 @@ def load(
     )
     choice = wanted.chosen()
     path = find_model(model, offline=offline, progress=progress)
+    if is_adapter(path):  # its model, writing with it
+        name = base_of(path)
+        base = load(
+            name or None, backend=backend, dtype=dtype, device=device, context=context,
+            memory=memory, quantize=quantize, kv_bits=kv_bits, threads=threads, exact=exact,
+            offline=offline, progress=progress,
+        )  # fmt: skip
+        base.load_adapter("adapter", path)
+        return base.adapted("adapter")
     if choice.remark:
         warnings.warn(choice.remark, UnspoolWarning, stacklevel=2)
     with collecting_later():

@@ -49,6 +49,7 @@ class ModelFacts:
     grammar_vocabulary: Callable[[], GrammarVocabulary]  # made when the first grammar is used
     drafter: Callable[[Any], Drafter | DraftMaker | None]  # from what was given as `speculate`
     single_token: Callable[[str], int]  # the id of a text that is one token
+    adapter: str | None = None  # what it writes with where a text names none
 
 
 def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -85,6 +86,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         settings=_USUAL,  # until the rest is checked
         limits=limits,
         priority=_priority(given.pop("priority", 0)),
+        adapter=_adapter(given.pop("adapter", model.adapter)),
         cached=given.pop("cache", True) is not False,
         guards=_guards(given.pop("guard", None)),
         grammar=_grammar(model, given),
@@ -146,6 +148,8 @@ def continued_request(
         written=tuple(generation.steps),
         priority=_priority(given.pop("priority", before.priority)),
     )
+    if "adapter" in given:
+        request = replace(request, adapter=_adapter(given.pop("adapter") or model.adapter))
     if "cache" in given:
         request = replace(request, cached=given.pop("cache") is not False)
     if "guard" in given:
@@ -211,6 +215,12 @@ def _priority(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise SettingsError(f"priority is {value!r}; it may be a whole number, higher goes first")
     return value
+
+
+def _adapter(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise SettingsError(f"adapter is {value!r}; it may be the name of a loaded adapter")
+    return value or None
 
 
 def _guards(given: Any) -> GuardPolicy | None:

@@ -9,6 +9,7 @@ for step in generation.extend(steps):
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import reprlib
@@ -66,6 +67,7 @@ class Session:
     ) -> None:
         self.model = model
         self.path = path
+        self.adapter: str | None = None  # what texts are written with that name none
         self.context = context or model.config.context
         self._tokenizer = tokenizer
         self._token_bytes = partial(_token_bytes, tokenizer)
@@ -76,6 +78,7 @@ class Session:
         self._make_drafter = make_drafter
         self._engine: Engine | None = None
         self._closed = False
+        self.seen_of: Session | None = None  # the one that this is a view of; see `adapted`
         self._starting = threading.Lock()
 
     def __repr__(self) -> str:
@@ -140,6 +143,7 @@ class Session:
             lambda: self.grammar_vocabulary,
             self.drafter,
             self.single_token,
+            self.adapter,
         )
 
     @property
@@ -198,9 +202,11 @@ class Session:
             request = replace(request, grammar=grammar)
         return replace(generation, request=request, source=self)
 
-    def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
+    def choices(
+        self, tokens: Sequence[int], top: int, adapter: str | None = None
+    ) -> tuple[Candidate, ...]:
         """The likeliest tokens behind these."""
-        with self.opened(tokens) as branch:
+        with self.opened(tokens, adapter) as branch:
             logits = self.engine.extend(branch)
         found = score_logits(logits[-1:], [0], top)
         best = zip(found.top_tokens[0], found.top_logprobs[0], strict=True)
@@ -212,7 +218,12 @@ class Session:
             for token, logprob in best
         )
 
-    def chosen_steps(self, tokens: Sequence[int], chosen: str | int | Sequence[int]) -> list[Step]:
+    def chosen_steps(
+        self,
+        tokens: Sequence[int],
+        chosen: str | int | Sequence[int],
+        adapter: str | None = None,
+    ) -> list[Step]:
         """Steps for tokens that a person puts behind these, as the model judges them."""
         added: list[int]
         if isinstance(chosen, str):
@@ -220,14 +231,48 @@ class Session:
         else:
             added = [int(token) for token in _several(chosen)]
         self.prompt_ids([*tokens, *added])
-        with self.opened([*tokens, *added[:-1]]) as branch:
+        with self.opened([*tokens, *added[:-1]], adapter) as branch:
             logits = self.engine.extend(branch, wanted=len(added))
         return chosen_steps(logits, added, len(tokens), self._token_bytes)
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """The steps of a generation with all that can be said of how they were picked."""
-        with self.opened(generation.prompt) as branch:
+        with self.opened(generation.prompt, generation.request.adapter) as branch:
             return explain(self.engine, branch, generation.request, generation.steps, top)
+
+    # -- adapters (see `model/adapters.py`) ------------------------------------------------------
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Have the LoRA adapter in a folder (PEFT's format) for texts that ask for it by name.
+
+        lm.load_adapter("poet", "adapters/poet")
+        print(lm.generate("The sea", adapter="poet"))
+
+        Texts with different adapters and without any are written in one batch. A name that is
+        loaded already stands for the new adapter from now on.
+        """
+        if not name:
+            raise SettingsError("the adapter has no name; give it one to ask for it by")
+        from unspool.model.adapters import read_adapter
+
+        self.engine.adapters.load(name, read_adapter(Path(folder), self.config))
+
+    def adapted(self, name: str) -> Self:
+        """The same model and engine, with this adapter in everything that is asked of it."""
+        self.engine.adapters.number(name)  # it must be there
+        view = copy.copy(self)
+        view.adapter = name
+        view.seen_of = self  # whoever holds the view keeps the model
+        return view
+
+    def unload_adapter(self, name: str) -> None:
+        """Let an adapter go; texts that are being written with it are finished."""
+        self.engine.adapters.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that are loaded."""
+        return self.engine.adapters.names
 
     # -- the engine below ----------------------------------------------------------------------
 
@@ -248,9 +293,9 @@ class Session:
         return engine
 
     @contextmanager
-    def opened(self, tokens: Sequence[int]) -> Iterator[Branch]:
+    def opened(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
         """A branch with these tokens, released again afterwards."""
-        branch = self.engine.open(tokens)
+        branch = self.engine.open(tokens, adapter or self.adapter)
         try:
             yield branch
         finally:
@@ -262,6 +307,8 @@ class Session:
             engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
             engine.close()
+        if self.seen_of is not None:
+            self.seen_of.close()
 
     def __enter__(self) -> Self:
         return self
@@ -288,7 +335,7 @@ class Session:
 
     # -- judging ----------------------------------------------------------------------------
 
-    def score(self, text: Prompt, *, top: int = 0) -> Score:
+    def score(self, text: Prompt, *, top: int = 0, adapter: str | None = None) -> Score:
         """Log-probability of each token of a text given those before it.
 
         With `top`, also the likeliest candidates at each position.
@@ -296,7 +343,7 @@ class Session:
         ids = self.prompt_ids(text)
         # A start token that the model wants before every text is read but not judged.
         lead = isinstance(text, str) and self.tokenizer.add_bos
-        with self.opened(ids[:1]) as branch:
+        with self.opened(ids[:1], adapter) as branch:
             return judge(self.engine, branch, ids, top=top, lead=int(lead), readable=self.readable)
 
     def readable(self, token: int, begun: bytes = b"") -> str:
@@ -326,6 +373,11 @@ class Session:
 
     def save(self, folder: str | Path) -> None:
         """Write a folder that transformers (and `load`) can read; needs torch."""
+        if self.adapter is not None:
+            raise SettingsError(
+                "this model writes with an adapter, which is no part of its weights; merge it: "
+                "unspool train merge ADAPTER FOLDER"
+            )
         save_checkpoint(self._transformer_to_save(), folder)
         if self._tokenizer is not None:
             self._tokenizer.save(folder)

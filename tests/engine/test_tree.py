@@ -27,11 +27,12 @@ from unspool.engine.tree import Branch, Tree
 from unspool.errors import UnspoolError
 
 SIZE = null_model.PAGE_SIZE
+ADAPTERS = (0, 1, 2)
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=11)  # few kinds: prefixes often meet
 
 
 def nodes(index: PrefixIndex):
-    waiting = list(index.root.all_children())
+    waiting = [child for adapter in ADAPTERS for child in index.root(adapter).all_children()]
     while waiting:
         node = waiting.pop()
         waiting.extend(node.all_children())
@@ -68,12 +69,13 @@ class TreeMachine(RuleBasedStateMachine):
         for position in range(branch.computed, length):
             page = self.table[slot, position // SIZE]
             assert page not in shared, "writes are private"
-            self.memory[page, position % SIZE] = branch.tail[position - branch.start]
+            token = branch.tail[position - branch.start]
+            self.memory[page, position % SIZE] = token + 10 * branch.adapter
         self.tree.advance(branch, length)
 
-    @rule(target=branches, tokens=TOKENS, cached=st.booleans())
-    def open_branch(self, tokens: list[int], cached: bool) -> Branch:
-        branch = self.tree.open(tokens, cached)
+    @rule(target=branches, tokens=TOKENS, cached=st.booleans(), adapter=st.sampled_from(ADAPTERS))
+    def open_branch(self, tokens: list[int], cached: bool, adapter: int) -> Branch:
+        branch = self.tree.open(tokens, cached, adapter)
         assert branch.reused <= (len(tokens) - 1 if cached else 0)
         self.texts[branch] = list(tokens)
         return branch
@@ -185,13 +187,14 @@ class TreeMachine(RuleBasedStateMachine):
                 assert not branch.pages
                 pages.append(branch.borrowed.page)
             stored = self.memory[pages].reshape(-1)[: branch.computed]
-            assert stored.tolist() == text[: branch.computed]
+            # What was computed with another adapter would be other numbers.
+            assert stored.tolist() == [t + 10 * branch.adapter for t in text[: branch.computed]]
             known = [self.table[branch.slot, c] for c in range(branch.tabled)]
             assert known == pages[: branch.tabled], "the block table is right as far as it is said"
             if branch.provisional is not None:
                 assert branch.start <= branch.provisional, "what may change is found by nobody"
         for node in nodes(self.tree.index):
-            assert tuple(self.memory[node.page, : len(node.tokens)]) == node.tokens
+            assert tuple(self.memory[node.page, : len(node.tokens)] % 10) == node.tokens
 
     def teardown(self) -> None:
         if hasattr(self, "tree"):
@@ -210,6 +213,21 @@ def computed(tree: Tree, tokens: list[int]) -> Branch:
     tree.reserve(branch, len(tokens))
     tree.advance(branch, len(tokens))
     return branch
+
+
+def test_what_an_adapter_computed_is_forgotten_and_its_pages_come_back():
+    tree = Tree(8, SIZE)
+    branch = tree.open([1] * 2 * SIZE, adapter=1)
+    tree.reserve(branch, branch.length)
+    tree.advance(branch, branch.length)
+    assert not tree.index.forget(1)  # a branch needs it
+    tree.close(branch)
+    assert tree.open([1] * 2 * SIZE).reused == 0
+    assert tree.open([1] * 2 * SIZE, adapter=2).reused == 0
+    assert tree.index.forget(1)
+    assert tree.open([1] * 2 * SIZE, adapter=1).reused == 0
+    tree.index.clear()
+    assert tree.pool.used == 0
 
 
 def test_the_longest_prefix_is_found_to_the_token():

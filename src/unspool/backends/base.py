@@ -11,10 +11,13 @@ What crosses is in `step.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from unspool.backends.step import Floats, Handle, StepBatch
 from unspool.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from unspool.model.adapters import Adapter as Adapter  # those above know it from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class Backend(Protocol):
 
     def launch(self, batch: StepBatch) -> Handle:
         """Begin a step; its result may be asked for later."""
+
+    def set_adapter(self, number: int, adapter: Adapter | None) -> None:
+        """Keep an adapter for the rows that name its number (from 1 on), or forget it (None)."""
 
 
 class Loaded(Protocol):

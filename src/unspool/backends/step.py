@@ -105,6 +105,8 @@ class StepBatch:
     pick: PickRows | None = None  # how: one line for each of `sampled`
     logits: Ints = field(default_factory=no_ints)  # of which tokens the logits are given back
     look: Look | None = None
+    adapters: Ints = field(default_factory=no_ints)  # [rows]: each row's adapter by its number, 0:
+    # none; empty where nobody has one
 
 
 @dataclass(slots=True)

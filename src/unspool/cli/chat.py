@@ -31,6 +31,7 @@ def chat(
     system: o.System = None,
     max_tokens: o.MaxTokens = 512,
     probs: o.Probs = False,
+    adapter: o.Adapter = None,
     quiet: o.Quiet = False,
     *,
     chosen: o.ModelChoice,
@@ -47,7 +48,7 @@ def chat(
 
     options = {"max_tokens": max_tokens, "top": 0, "explain": False, **sampling}
     o.check(options)
-    talk = Conversation(chosen.load(), system)
+    talk = Conversation(o.with_adapter(chosen.load(), adapter), system)
     seed = options.pop("seed", None)
     interactive = sys.stdin.isatty()
     if interactive:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,6 +54,9 @@ System = Annotated[
     str | None, typer.Option("--system", "-s", help="A system message for the chat template.")
 ]
 Probs = Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")]
+Adapter = Annotated[
+    Path | None, typer.Option("--adapter", help="A folder with a LoRA adapter (PEFT's format).")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No closing lines.")]
 
 
@@ -102,6 +106,14 @@ class ModelChoice:
         if packed:
             say(packed)
         return lm
+
+
+def with_adapter(lm: LanguageModel, folder: Path | None) -> LanguageModel:
+    """The model, writing with the adapter in a folder, if there is one."""
+    if folder is None:
+        return lm
+    lm.load_adapter("adapter", folder)
+    return lm.adapted("adapter")
 
 
 def check(options: dict[str, Any]) -> None:

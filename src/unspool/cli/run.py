@@ -73,6 +73,7 @@ def run(
             rich_help_panel="Repair and speed",
         ),
     ] = None,
+    adapter: o.Adapter = None,
     trace: Annotated[Path | None, typer.Option(help="Save every step; see unspool replay.")] = None,
     quiet: o.Quiet = False,
     *,
@@ -93,6 +94,7 @@ def run(
       unspool "A haiku about leaves" --samples 3
       unspool "List ten birds" -t 0 --guard loop
       unspool "Hi" --json | jq -r .text
+      unspool "The sea" --adapter runs/poet/adapter
     """
     if mistaken := hints.model_hint(prompt or ""):
         raise UnspoolError(mistaken)
@@ -101,6 +103,8 @@ def run(
         raise SettingsError("--system needs the chat template; leave --raw out")
     if trace is not None:
         _check_trace(trace)
+        if adapter is not None:
+            raise SettingsError("a trace holds no adapter; leave --trace or --adapter out")
     whole = as_json or trace is not None
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -117,7 +121,7 @@ def run(
     }
     many = Many.of(options, trace is not None, samples=samples, best_of=best_of, beam=beam)
     o.check(options)
-    lm = chosen.load()
+    lm = o.with_adapter(chosen.load(), adapter)
     if chat or (chat is None and lm.is_instruct):
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids: str | list[int] = lm.chat_prompt([*messages, {"role": "user", "content": text}]).ids

@@ -26,6 +26,10 @@ _WARNING = (
 def serve(
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="On which port; 0: any free one.")] = 8000,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(help="A folder of LoRA adapters, asked for as MODEL:ADAPTER."),
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that clients must give. Several times.")
     ] = None,
@@ -107,6 +111,7 @@ def serve(
       unspool serve
       unspool serve --port 8080 --api-key-file keys.txt
       unspool serve --model qwen=qwen.gguf --model small=smollm.gguf
+      unspool serve --adapters adapters/
       unspool serve --max-running 16 --max-queue 64 --max-tokens 1024
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Why do leaves change color in fall?"}]}'
@@ -136,6 +141,8 @@ def serve(
         drain=drain,
         log_prompts=log_prompts,
     )
+    if adapters is not None and not adapters.is_dir():
+        raise SettingsError(f"--adapters is {adapters}, and there is no such folder")
     _check_sizes(cache_memory=cache_memory, model_memory=model_memory, unload_after=unload_after)
     bound = bound_socket(settings)
     starting = Starting(chosen, cache_memory)
@@ -147,7 +154,14 @@ def serve(
 
     if not settings.is_local and not keys:
         o.say(_WARNING.format(host=host))
-    starting.run(settings, bound, started, model_memory=model_memory, unload_after=unload_after)
+    starting.run(
+        settings,
+        bound,
+        started,
+        model_memory=model_memory,
+        unload_after=unload_after,
+        adapters=adapters,
+    )
 
 
 def _most_running(chosen: list[o.ModelChoice]) -> int:

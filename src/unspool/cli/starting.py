@@ -39,9 +39,12 @@ class Starting:
         model_memory: int | None = None,
         unload_after: float | None = None,
         others: bool = False,
+        adapters: Path | None = None,
     ) -> None:
         """Serve until asked to stop; `started` is called with the address and the models. With
-        `others`, whatever models are on this machine can be asked for too."""
+        `others`, whatever models are on this machine can be asked for too; `adapters` is a folder
+        of those that the first model can be asked for with."""
+        from unspool.serve.core.adapters import AdapterFolder
         from unspool.serve.core.registry import ModelEntry, ModelRegistry
         from unspool.serve.http import server
         from unspool.serve.http.app import create_app
@@ -52,7 +55,12 @@ class Starting:
             ModelEntry(model.name, load, model.size)
             for model, load in zip(self._located, loads, strict=True)
         ]
-        registry = ModelRegistry(entries, room=model_memory or _model_memory(), idle=unload_after)
+        registry = ModelRegistry(
+            entries,
+            room=model_memory or _model_memory(),
+            idle=unload_after,
+            adapters=AdapterFolder(adapters) if adapters is not None else None,
+        )
         app, state = create_app(settings, registry)
 
         def stopping() -> None:
@@ -64,7 +72,7 @@ class Starting:
                 return False
             gc.freeze()  # so that later collections need not look at it
             gc.enable()
-            names = list(registry.entries)
+            names = [*registry.entries, *registry.adapters()]
             log_event("started", address=address, models=names, keys=len(settings.api_keys))
             started(address, names)
             if others:  # looking for them takes a moment, and nobody waits for it

@@ -142,7 +142,7 @@ def beam_search(
     size = beams // groups
     spare = max(2, 1 + len(start.request.limits.end_ids)) * size
     count = spare + (beams - size)  # so many tokens at most may be pushed down by a penalty
-    with Branches(lm.engine) as held:
+    with Branches(lm.engine, lm.adapter) as held:
         root = held.open(start.prompt)
         logits = [lm.engine.extend(root)]
         parts = [

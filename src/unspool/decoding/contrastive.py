@@ -52,7 +52,7 @@ def contrastive_search(
         lm, prompt, max_tokens=max_tokens, stop=stop, end=end, top=top, explain=False, temperature=0
     )
     line = Line.of(lm, start)
-    with Branches(lm.engine) as held:
+    with Branches(lm.engine, lm.adapter) as held:
         if not line.finished:
             branch, logits, past = _read_prompt(lm, held, start.prompt)
         while not line.finished:

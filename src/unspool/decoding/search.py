@@ -261,7 +261,7 @@ def _propose(lm: Session, level: Sequence[Node], expand: Expander) -> list[Node]
                 proposed.append((parent, so_far, added))
     if not proposed:
         return []
-    with Branches(lm.engine) as held:
+    with Branches(lm.engine, lm.adapter) as held:
         # Logits stand behind the token before: the last one need not be read.
         branches = [held.open([*so_far, *added[:-1]]) for _, so_far, added in proposed]
         longest = max(len(added) for _, _, added in proposed)

@@ -76,7 +76,7 @@ def write_all(
             started.append(lm.engine.submit(text.request))
 
     if len(texts) > 1:
-        _read_what_all_share(lm, [text.prompt for text in texts])
+        _read_what_all_share(lm, texts)
     try:
         start_more()
         for number, text in enumerate(texts):
@@ -95,13 +95,16 @@ def write_all(
     return failed
 
 
-def _read_what_all_share(lm: Session, prompts: Sequence[Sequence[int]]) -> None:
+def _read_what_all_share(lm: Session, texts: Sequence[Generation]) -> None:
     """Begun all at once, the texts would each find nothing computed, and each compute the same.
 
     The last token each reads itself, for the logits behind it.
     """
+    if len({text.request.adapter for text in texts}) > 1:
+        return
+    prompts, adapter = [text.prompt for text in texts], texts[0].request.adapter
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
     count = min(sum(1 for _ in alike), min(map(len, prompts)) - 1)
     if count > 0:
-        with lm.opened(prompts[0][:count]) as branch:
+        with lm.opened(prompts[0][:count], adapter) as branch:
             lm.engine.extend(branch)

@@ -182,18 +182,18 @@ def weigh(logits: Sequence[Logits], count: int, top: int) -> Weighed:
 class Branches:
     """The branches that a strategy holds; whatever is left at the end, or at an error, is released.
 
-    with Branches(lm.engine) as held:
+    with Branches(lm.engine, lm.adapter) as held:
         branch = held.open(ids)
         one, other = held.move([branch, branch])      # fork
         other, = held.move([other])                   # prune: `one` is released
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, adapter: str | None = None) -> None:
+        self._engine, self._adapter = engine, adapter
         self._held: set[Branch] = set()
 
     def open(self, tokens: Sequence[int]) -> Branch:
-        branch = self._engine.open(tokens)
+        branch = self._engine.open(tokens, self._adapter)
         self._held.add(branch)
         return branch
 

@@ -52,6 +52,7 @@ class BatchBuilder:
         seen: list[int] = []
         deep: list[int] = []
         blocks: list[tuple[int, int]] = []
+        adapters: list[int] = []
         histories: _Histories | None = None
         for row, task in enumerate(rows):
             branch, first, until = task.branch, task.first, task.until
@@ -62,6 +63,7 @@ class BatchBuilder:
             starts.append(end)
             slot = branch.slot if branch.slot >= 0 else self._enter(task)
             slots.append(slot)
+            adapters.append(branch.adapter)
             column = branch.tabled
             if column * size < until:
                 for page in branch.pages_from(column):
@@ -126,6 +128,7 @@ class BatchBuilder:
             pick=pick,
             logits=np.array(logits) if logits else _NOTHING,
             look=_look(seen, deep) if seen else None,
+            adapters=np.array(adapters) if any(adapters) else _NOTHING,
         ), shares
 
     def _first_numbers(self, count: int) -> Ints:

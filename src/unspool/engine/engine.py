@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from unspool.backends.base import Backend
 from unspool.backends.step import Inside, Logits
+from unspool.engine.adapters import EngineAdapters
 from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
 from unspool.engine.request import Request
@@ -70,6 +71,7 @@ class Engine:
         self.backend, self.token_bytes = backend, token_bytes
         self.max_waiting = max_waiting  # requests without a token yet
         self.loop = Loop(backend)
+        self.adapters = EngineAdapters(self.loop)
         self._waiting: set[StepQueue] = set()
 
     @property
@@ -87,10 +89,11 @@ class Engine:
 
     # -- branches ----------------------------------------------------------------------------
 
-    def open(self, tokens: Sequence[int]) -> Branch:
+    def open(self, tokens: Sequence[int], adapter: str | None = None) -> Branch:
         """A new branch; what was computed of its tokens before is used again."""
         self._check_length(len(tokens))
-        branch = self.call(lambda: self.tree.open(tokens))
+        number = self.adapters.number
+        branch = self.call(lambda: self.tree.open(tokens, adapter=number(adapter)))
         branch.owner = self
         return branch
 
@@ -175,6 +178,7 @@ class Engine:
         limits = request.limits
         length = len(request.prompt)
         self.scheduler.check_fits(length + limits.room(length))
+        self.adapters.number(request.adapter)  # a name that means nothing is refused at once
         if len(self._waiting) >= self.max_waiting:
             raise BusyError(
                 f"{len(self._waiting)} requests are waiting already, as many as may; try later"
@@ -187,7 +191,7 @@ class Engine:
             try:
                 sequence = WrittenText(
                     self.scheduler, self.backend.vocab_size, self.token_bytes, request, queue,
-                    drafter,
+                    drafter, self.adapters.number(request.adapter),
                 )  # fmt: skip
                 written.append(sequence)
                 sequence.begin()

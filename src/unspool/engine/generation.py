@@ -31,10 +31,17 @@ class Source(Protocol):
     def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
         """The steps that follow what the generation holds."""
 
-    def choices(self, tokens: Sequence[int], top: int) -> tuple[Candidate, ...]:
+    def choices(
+        self, tokens: Sequence[int], top: int, adapter: str | None = None
+    ) -> tuple[Candidate, ...]:
         """The likeliest tokens behind these."""
 
-    def chosen_steps(self, tokens: Sequence[int], chosen: str | int | Sequence[int]) -> list[Step]:
+    def chosen_steps(
+        self,
+        tokens: Sequence[int],
+        chosen: str | int | Sequence[int],
+        adapter: str | None = None,
+    ) -> list[Step]:
         """Steps for tokens that a person puts behind these."""
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
@@ -84,7 +91,9 @@ class Generation:
 
     def choose(self, token: str | int | Sequence[int]) -> Generation:
         """Put a token (an id), several, or words of one's own at the end."""
-        steps = self._writer().chosen_steps([*self.prompt, *self.tokens], token)
+        steps = self._writer().chosen_steps(
+            [*self.prompt, *self.tokens], token, self.request.adapter
+        )
         forked = self.fork()
         forked.steps = _retold(forked.steps + steps, TextStream(), ended=True)
         return forked
@@ -108,7 +117,8 @@ class Generation:
         """The likeliest tokens at one place: what could have stood there."""
         if not 0 <= index <= len(self.steps):
             raise SettingsError(f"there is no token {index}: {len(self.steps)} were written")
-        return self._writer().choices([*self.prompt, *self.tokens[:index]], top)
+        tokens = [*self.prompt, *self.tokens[:index]]
+        return self._writer().choices(tokens, top, self.request.adapter)
 
     def _writer(self) -> Source:
         if self.source is None:

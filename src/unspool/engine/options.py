@@ -70,6 +70,7 @@ class Options(SamplingOptions, total=False):
     explain: Annotated[_Flag, "each step tells how it was picked, stage by stage (False)"]
     end: Annotated[_Flag, "False: go on when the model writes an end token (True)"]
     priority: Annotated[_Whole, "higher goes first when many wait (0)"]
+    adapter: Annotated[str | None, "the name of a loaded adapter to write with"]
     cache: Annotated[_Flag, "False: read the whole text again for every token (True)"]
     json: Annotated[_Flag, "the text must be a JSON object (False)"]
     json_schema: Annotated[Any, "... JSON of this schema: a dict, JSON text, or a pydantic class"]

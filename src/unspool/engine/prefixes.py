@@ -40,17 +40,30 @@ class PrefixIndex:
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool, self._size = pool, page_size
-        self.root = Node((), -1, None, 0, live=1)
+        # What is computed with an adapter serves nobody else: each has a tree of its own.
+        self._roots = {0: Node((), -1, None, 0, live=1)}
         self.pages = 0  # in the index
         self.live_pages = 0  # of these, needed by some branch
         self.shared_pages = 0  # of these, where several of them part
         self._clock = count(1)
         self._candidates: list[tuple[int, int, Node]] = []  # to evict; some entries are outdated
 
-    def match(self, tokens: Sequence[int]) -> tuple[Node, Node | None, int]:
-        """The longest stored prefix: the last whole page, a page that fits in part, and how many
-        tokens that is in all."""
-        node, at = self.root, 0
+    def root(self, adapter: int = 0) -> Node:
+        """Where the texts with an adapter begin; 0: those without one."""
+        return self._roots.setdefault(adapter, Node((), -1, None, 0, live=1))
+
+    def forget(self, adapter: int) -> bool:
+        """Let nobody find what was computed with an adapter; False while a branch needs it. The
+        pages are evicted like any others."""
+        if self.root(adapter).live > 1:
+            return False
+        del self._roots[adapter]
+        return True
+
+    def match(self, tokens: Sequence[int], root: Node) -> tuple[Node, Node | None, int]:
+        """The longest stored prefix below a root: the last whole page, a page that fits in part,
+        and how many tokens that is in all."""
+        node, at = root, 0
         while at < len(tokens):
             siblings = node.children.get(tokens[at])
             if siblings is None:

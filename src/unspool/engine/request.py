@@ -41,6 +41,7 @@ class Request:
     drafter: Drafter | DraftMaker | None = None  # or what makes a fresh one
     guards: GuardPolicy | None = None  # what to watch for, and what to do about it
     grammar: Grammar | None = None  # what the text may be
+    adapter: str | None = None  # the name of the one that it is written with
     cached: bool = True  # False: the whole text is read again for every token
 
     def __repr__(self) -> str:

@@ -56,6 +56,7 @@ class Sequence(Task):
         request: Request,
         queue: StepQueue,
         drafter: Drafter | None,
+        adapter: int = 0,
     ) -> None:
         limits = request.limits
         self.scheduler, self.vocab_size, self.token_bytes = scheduler, vocab_size, token_bytes
@@ -84,7 +85,7 @@ class Sequence(Task):
         self.finished = False
         for step in request.written:
             self._read(step)
-        branch = scheduler.tree.open(start, cached=request.cached)
+        branch = scheduler.tree.open(start, cached=request.cached, adapter=adapter)
         super().__init__(branch, priority=request.priority)
         self.cached = request.cached
         settings = request.settings

@@ -35,12 +35,13 @@ class Branch:
     """A text: its tokens, and the pages that hold what is computed of them."""
 
     __slots__ = (
-        "borrowed", "closed", "computed", "length", "node", "owner", "pages", "provisional",
-        "reused", "slot", "start", "tabled", "tail",
+        "adapter", "borrowed", "closed", "computed", "length", "node", "owner", "pages",
+        "provisional", "reused", "slot", "start", "tabled", "tail",
     )  # fmt: skip
 
-    def __init__(self, root: Node) -> None:
+    def __init__(self, root: Node, adapter: int = 0) -> None:
         self.node = root  # the last whole page
+        self.adapter = adapter  # the number of the one it is computed with; 0: none
         self.start = 0  # how many tokens the whole pages hold
         self.tail: list[int] = []  # the tokens behind them
         self.length = 0  # tokens in all
@@ -114,9 +115,9 @@ class Tree:
         """Pages that are free or can be made free."""
         return self.pool.free + self.index.evictable
 
-    def open(self, tokens: Sequence[int], cached: bool = True) -> Branch:
+    def open(self, tokens: Sequence[int], cached: bool = True, adapter: int = 0) -> Branch:
         """A branch with these tokens; what was computed of them before is taken over."""
-        branch = Branch(self.index.root)
+        branch = Branch(self.index.root(adapter), adapter)
         self.index.attach(branch.node)
         branch.tail, branch.length = list(tokens), len(tokens)
         if cached:
@@ -132,7 +133,8 @@ class Tree:
         known = branch.length - 1
         if branch.provisional is not None:
             known = min(known, branch.provisional)
-        node, partial, length = self.index.match(branch.tail[:known])
+        root = self.index.root(branch.adapter)
+        node, partial, length = self.index.match(branch.tail[:known], root)
         self._move(branch, node)
         del branch.tail[: branch.start]
         if partial is not None:
@@ -166,7 +168,7 @@ class Tree:
         if branch.provisional is not None:
             raise ValueError("a branch with provisional tokens cannot be forked; commit them first")
         self._store_tail(branch)
-        other = Branch(branch.node)
+        other = Branch(branch.node, branch.adapter)
         self.index.attach(other.node)
         other.start, other.length = branch.start, branch.length
         other.tail = branch.tail.copy()
@@ -238,7 +240,7 @@ class Tree:
         whole pages stay in the index as long as nobody needs their room."""
         tokens = branch.tokens
         self._drop_own(branch)
-        self._move(branch, self.index.root)
+        self._move(branch, self.index.root(branch.adapter))
         branch.tail, branch.computed = tokens, 0
 
     def reserve(self, branch: Branch, length: int) -> None:

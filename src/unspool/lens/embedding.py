@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from unspool.backends.step import Floats
-from unspool.lens.subject import Text, tokens_of
+from unspool.lens.subject import Text, adapter_of, tokens_of
 from unspool.session import Session
 
 _AT_ONCE = 128  # tokens whose vectors after every layer are in memory together
@@ -22,7 +22,7 @@ def embedding(lm: Session, text: Text) -> Floats:
     """The mean of the text's final vectors, scaled to length one."""
     tokens = tokens_of(lm, text)
     total = np.zeros(lm.config.width, np.float64)
-    with lm.opened(tokens[:1]) as branch:
+    with lm.opened(tokens[:1], adapter_of(text)) as branch:
         for start in range(0, len(tokens), _AT_ONCE):
             end = min(start + _AT_ONCE, len(tokens))
             added, places = tokens[max(start, 1) : end], frozenset(range(start, end))

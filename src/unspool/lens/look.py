@@ -18,7 +18,7 @@ import numpy as np
 
 from unspool.backends.step import Floats
 from unspool.errors import SettingsError
-from unspool.lens.subject import Text, tokens_of
+from unspool.lens.subject import Text, adapter_of, tokens_of
 from unspool.lens.weights import host
 from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
@@ -121,7 +121,7 @@ def look(lm: Session, text: Text, position: int = -1) -> Look:
         )
     position %= len(tokens)
     read = tokens[: position + 1]  # what comes later cannot change what is seen here
-    with lm.opened(read) as branch:
+    with lm.opened(read, adapter_of(text)) as branch:
         seen = lm.engine.look(branch, at=frozenset({position}))
     (inside,) = seen.inside  # one position lies in one chunk
     assert inside.residuals is not None and inside.parts is not None

@@ -18,6 +18,11 @@ def tokens_of(lm: Session, text: Text) -> list[int]:
     return lm.prompt_ids(text)
 
 
+def adapter_of(text: Text) -> str | None:
+    """What a generation was written with."""
+    return text.request.adapter if isinstance(text, Generation) else None
+
+
 def checked_token(lm: Session, token: int) -> int:
     """The token, if the vocabulary has it."""
     size = lm.config.vocab_size

@@ -16,6 +16,7 @@ from typing import Any
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step, brief
+from unspool.errors import SettingsError
 from unspool.sampling import GrammarSpec, SamplingSettings
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
 from unspool.session import Session
@@ -96,6 +97,11 @@ def fingerprint(lm: Session) -> Fingerprint:
 def trace_of(lm: Session, generation: Generation) -> Trace:
     """Everything about a generation; ask for it with `explain` and `top` to have the detail."""
     request, steps = generation.request, generation.steps
+    if request.adapter is not None:
+        raise SettingsError(
+            f"the text was written with the adapter {request.adapter!r}, which a trace does not "
+            "hold; merge it into the model (unspool train merge) and write with that"
+        )
     chosen = [number for number, step in enumerate(steps, start=1) if step.chosen]
     guards = request.guards
     savable = guards is not None and all(type(guard) in GUARD_NAMES for guard in guards.guards)

@@ -188,8 +188,8 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
         whole = whole.transposed()
     elif rule.layout == "plus_one":
         whole = whole.minus_one()
-    elif rule.layout in ("interleaved", "per_head"):
-        order = _row_order(rule.layout, whole.shape[0], config)
+    else:
+        order = row_order(rule.layout, whole.shape[0], config)
         if order is not None:
             whole = whole.reordered(order)
     if len(parts) == 1:
@@ -200,8 +200,10 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
     return [whole.rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
-    """Which of their rows comes first for us; None if their number cannot be right."""
+def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
+    """Which of their rows comes first for us; None: as it is, or their number cannot be right."""
+    if layout not in ("interleaved", "per_head"):
+        return None
     if layout == "interleaved":  # llama.cpp pairs neighbours, we pair halves of a head
         shape, axes = (-1, config.head_width // 2, 2), (0, 2, 1)
     else:  # q, k and v of head 0, then of head 1, ...
@@ -219,8 +221,5 @@ def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.T
         return whole.t()
     if rule.layout == "plus_one":
         return whole + 1
-    if rule.layout in ("interleaved", "per_head"):
-        order = _row_order(rule.layout, len(whole), config)
-        assert order is not None  # they are our own rows
-        return whole[torch.from_numpy(np.argsort(order))]
-    return whole
+    order = row_order(rule.layout, len(whole), config)
+    return whole if order is None else whole[torch.from_numpy(np.argsort(order))]

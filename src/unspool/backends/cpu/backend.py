@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.backends.base import StepLimits
+from unspool.backends.cpu.adapters import CpuAdapters
 from unspool.backends.cpu.structures import (
     BatchStructure,
     KeyValues,
@@ -43,6 +44,7 @@ from unspool.sampling.picker import pick
 
 if TYPE_CHECKING:
     from unspool.backends.cpu.plan import Plan
+    from unspool.model.adapters import Adapter
     from unspool.model.config import ModelConfig
 
 PAGE_SIZE = 16
@@ -116,6 +118,7 @@ class CpuBackend:
         self._process = os.getpid()
         self._turn = threading.Lock()
         self._table = BlockTable()
+        self._adapters = CpuAdapters(model.plan)
         self._logits = np.empty((0, self.vocab_size), np.float32)
 
     def launch(self, batch: StepBatch) -> Done:
@@ -127,6 +130,10 @@ class CpuBackend:
             for source, target in batch.copies.tolist():
                 self._copy_page(source, target)
             return Done(self._run(batch))
+
+    def set_adapter(self, number: int, adapter: Adapter | None) -> None:
+        with self._turn:
+            self._adapters.set(number, adapter)
 
     def _copy_page(self, source: int, target: int) -> None:
         if not (0 <= source < self.page_count and 0 <= target < self.page_count):
@@ -151,6 +158,8 @@ class CpuBackend:
         structure = BatchStructure(
             *map(address, arrays), count, rows, *self._table.pages.shape, len(wanted)
         )
+        adapters = self._adapters.of(batch) if len(batch.adapters) else None
+        structure.adapters = ctypes.addressof(adapters.list) if adapters else None
         logits = self._room_for(picked, asked)
         watch = _Watch(self.model, batch, batch.look) if batch.look else None
         status = functions().unspool_run(

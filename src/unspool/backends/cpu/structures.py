@@ -93,6 +93,20 @@ class BatchStructure(ctypes.Structure):
         ("table_rows", _i64),
         ("table_columns", _i64),
         ("wanted_count", _i64),
+        ("adapters", _pointer),
+    )
+
+
+# What an adapter adds to one matrix: see LowRank in `native/plan.h`.
+LOW_RANK = np.dtype([("down", np.uint64), ("up", np.uint64), ("rank", np.int64)])
+
+
+class AdapterList(ctypes.Structure):
+    _fields_ = (
+        ("of_row", _pointer),
+        ("parts", _pointer),
+        ("count", _i64),
+        ("most", _i64),
     )
 
 

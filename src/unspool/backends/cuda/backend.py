@@ -24,6 +24,7 @@ from unspool.backends.cuda.prompts import Prompts
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.step import Inside, Ints, StepBatch, largest, no_ints, smallest
 from unspool.errors import UnspoolError
+from unspool.model.adapters import Adapter
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, PickRows
 
 _LINES = LINE_COUNTS[-1]
@@ -69,6 +70,12 @@ class CudaBackend:
         picker = DevicePicker(len(picks), self.vocab_size, self._device)
         picker.picks, picker.logprobs, picker.previous = picks, logprobs, self._outcomes.picks
         return picker
+
+    def set_adapter(self, number: int, adapter: Adapter | None) -> None:
+        raise UnspoolError(
+            "adapters cannot be loaded on the GPU's own kernels yet; load the model with "
+            "backend='torch', or merge the adapter into it: unspool train merge"
+        )
 
     def launch(self, batch: StepBatch) -> Flight:
         _check(batch, self)

@@ -25,6 +25,8 @@ from unspool.backends.step import (
     StepResult,
     no_ints,
 )
+from unspool.backends.torch.adapters import TorchAdapters
+from unspool.model.adapters import Adapter
 from unspool.model.transformer import QUERIES_AT_ONCE, Attention, Layer, Transformer
 from unspool.sampling.picker import pick
 
@@ -46,6 +48,7 @@ class TorchBackend:
         self.context = context or config.context
         self._device = weight.device
         self._table = BlockTable()
+        self._adapters = TorchAdapters(model)
         # One long row of slots a layer: slot = page * page_size + place in the page.
         shape = (page_count * PAGE_SIZE, config.kv_heads, config.head_width)
         self._keys = [_untouched(shape, weight) for _ in range(config.layers)]
@@ -56,7 +59,11 @@ class TorchBackend:
         self._table.apply(batch.updates)
         for source, target in batch.copies.tolist():
             self._copy_page(source, target)
-        return Done(self._run(batch))
+        with self._adapters.applied(batch):
+            return Done(self._run(batch))
+
+    def set_adapter(self, number: int, adapter: Adapter | None) -> None:
+        self._adapters.set(number, adapter)
 
     def _copy_page(self, source: int, target: int) -> None:
         size = self.page_size

@@ -8,7 +8,10 @@ from importlib import import_module
 import typer
 
 # Each lies in the file of its name.
-COMMANDS = ("new", "runs", "data", "tokenizer", "export", "judge", "scaling")
+COMMANDS = (
+    "new", "tune", "dpo", "grpo", "merge", "task", "runs", "data", "tokenizer", "judge", "export",
+    "scaling",
+)  # fmt: skip
 
 train = typer.Typer(
     no_args_is_help=True,

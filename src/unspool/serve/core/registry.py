@@ -17,11 +17,12 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from unspool import __version__
 from unspool.errors import UnspoolError
+from unspool.serve.core.adapters import AdapterEntry, AdapterFolder
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.threads import in_thread
 from unspool.session import Session
@@ -49,6 +50,8 @@ class ServedModel:
     keep_alive: float | None  # seconds it stays when nobody uses it; None: until room is needed
     users: int = 0
     used: float = field(default_factory=time.monotonic)
+    adapted: dict[str, ServedModel] = field(default_factory=dict)  # the same with adapters
+    stamp: int = 0  # of an adapter: when its weights were written
 
     @property
     def is_alive(self) -> bool:
@@ -72,7 +75,12 @@ class ModelRegistry:
     """All models of one server."""
 
     def __init__(
-        self, entries: Sequence[ModelEntry], *, room: int, idle: float | None = None
+        self,
+        entries: Sequence[ModelEntry],
+        *,
+        room: int,
+        idle: float | None = None,
+        adapters: AdapterFolder | None = None,
     ) -> None:
         names = [entry.name for entry in entries]
         if len(set(names)) < len(names):
@@ -81,6 +89,7 @@ class ModelRegistry:
         self.entries = {entry.name: entry for entry in entries}
         self.first = names[0]
         self.room, self.idle = room, idle
+        self._adapters = adapters
         self.loaded: dict[str, ServedModel] = {}
         self.created = int(time.time())
         self._loading = asyncio.Lock()
@@ -96,13 +105,29 @@ class ModelRegistry:
     def is_loading(self, name: str) -> bool:
         return name in self._tasks
 
-    def entry(self, name: str | None) -> ModelEntry:
+    def adapters(self) -> dict[str, AdapterEntry]:
+        """The adapters of the first model that are there now, by `model:adapter`."""
+        return self._adapters.entries(self.first) if self._adapters is not None else {}
+
+    def served(self, entry: ModelEntry | AdapterEntry) -> ServedModel | None:
+        """What is in memory of it."""
+        if isinstance(entry, ModelEntry):
+            return self.loaded.get(entry.name)
+        base = self.loaded.get(entry.base)
+        return base.adapted.get(entry.name) if base is not None else None
+
+    def entry(self, name: str | None) -> ModelEntry | AdapterEntry:
         """What a request means by a model's name; without one, the first model."""
         if name is None:
             return self.entries[self.first]
-        found = [name] if name in self.entries else self._meant_by(name.lower())
+        if name in self.entries:
+            return self.entries[name]
+        adapters = self.adapters()
+        if name in adapters:
+            return adapters[name]
+        found = self._meant_by(name.lower())
         if len(found) != 1:
-            known = ", ".join(found or self.entries)
+            known = ", ".join(found or [*self.entries, *adapters])
             wrong = "several models are" if found else "there is no model"
             message = f"{wrong} {name[:100]!r}; there is {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -122,7 +147,12 @@ class ModelRegistry:
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
         """A model for as long as it is needed; loaded first if it is not."""
-        served = await self._loaded(name)
+        entry = self.entry(name)
+        if isinstance(entry, AdapterEntry):
+            async with self.use(entry.base) as base:
+                yield await self._adapted(base, entry)
+            return
+        served = await self._loaded(entry)
         served.users += 1
         try:
             yield served
@@ -133,8 +163,15 @@ class ModelRegistry:
                 self._freed.set()
                 self._released.set()
 
-    async def _loaded(self, name: str | None) -> ServedModel:
-        entry = self.entry(name)
+    async def _adapted(self, base: ServedModel, entry: AdapterEntry) -> ServedModel:
+        """The model with an adapter, which is loaded if it is not, or if it has changed."""
+        async with self._loading:
+            known = base.adapted.get(entry.name)
+            if known is None or known.stamp != entry.stamp:
+                known = base.adapted[entry.name] = await in_thread(_load_adapter, base, entry)
+        return known
+
+    async def _loaded(self, entry: ModelEntry) -> ServedModel:
         while (served := self.loaded.get(entry.name)) is None:
             if entry.name not in self._tasks:
                 self._tasks[entry.name] = asyncio.ensure_future(self._load(entry))
@@ -204,4 +241,18 @@ def _load_model(entry: ModelEntry, keep_alive: float | None) -> ServedModel:
         fingerprint="fp_" + hashlib.sha256(print_of.encode()).hexdigest()[:12],
         tools=tool_format(source, lm.tokenizer),
         keep_alive=keep_alive,
+    )
+
+
+def _load_adapter(served: ServedModel, entry: AdapterEntry) -> ServedModel:
+    """The model with an adapter, taken into memory; it shares everything else with the model."""
+    served.lm.load_adapter(entry.short, entry.folder)
+    seen = f"{served.fingerprint} {entry.short} {entry.stamp}"
+    return replace(
+        served,
+        name=entry.name,
+        lm=served.lm.adapted(entry.short),
+        fingerprint="fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12],
+        stamp=entry.stamp,
+        adapted={},
     )

@@ -58,7 +58,7 @@ async def running(request: Request) -> Response:
 async def show(body: ShowRequest, request: Request) -> Response:
     registry = state_of(request).registry
     entry = registry.entry(body.model or body.name)
-    served = registry.loaded.get(entry.name)
+    served = registry.served(entry)
     found: dict[str, Any] = {
         "modelfile": f"# served by unspool\nFROM {entry.name}\n",
         "parameters": "",

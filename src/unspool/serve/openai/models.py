@@ -9,6 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from unspool.errors import UnspoolError
+from unspool.serve.core.adapters import AdapterEntry
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.core.state import ServerState, state_of
 from unspool.serve.http.errors import ApiError
@@ -20,7 +21,10 @@ router = new_router("OpenAI")
 @router.get("/v1/models", summary="The models this server has")
 async def list_models(request: Request) -> Response:
     state = state_of(request)
-    found = [_model_json(state, entry) for entry in state.registry.entries.values()]
+    registry = state.registry
+    entries: list[ModelEntry | AdapterEntry] = [*registry.entries.values()]
+    entries += registry.adapters().values()
+    found = [_model_json(state, entry) for entry in entries]
     return JsonReply({"object": "list", "data": found})
 
 
@@ -44,15 +48,16 @@ async def load_model(model: str, request: Request) -> Response:
         raise ApiError(500, f"{model} cannot be loaded: {error}") from error
 
 
-def _model_json(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
+def _model_json(state: ServerState, entry: ModelEntry | AdapterEntry) -> dict[str, Any]:
     """As OpenAI tells it, and under `unspool` what can be known without loading it."""
-    served = state.registry.loaded.get(entry.name)
+    served = state.registry.served(entry)
+    base = entry.base if isinstance(entry, AdapterEntry) else None
     details: dict[str, Any] = {
         "loaded": served is not None,
         "loading": state.registry.is_loading(entry.name),
         "bytes": entry.size,
         "fits": entry.size <= state.registry.room,
-        "source": entry.source,
+        "source": entry.source if isinstance(entry, ModelEntry) else "adapters",
     }
     if served is not None:
         lm = served.lm
@@ -74,5 +79,6 @@ def _model_json(state: ServerState, entry: ModelEntry) -> dict[str, Any]:
         "object": "model",
         "created": state.registry.created,
         "owned_by": "unspool",
+        **({"parent": base} if base is not None else {}),  # the model that an adapter belongs to
         "unspool": details,
     }

@@ -49,7 +49,7 @@ struct Model {
     std::vector<Room<float>> buffer_rooms;
     std::vector<Room<uint8_t>> scratch;  // one a worker
     Room<int8_t> numbers, tiled;
-    Room<float> scales, lows, turned, values, partial, pick_weights;
+    Room<float> scales, lows, turned, values, low, partial, pick_weights;
     Room<int32_t> sums, row_of, pick_tokens, pick_places, pick_starts;
     Room<Progress> progress;      // kParts for each operation
     std::vector<double> seconds;  // empty: not measured

@@ -88,6 +88,21 @@ struct KeyValues {
     int32_t layers;
 };
 
+// What an adapter adds to one matrix: up * (down * row), its scale multiplied into `up`.
+struct LowRank {
+    const float* down;  // [rank, columns]; null: nothing is added to this matrix
+    const float* up;    // [rows / 16, rank, 16], filled up with zeros
+    int64_t rank;
+};
+
+// The adapters of a batch's rows.
+struct Adapters {
+    const int64_t* of_row;  // [rows]: which one each row has, -1: none
+    const LowRank* parts;   // [count, matrices of the plan]
+    int64_t count;
+    int64_t most;  // numbers that `down` gives, for all matrices with one input together
+};
+
 // A ragged batch, as in `backends/step.py`.
 struct Batch {
     const int64_t* tokens;
@@ -102,6 +117,7 @@ struct Batch {
     int64_t table_rows;
     int64_t table_columns;
     int64_t wanted_count;
+    const Adapters* adapters;  // null: nobody has one
 
     const int64_t* pages(int64_t row) const { return table + slots[row] * table_columns; }
 };
@@ -156,6 +172,8 @@ struct Run {
     const int32_t* row_of;  // [count]: the batch's row of each token
     Picks picks;
     QuantizedRows prepared;  // room for all rows, shared by the workers
+    int64_t matrix_count;    // of the plan
+    float* low;              // room for what adapters make of each row
     float* partial;          // room for the segments of attention
     int64_t partial_room;    // in floats
 };

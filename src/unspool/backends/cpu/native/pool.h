@@ -18,7 +18,7 @@ struct alignas(64) Progress {
     void wait(int32_t tasks);
 };
 
-constexpr int kParts = 2;  // that an operation can have, one after the other
+constexpr int kParts = 4;  // that an operation can have, one after the other
 
 // One thread's view of a run.
 struct Worker {

@@ -31,6 +31,11 @@ bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
     if (!all_within(batch.tokens, batch.count, spec.matrices[embed.matrix].rows)) return false;
     if (!all_within(batch.wanted, batch.wanted_count, batch.count)) return false;
     if (!all_within(batch.slots, batch.rows, batch.table_rows)) return false;
+    if (batch.adapters != nullptr)
+        for (int64_t row = 0; row < batch.rows; ++row)
+            if (batch.adapters->of_row[row] < -1 ||
+                batch.adapters->of_row[row] >= batch.adapters->count)
+                return false;
     int64_t positions = batch.table_columns * kPage;
     if (embed.vector >= 0) {
         const int64_t known = spec.vectors[embed.vector].count / spec.buffer_widths[embed.target];
@@ -102,6 +107,8 @@ void Model::make_room(Run& run, int64_t rows, float* logits) {
     run.prepared.values = values.need(prepared * widest);
     run.prepared.tiled = tiled.need((prepared + kLanes) * widest);
     run.prepared.turned = turned.need((prepared + kLanes) * (widest / kTile) * 2);
+    run.matrix_count = spec.matrix_count;
+    if (run.batch.adapters != nullptr) run.low = low.need(rows * run.batch.adapters->most);
     run.partial_room = static_cast<int64_t>(1) << 20;
     run.partial = partial.need(run.partial_room);
     for (auto& room : scratch) room.need(scratch_needed(*this));
@@ -137,7 +144,9 @@ struct Running {
             case kNorm:
                 return does.norm(run, op, worker);
             case kLinear:
-                return does.linear(run, op, worker);
+                does.linear(run, op, worker);
+                if (run.batch.adapters != nullptr) does.adapt(run, op, worker);
+                return;
             case kPlace:
                 return does.place(run, op, worker);
             case kAttend:

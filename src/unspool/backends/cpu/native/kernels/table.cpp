@@ -12,6 +12,7 @@ namespace unspool {
 namespace UNSPOOL_SHARED {
 void embed(const Run&, const Op&, Worker&);
 void norm(const Run&, const Op&, Worker&);
+void adapt(const Run&, const Op&, Worker&);
 void place(const Run&, const Op&, Worker&);
 void attend(const Run&, const Op&, Worker&);
 void route(const Run&, const Op&, Worker&);
@@ -33,14 +34,14 @@ void linear(const Run&, const Op&, Worker&);
 #define UNSPOOL_NAME(x) UNSPOOL_TEXT(x)
 
 extern const Kernels table;
-const Kernels table = {UNSPOOL_NAME(ISA),           UNSPOOL_SHARED::embed,
-                       UNSPOOL_SHARED::norm,        linear,
-                       UNSPOOL_SHARED::place,       UNSPOOL_SHARED::attend,
-                       UNSPOOL_SHARED::route,       UNSPOOL_SHARED::combine,
-                       UNSPOOL_SHARED::gather,      UNSPOOL_SHARED::softcap,
-                       UNSPOOL_SHARED::peak,        UNSPOOL_SHARED::mass,
-                       UNSPOOL_SHARED::count_above, UNSPOOL_SHARED::above,
-                       UNSPOOL_SHARED::maxima};
+const Kernels table = {UNSPOOL_NAME(ISA),       UNSPOOL_SHARED::embed,
+                       UNSPOOL_SHARED::norm,    linear,
+                       UNSPOOL_SHARED::adapt,   UNSPOOL_SHARED::place,
+                       UNSPOOL_SHARED::attend,  UNSPOOL_SHARED::route,
+                       UNSPOOL_SHARED::combine, UNSPOOL_SHARED::gather,
+                       UNSPOOL_SHARED::softcap, UNSPOOL_SHARED::peak,
+                       UNSPOOL_SHARED::mass,    UNSPOOL_SHARED::count_above,
+                       UNSPOOL_SHARED::above,   UNSPOOL_SHARED::maxima};
 
 #if defined(ISA_amx)
 

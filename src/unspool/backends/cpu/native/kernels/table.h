@@ -20,6 +20,7 @@ struct Kernels {
     void (*embed)(const Run&, const Op&, Worker&);
     void (*norm)(const Run&, const Op&, Worker&);
     void (*linear)(const Run&, const Op&, Worker&);
+    void (*adapt)(const Run&, const Op&, Worker&);  // what adapters add behind a kLinear
     void (*place)(const Run&, const Op&, Worker&);
     void (*attend)(const Run&, const Op&, Worker&);
     void (*route)(const Run&, const Op&, Worker&);

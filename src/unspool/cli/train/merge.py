@@ -1,0 +1,42 @@
+"""`unspool train merge`: an adapter added to its model's weights, saved as a model of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unspool.cli import options as o
+from unspool.errors import SettingsError
+
+
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    folder: Annotated[Path, typer.Argument(help="Where the merged model goes.")],
+    model: o.Model = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    offline: o.Offline = False,
+) -> None:
+    """Add an adapter to its model's weights, and save the whole as a folder like any other.
+
+    The model is the one that the adapter was trained on, unless another is named. Weights that
+    were quantized are saved as floats.
+
+    [b]Examples[/b]
+
+      unspool train merge runs/tune-chats/checkpoints/000300 merged/
+      unspool train merge poet/ merged/ --model qwen3-0.6b --dtype bfloat16
+    """
+    from unspool.backends.torch.available import check_torch
+
+    check_torch()
+    if folder.exists() and any(folder.iterdir()):
+        raise SettingsError(f"{folder}: is not empty; name a new folder")
+    from unspool.loading import DTYPES
+    from unspool.train.merging import merge_adapter
+
+    if dtype not in DTYPES:
+        raise SettingsError(f"--dtype is {dtype!r}; it may be {', '.join(DTYPES)}")
+    merge_adapter(adapter, folder, model, dtype=dtype, offline=offline)
+    o.say(f'merged: {folder}; write with it:  unspool "..." --model {folder}')

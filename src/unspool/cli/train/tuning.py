@@ -1,0 +1,151 @@
+"""What the commands that tune a model share: their options, the bar, and the last words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unspool.cli import options as o
+
+if TYPE_CHECKING:
+    from unspool.train.events import Event
+    from unspool.train.runs import Run
+
+_LORA, _STEPS = "LoRA", "How long, and how"
+
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", "-d", help="Files, a folder, a pattern or a hub data set."),
+]
+Task = Annotated[
+    str | None, typer.Option(help="A task of reasoning-gym, instead of data: leg_counting, ...")
+]
+Examples = Annotated[int, typer.Option(min=1, help="Questions of the task.")]
+Lora = Annotated[
+    int,
+    typer.Option("--lora", min=0, help="The rank; 0 trains all weights.", rich_help_panel=_LORA),
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option(help="Scale times rank. Default: twice the rank.", rich_help_panel=_LORA),
+]
+Dropout = Annotated[float, typer.Option(help="Share left out.", rich_help_panel=_LORA)]
+Targets = Annotated[
+    str,
+    typer.Option(help="Matrices, of q,k,v,o,gate,up,down.", rich_help_panel=_LORA),
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Only in so many last layers.", rich_help_panel=_LORA),
+]
+From = Annotated[
+    Path | None,
+    typer.Option("--adapter", help="An adapter to go on from.", rich_help_panel=_LORA),
+]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Default: from --epochs.", rich_help_panel=_STEPS)
+]
+Epochs = Annotated[
+    float, typer.Option(min=0, help="How often all data is seen.", rich_help_panel=_STEPS)
+]
+Batch = Annotated[int, typer.Option(min=1, help="Rows at once.", rich_help_panel=_STEPS)]
+Length = Annotated[
+    int, typer.Option(min=2, help="Tokens of a row, at most.", rich_help_panel=_STEPS)
+]
+Accumulate = Annotated[int, typer.Option(min=1, help="Batches in a step.", rich_help_panel=_STEPS)]
+Rate = Annotated[
+    float | None, typer.Option("--rate", help="Learning rate.", rich_help_panel=_STEPS)
+]
+Seed = Annotated[int, typer.Option(help="Of all that is random.", rich_help_panel=_STEPS)]
+SaveEvery = Annotated[
+    int, typer.Option(min=1, help="Steps between checkpoints.", rich_help_panel=_STEPS)
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, ...", rich_help_panel=_STEPS)]
+Name = Annotated[str | None, typer.Option(help="Of the run's folder.")]
+Resume = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")
+]
+
+
+def carry_out(settings: dict[str, Any], name: str | None, resume: str | None, quiet: bool) -> None:
+    """Make the run, or take it up again, and train it."""
+    from unspool.backends.torch.available import check_torch
+
+    check_torch()
+    from unspool.train.runs import Run, runs_folder
+    from unspool.train.tune import TuneSettings, new_run, settings_of, tune
+
+    if resume is not None:
+        run = Run.open(resume)
+        run.take_over()
+        wanted = settings_of(run)
+    else:
+        wanted = TuneSettings(**settings)
+        run = new_run(wanted, runs_folder() / name if name else None)
+    with _Telling(run, quiet) as telling:
+        tune(wanted, run, telling)
+    _close(run, bool(wanted.lora), wanted.model)
+
+
+def _close(run: Run, adapter: bool, model: str | None) -> None:
+    """What came out, and what to do with it."""
+    if run.state == "stopped":
+        o.say(f"stopped; go on with: unspool train {run.facts['kind']} --resume {run.folder}")
+        return
+    o.say(f"done: {run.final}")
+    named = f" --model {model}" if model else ""
+    if adapter:
+        o.say(f'write with it:  unspool "..."{named} --adapter {run.final}')
+        o.say(f"make it a model of its own:  unspool train merge {run.final} FOLDER")
+    else:
+        o.say(f'write with it:  unspool "..." --model {run.final}')
+
+
+class _Telling:
+    """A bar where somebody looks, a line now and then where nobody does."""
+
+    def __init__(self, run: Run, quiet: bool) -> None:
+        self._run, self._quiet = run, quiet
+        self._bar: Any = None
+        self._task: Any = None
+        self._next = 0
+
+    def __enter__(self) -> _Telling:
+        if not self._quiet and sys.stderr.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            from unspool.cli.show import err
+
+            columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=err(), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("loading the model", total=None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        from unspool.train.events import Judged, Logged
+
+        if self._quiet:
+            return
+        steps = self._run.steps
+        if isinstance(event, Judged):
+            o.say(f"step {event.step}: loss {event.held_out_loss:.3f} on what was held out")
+        if not isinstance(event, Logged):
+            return
+        more = "".join(f" · {name} {value:.3g}" for name, value in event.extra.items())
+        said = (
+            f"{event.step}/{steps} · loss {event.loss:.3f}{more} · "
+            f"{event.tokens_per_second:,.0f} tokens/s"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, total=steps, completed=event.step, description=said)
+        elif event.step >= self._next:
+            self._next = event.step + max(1, steps // 20)
+            o.say(said)

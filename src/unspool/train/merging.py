@@ -1,0 +1,35 @@
+"""An adapter and its model made one: a folder that transformers and `unspool.load` read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from unspool.errors import ModelFileError
+from unspool.loading import open_tokenizer
+from unspool.model.adapters import base_of, read_adapter
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.hub import find_model
+from unspool.train.lora import merge
+
+
+def merge_adapter(
+    adapter: Path,
+    folder: Path,
+    model: str | None = None,
+    *,
+    dtype: str = "float32",
+    offline: bool = False,
+) -> None:
+    """Save the model that an adapter belongs to (or another that fits) with the adapter in it."""
+    name = model or base_of(adapter)
+    if not name:
+        raise ModelFileError(f"{adapter}: does not say which model it belongs to; give --model")
+    checkpoint = open_checkpoint(find_model(name, offline=offline))
+    merged = load_transformer(checkpoint)
+    merge(merged, read_adapter(adapter, merged.config))
+    save_checkpoint(merged.to(getattr(torch, dtype)), folder)
+    tokenizer = open_tokenizer(checkpoint)
+    if tokenizer is not None:
+        tokenizer.save(folder)

@@ -1,0 +1,231 @@
+"""LoRA adapters in PEFT's format: theirs here and ours there, with the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import unspool
+from unspool.errors import UnspoolError
+from unspool.model.adapters import Adapter, LowRank, adaptable, read_adapter, write_adapter
+from unspool.native import missing
+
+TOKENS = [3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19]
+FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt-neox"]
+_NATIVE = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+BACKENDS = ["torch", pytest.param("native", marks=_NATIVE)]
+
+
+def peft_model(folder: Path, family: str, **changes: Any) -> Any:
+    """A tiny model with a random adapter over all its matrices, both saved; PEFT's own model."""
+    import peft
+
+    base = tiny.save(family, folder / "base")
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **changes}
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "adapter")
+    return model.eval()
+
+
+def logits_of(model: Any, tokens: list[int] = TOKENS) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def our_logits(lm: Any, adapter: str | None = None, tokens: list[int] = TOKENS) -> Any:
+    with lm.opened(tokens, adapter) as branch:
+        return np.asarray(lm.engine.extend(branch, wanted=len(tokens)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_of_pefts_gives_its_logits(tmp_path: Path, family: str, backend: str) -> None:
+    theirs = peft_model(tmp_path, family)
+    lm = unspool.load(tmp_path / "base", backend=backend)
+    plain = our_logits(lm)
+    lm.load_adapter("a", tmp_path / "adapter")
+    expected = logits_of(theirs)
+    assert np.abs(expected - plain).max() > 0.05
+    # Keys and values have 16 bits in the native backend.
+    allowed = 1e-4 if backend == "torch" else 0.02 * np.abs(expected).max()
+    assert np.abs(our_logits(lm, "a") - expected).max() < allowed
+    np.testing.assert_array_equal(our_logits(lm), plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_here_loads_in_peft(tmp_path: Path, family: str) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    expected = logits_of(peft_model(tmp_path, family))
+    config = unspool.load(tmp_path / "base", backend="torch").config
+    adapter = read_adapter(tmp_path / "adapter", config)
+    write_adapter(adapter, tmp_path / "again", config)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    found = peft.PeftModel.from_pretrained(base, tmp_path / "again").eval()
+    assert np.abs(logits_of(found) - expected).max() < 1e-4
+    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"]) == (4, 6)
+
+
+def test_patterns_and_rslora(tmp_path: Path) -> None:
+    model = peft_model(
+        tmp_path,
+        "llama",
+        use_rslora=True,
+        target_modules=["q_proj", "down_proj"],
+        rank_pattern={"down_proj": 2},
+        alpha_pattern={"layers.1.self_attn.q_proj": 3},
+    )
+    lm = unspool.load(tmp_path / "base", backend="torch")
+    lm.load_adapter("a", tmp_path / "adapter")
+    assert np.abs(our_logits(lm, "a") - logits_of(model)).max() < 1e-4
+
+
+def test_a_head_of_its_own_is_adapted_too(tmp_path: Path) -> None:
+    model = peft_model(tmp_path, "llama", target_modules=["lm_head", "v_proj"])
+    for backend in ("torch", "native") if missing() is None else ("torch",):
+        lm = unspool.load(tmp_path / "base", backend=backend, dtype="float32")
+        lm.load_adapter("a", tmp_path / "adapter")
+        assert np.abs(our_logits(lm, "a") - logits_of(model)).max() < 0.02
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_different_adapters_in_one_step(tmp_path: Path, backend: str) -> None:
+    """Each text is the same as alone, whatever its neighbours have; prompts that are the same are
+    computed once for each adapter."""
+    peft_model(tmp_path / "one", "llama")
+    peft_model(tmp_path / "two", "llama", target_modules=["v_proj", "down_proj"], r=7)
+    lm = unspool.load(tmp_path / "one" / "base", backend=backend)
+    lm.load_adapter("one", tmp_path / "one" / "adapter")
+    lm.load_adapter("two", tmp_path / "two" / "adapter")
+    names = [None, "one", "two", "one", None]
+    engine = lm.engine
+    alone = [our_logits(lm, name) for name in names]
+    branches = [engine.open(TOKENS, name) for name in names]
+    assert [branch.reused > 0 for branch in branches] == [True] * 5  # each its own adapter's
+    together = engine.extend_all([(branch, [7, 8]) for branch in branches], wanted=2)
+    for name, branch, found in zip(names, branches, together, strict=True):
+        with lm.opened([*TOKENS, 7, 8], name) as fresh:
+            expected = np.asarray(engine.extend(fresh, wanted=len(TOKENS) + 2))
+        np.testing.assert_allclose(np.asarray(found), expected[-2:], atol=2e-5, rtol=1e-4)
+        branch.release()
+    assert np.abs(alone[0] - alone[1]).max() > 0.05 < np.abs(alone[1] - alone[2]).max()
+
+
+def test_no_page_passes_from_one_adapter_to_another(tmp_path: Path) -> None:
+    peft_model(tmp_path, "llama")
+    lm = unspool.load(tmp_path / "base", backend="torch")
+    lm.load_adapter("a", tmp_path / "adapter")
+    prompt = list(range(3, 60))
+    lm.generate(prompt, max_tokens=1)
+    assert lm.generate(prompt, max_tokens=1, adapter="a").reused == 0
+    assert lm.generate(prompt, max_tokens=1, adapter="a").reused > 0
+    lm.load_adapter("a", tmp_path / "adapter")  # perhaps another one under the same name
+    assert lm.generate(prompt, max_tokens=1, adapter="a").reused == 0
+
+
+def test_an_adapter_can_go_while_a_text_is_written_with_it(tmp_path: Path) -> None:
+    peft_model(tmp_path, "llama")
+    lm = unspool.load(tmp_path / "base", backend="torch")
+    lm.load_adapter("a", tmp_path / "adapter")
+    whole = lm.generate(TOKENS, max_tokens=30, temperature=0, adapter="a", end=False)
+    steps = lm.stream(TOKENS, max_tokens=30, temperature=0, adapter="a", end=False)
+    first = next(steps)
+    lm.unload_adapter("a")
+    assert [first.token, *(step.token for step in steps)] == whole.tokens
+    assert lm.adapters == []
+    with pytest.raises(UnspoolError, match="no adapter 'a'"):
+        lm.generate(TOKENS, adapter="a")
+
+
+def test_a_view_writes_with_its_adapter(tmp_path: Path) -> None:
+    peft_model(tmp_path, "llama")
+    lm = unspool.load(tmp_path / "base", backend="torch")
+    lm.load_adapter("a", tmp_path / "adapter")
+    named = lm.generate(TOKENS, max_tokens=12, temperature=0, adapter="a", end=False)
+    view = lm.adapted("a")
+    assert view.generate(TOKENS, max_tokens=12, temperature=0, end=False).tokens == named.tokens
+    assert named.alternatives(0, 1)[0].token == named.tokens[0]
+    assert named.rewind(3).resume().tokens == named.tokens
+    assert view.look(TOKENS).residuals.tolist() == lm.adapted("a").look(TOKENS).residuals.tolist()
+    assert not np.array_equal(view.look(TOKENS).residuals, lm.look(TOKENS).residuals)
+    with pytest.raises(UnspoolError, match="merge"):
+        view.save(tmp_path / "saved")
+    with pytest.raises(UnspoolError, match="trace"):
+        lm.trace(named)
+    assert view.score(TOKENS).logprobs == lm.score(TOKENS, adapter="a").logprobs
+    view.close()  # it is the same model
+    with pytest.raises(UnspoolError, match="closed"):
+        lm.generate(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_alpha": "much"}, "lora_alpha"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    peft_model(tmp_path, "llama")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    config = unspool.load(tmp_path / "base", backend="torch").config
+    with pytest.raises(UnspoolError, match=said):
+        read_adapter(tmp_path / "adapter", config)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    peft_model(tmp_path, "llama")
+    tiny.save("qwen3", tmp_path / "other")
+    tiny.save("gpt2", tmp_path / "strange")
+    for folder, said in (("other", "another model"), ("strange", "cannot")):
+        config = unspool.load(tmp_path / folder, backend="torch").config
+        with pytest.raises(UnspoolError, match=said):
+            read_adapter(tmp_path / "adapter", config)
+    with pytest.raises(UnspoolError, match="no adapter"):
+        read_adapter(tmp_path / "base", config)
+    assert "embed.weight" not in adaptable(config)
+
+
+@_NATIVE
+@pytest.mark.real
+def test_over_packed_weights_an_adapter_does_what_it_does_over_floats(
+    tmp_path: Path, lm: Any, torch_lm: Any
+) -> None:
+    """The default model's file is quantized; its weights stay packed in the native backend."""
+    draw = np.random.default_rng(0)
+    parts = {
+        name: LowRank(
+            draw.standard_normal((4, columns)).astype(np.float32) * 0.2,
+            draw.standard_normal((rows, 4)).astype(np.float32) * 0.2,
+            1.0,
+        )
+        for name, (rows, columns) in adaptable(lm.config).items()
+        if name.endswith(("q.weight", "down.weight"))
+    }
+    write_adapter(Adapter(parts), tmp_path, lm.config)
+    text = lm.tokenizer.encode("The old fisherman looked at the sky for a long time, and said:")
+    found = []
+    for model in (lm, torch_lm):
+        model.load_adapter("packed", tmp_path)
+        found.append(our_logits(model, "packed", text).flatten())
+        model.unload_adapter("packed")
+    plain = our_logits(torch_lm, tokens=text).flatten()
+    # The packed products round what goes in to bytes: alike, not the same.
+    assert np.corrcoef(found[0], found[1])[0, 1] > 0.98
+    assert np.corrcoef(found[1], plain)[0, 1] < 0.9
