@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,7 +147,6 @@ def _train(
     from unspool.train.reports import reporters
     from unspool.train.runs import Run, runs_folder
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     with Parallel.started(settings.device, shard=shard) as parallel:
         folder = ""
         if parallel.first:
