@@ -141,6 +141,17 @@ def test_other_objectives(objective: str, place: Path):
     assert sum(found[-8:]) < sum(found[:8])
 
 
+def test_with_nothing_said():
+    from unspool.train.new import NewSettings, _with_depth
+
+    alone, deep, timed = (
+        _with_depth(NewSettings(**given)) for given in ({}, {"depth": 8}, {"minutes": 1})
+    )
+    assert (alone.depth, alone.width, alone.steps, alone.batch_tokens) == (4, 128, 500, 2048)
+    assert (deep.depth, deep.width, deep.steps) == (8, None, None)
+    assert (timed.depth, timed.width, timed.steps) == (4, 128, None)
+
+
 def test_so_many_minutes(place: Path):
     assert train("--minutes", "0.02", "--quiet") == 0
     run = Run.open("speeches-d1")

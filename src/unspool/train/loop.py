@@ -34,6 +34,7 @@ from unspool.train.optimizers import Schedule, set_rates
 from unspool.train.parallel import Parallel, whole
 from unspool.train.runs import Run, film_steps
 
+_ADVICE = "no number to learn from: try a lower learning rate, and look at the data"
 _PAUSE = 0.2  # seconds between two looks at whether a paused run may go on
 
 
@@ -216,20 +217,15 @@ class Trainer:
             counts += torch.stack((summed.detach(), tokens))
         loss, total, seen = self._summed(counts, seen)
         if not math.isfinite(loss):
-            raise TrainingError(f"the loss of step {self.step + 1} is {loss}{self._ADVICE}")
+            raise TrainingError(f"the loss of step {self.step + 1} is {loss}, {_ADVICE}")
         norm = self._scale_gradients(parallel.world / max(1.0, total))
         if not math.isfinite(norm):
-            raise TrainingError(
-                f"the gradient of step {self.step + 1} is {norm} at a loss of {loss:.3f}"
-                f"{self._ADVICE}"
-            )
+            raise TrainingError(f"the gradient of step {self.step + 1} is {norm}, {_ADVICE}")
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.tokens += seen
         return loss, norm, seen, extra
-
-    _ADVICE = ", no number to learn from: try a lower learning rate, and look at the data"
 
     def _summed(self, counts: Tensor, seen: int) -> tuple[float, float, int]:
         """From the summed loss, the tokens that count and all that were read, over all processes:

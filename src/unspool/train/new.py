@@ -167,7 +167,13 @@ def _with_depth(settings: NewSettings) -> NewSettings:
         settings = replace(
             settings, depth=SMALLEST["depth"], width=settings.width or SMALLEST["width"]
         )
-    return settings if timed or sized else replace(settings, minutes=4.0)
+    if not (timed or sized):
+        settings = replace(
+            settings,
+            steps=SMALLEST["steps"],
+            batch_tokens=settings.batch_tokens or SMALLEST["batch_tokens"],
+        )
+    return settings
 
 
 def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) -> Tokenizer:

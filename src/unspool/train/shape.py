@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 DEEPEST = 128
 
 # What `unspool train` makes with nothing said: what two CPU cores can teach something in four
-# minutes. Measured there on 12 MB of speeches: 1.0M weights see four times the tokens of 3.7M.
-SMALLEST = {"depth": 4, "width": 128}
+# minutes. Measured on such a machine (Neoverse N1), on 12 MB of speeches: 1.0M weights at 4,700
+# tokens a second come to fewer bits per byte in the same time than 2.2M weights at 2,500.
+SMALLEST = {"depth": 4, "width": 128, "steps": 500, "batch_tokens": 2048}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +41,7 @@ def new(
     tokenizer: Annotated[
         str | None, _opt(_SIZE, "A vocabulary to use; else one is made.", metavar="FOLDER")
     ] = None,
-    minutes: Annotated[float | None, _opt(_LENGTH, "About so long. Default: 4.")] = None,
+    minutes: Annotated[float | None, _opt(_LENGTH, "About so long.")] = None,
     steps: Annotated[int | None, _opt(_LENGTH, "So many steps.", min=1)] = None,
     tokens: Annotated[
         int | None, _opt(_LENGTH, "So many tokens. Default with --depth: 20 a weight.", min=1)
@@ -148,7 +147,6 @@ def _train(
     from unspool.train.reports import reporters
     from unspool.train.runs import Run, runs_folder
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     with Parallel.started(settings.device, shard=shard) as parallel:
         folder = ""
         if parallel.first:
