@@ -97,6 +97,13 @@ def serve(
             "--log-prompts", help="Put prompts and texts into the log.", rich_help_panel=_OPERATION
         ),
     ] = False,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where training runs lie. Default: UNSPOOL_RUNS, or ./runs.",
+            rich_help_panel=_OPERATION,
+        ),
+    ] = None,
     *,
     chosen: list[o.ModelChoice],
 ) -> None:
@@ -135,6 +142,7 @@ def serve(
         deadline=deadline,
         drain=drain,
         log_prompts=log_prompts,
+        runs=runs,
     )
     _check_sizes(cache_memory=cache_memory, model_memory=model_memory, unload_after=unload_after)
     bound = bound_socket(settings)
