@@ -73,10 +73,10 @@ def bits_per_byte(step: int) -> float:
     return (loss(step) + 0.1) / math.log(2) / 3.4
 
 
-def add_checkpoint(run: Run, step: int) -> None:
+def add_checkpoint(run: Run, step: int, seed: int | None = None) -> None:
     """A whole model folder: random weights, other ones at every step."""
     part = run.folder / "checkpoints" / f".{step:06d}.part"
-    tiny.make("qwen3", seed=step).save_pretrained(part)
+    tiny.make("qwen3", seed=step if seed is None else seed).save_pretrained(part)
     _tokenizer().save(str(part / "tokenizer.json"))
     config = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (part / "tokenizer_config.json").write_text(json.dumps(config))

@@ -26,7 +26,7 @@ class RunLibrary:
         self.root = (runs_folder() if root is None else root).absolute()
 
     def all(self) -> list[Run]:
-        return Run.all(self.root)
+        return [run for run in Run.all(self.root) if self._is_inside(run.folder)]
 
     def get(self, name: str) -> Run:
         """The run of this name; an error if there is none, or if it lies elsewhere."""
