@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "language_model": {"backends", "engine", "request_options", "session", "decoding", "lens"},
     "loading": {"collecting", "errors", "text", "model", "backends", "native", "engine", "session",
                 "decoding", "language_model"},
-    "train": {"collecting", "errors", "text", "model", "sampling", "backends", "engine", "session",
+    "train": {"errors", "collecting", "text", "model", "sampling", "backends", "engine", "session",
               "decoding", "lens", "language_model", "loading"},
     "conversation": {"errors", "engine", "request_options", "session"},
     "page": set(),

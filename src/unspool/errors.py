@@ -22,6 +22,10 @@ class SettingsError(UnspoolError):
     """An option that is unknown, or outside what it may be."""
 
 
+class DataError(UnspoolError):
+    """Text to learn from that cannot be used as it is."""
+
+
 class ContextError(UnspoolError):
     """More tokens than the model's context can hold."""
 

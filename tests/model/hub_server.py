@@ -1,6 +1,6 @@
 """A small HTTP server for tests: files with Range and with faults, and the hub's addresses.
 
-python hub_server.py FOLDER     serves FOLDER/org/name/... as a hub; prints its port
+python hub_server.py FOLDER     serves FOLDER/[datasets/]org/name/... as a hub; prints its port
 """
 
 from __future__ import annotations
@@ -92,8 +92,11 @@ class Hub(BaseHTTPRequestHandler):
         with (self.root / "asked.log").open("a") as log:
             log.write(f"{self.command} {self.path} {self.headers.get('Authorization')}\n")
         path = self.path.partition("?")[0]
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?(?:/.*)?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        path = path.replace("/api/models/", "/api/")  # data sets lie in a folder of their own
+        api = re.fullmatch(
+            r"/api/((?:datasets/)?[^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?(?:/.*)?", path
+        )
+        file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if not api and not file:
             return self.say(404, {"error": "no such page"})
         found = api or file

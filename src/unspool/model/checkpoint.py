@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -234,13 +234,21 @@ def save_checkpoint(
     model: Transformer, folder: str | Path, *, largest_file: int = 5_000_000_000
 ) -> None:
     """Write config.json and safetensors (in shards if large) that transformers can load."""
+    save_weights(model.config, model.state_dict(), Path(folder), largest_file)
+
+
+def save_weights(
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    largest_file: int = 5_000_000_000,
+) -> None:
+    """The same of weights under our names, which need not be in a model."""
     from safetensors.torch import save_file
 
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = model.config
     prefix = prefixes_for_hf(config)[0]
-    named = write_weights(config, rules_for_hf(config), model.state_dict())
+    named = write_weights(config, rules_for_hf(config), weights)
     tensors = {name.replace("{p}", prefix): tensor.cpu() for name, tensor in named.items()}
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -262,5 +270,5 @@ def save_checkpoint(
         total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+    dtype = str(weights["embed.weight"].dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2))

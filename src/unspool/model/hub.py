@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model.default_model import DEFAULT, cache_folder, default_model
+from unspool.model.default_model import DEFAULT, default_model
 from unspool.model.hub_files import RepoName
+from unspool.model.packaged import cache_folder
 
 __all__ = ["CachedModel", "cache_folder", "cached_models", "find_model", "is_default"]
 

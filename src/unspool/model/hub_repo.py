@@ -59,7 +59,7 @@ def find_in_hub(
     from huggingface_hub import constants
 
     name = wanted.name
-    with _in_words(name), _progress_bars(progress):
+    with errors_in_words(name), _progress_bars(progress):
         if offline or constants.HF_HUB_OFFLINE:
             return _find_cached(wanted, progress)
         if cached_first and (found := _cached_or_none(wanted, progress)):
@@ -69,7 +69,7 @@ def find_in_hub(
                 name.repo, revision=name.revision, files_metadata=True
             )
         except Exception as error:
-            if not _is_network_problem(error):
+            if not is_network_problem(error):
                 raise
             try:  # no network, but perhaps it is here already
                 return _find_cached(wanted, progress)
@@ -85,12 +85,12 @@ def find_in_hub(
         folder = huggingface_hub.snapshot_download(
             name.repo,
             revision=name.revision,
-            allow_patterns=[_literal(each) for each in chosen.files],
+            allow_patterns=[literal_pattern(each) for each in chosen.files],
         )
         return Path(folder) / chosen.file if chosen.file else Path(folder)
 
 
-def _literal(file: str) -> str:
+def literal_pattern(file: str) -> str:
     """A pattern that matches this name only."""
     return re.sub(r"([*?\[])", r"[\1]", file)
 
@@ -137,7 +137,7 @@ def _find_cached(wanted: Wanted, progress: bool) -> Path:
     return folder / chosen.file if chosen.file else folder
 
 
-def _is_network_problem(error: Exception) -> bool:
+def is_network_problem(error: Exception) -> bool:
     """A connection that failed, rather than a server that answered no."""
     if getattr(error, "response", None) is not None:
         return getattr(error.response, "status_code", 0) >= 500  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def _is_network_problem(error: Exception) -> bool:
 
 
 @contextmanager
-def _in_words(name: RepoName) -> Iterator[None]:
+def errors_in_words(name: RepoName) -> Iterator[None]:
     """What the library raises, as one line that says what to do."""
     from huggingface_hub import constants, errors
 
@@ -173,7 +173,7 @@ def _in_words(name: RepoName) -> Iterator[None]:
     except errors.HFValidationError as error:
         raise UnspoolError(f"{repo} is no name of a repository: {_one_line(error)}") from None
     except Exception as error:
-        if _is_network_problem(error):
+        if is_network_problem(error):
             raise UnspoolError(
                 f"the hub at {constants.ENDPOINT} cannot be reached for {repo}"
                 f" ({_one_line(error)}): check the network, or give a path to a file"

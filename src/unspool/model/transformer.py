@@ -8,11 +8,14 @@ attention and feed-forward have to say, the last vector is compared with every t
     cache = model.new_cache(capacity=512)
     logits = model(prompt, cache, last_only=True) # the prompt, keys and values kept
     logits = model(next_token, cache)             # one more token, nothing computed twice
+
+Training goes through the same layers with an `Attend` of its own: see `train/forward.py`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -93,10 +96,17 @@ class Attention(nn.Module):
             self.k_norm = Norm(config, shared if whole else config.head_width, "rms")
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, cache: Cache | None
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        attend: Attend | None = None,
     ) -> Tensor:
         batch, count, _ = x.shape
         query, key, value = self.project(x, angles)
+        if attend is not None:
+            mixed = attend(self, query, key, value)
+            return self.out(mixed.transpose(1, 2).reshape(batch, count, -1))
         start = 0
         if cache is not None:
             start, end = cache.length, cache.length + count
@@ -164,6 +174,10 @@ class Attention(nn.Module):
             theirs,
             ours + 1 if visible_end is None else visible_end,
         )
+
+
+# How the queries of whole texts look at their keys: [batch, heads, count, head_width] in and out.
+Attend = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
 
 
 def attention_weights(
@@ -269,9 +283,14 @@ class Layer(nn.Module):
         self.feed_post_norm = norm(config.norm_after)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, cache: Cache | None
+        self,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        attend: Attend | None = None,
     ) -> Tensor:
-        attended = self.attention_post_norm(self.attention(self.attention_norm(x), angles, cache))
+        attended = self.attention(self.attention_norm(x), angles, cache, attend)
+        attended = self.attention_post_norm(attended)
         between = x if self.parallel else x + attended
         fed = self.feed_post_norm(self.feed(self.feed_norm(between)))
         return x + attended + fed if self.parallel else between + fed

@@ -21,12 +21,17 @@ from jinja2.visitor import NodeTransformer
 from unspool.text.chat.budget import active_budget
 from unspool.text.chat.origin import TEMPLATE, Text, concat, origin_mark
 
+GENERATION_EDGE = "\ufdd1"  # Unicode sets this character aside, so no text has it
+
 
 class Run:
     """What belongs to one rendering beside its budget: its clock, and the message in turn."""
 
-    def __init__(self, messages: Iterable[Any], now: datetime) -> None:
+    def __init__(
+        self, messages: Iterable[Any], now: datetime, mark_generation: bool = False
+    ) -> None:
         self.now = now
+        self.mark_generation = mark_generation
         self.origin = TEMPLATE  # of what the template spells now
         self._numbers = {id(message): n for n, message in enumerate(messages, start=1)}
         self._loop = 0  # the one that goes through the messages
@@ -68,6 +73,11 @@ def literal(text: str) -> Text:
     return Text(text, current_run.get().origin)
 
 
+def generation_edge() -> Text:
+    """Where a stretch that the model wrote begins or ends, for who asks for it (`learning.py`)."""
+    return Text(GENERATION_EDGE if current_run.get().mark_generation else "", TEMPLATE)
+
+
 def weighed(value: Any) -> Any:
     active_budget().weigh(value)
     return value
@@ -87,7 +97,8 @@ def show(value: Any) -> str:
 
 
 HOOKS = {each.__name__: each for each in
-          (enter_loop, leave_loop, enter_body, literal, weighed, join_texts)}  # fmt: skip
+         (enter_loop, leave_loop, enter_body, literal, generation_edge, weighed,
+          join_texts)}  # fmt: skip
 
 
 class Rewriter(NodeTransformer):
@@ -97,39 +108,39 @@ class Rewriter(NodeTransformer):
         names = [target] if isinstance(target, nodes.Name) else target.find_all(nodes.Name)
         number = nodes.Const(id(node))
         bound = [nodes.Name(name.name, "load") for name in names]
-        node.body.insert(0, nodes.ExprStmt(_call("enter_loop", [number, *bound])))
+        node.body.insert(0, nodes.ExprStmt(hook_call("enter_loop", [number, *bound])))
         if node.test is not None:
-            node.test = nodes.And(_call("enter_body", []), node.test)
-        return [node, nodes.ExprStmt(_call("leave_loop", [number]))]
+            node.test = nodes.And(hook_call("enter_body", []), node.test)
+        return [node, nodes.ExprStmt(hook_call("leave_loop", [number]))]
 
     def _visit_body(self, node: Any) -> Any:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("enter_body", []), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(hook_call("enter_body", []), lineno=node.lineno))
         return node
 
     visit_Macro = visit_CallBlock = visit_Block = _visit_body  # noqa: N815
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Call:  # noqa: N802
-        return _call("literal", [nodes.Const(node.data)])
+        return hook_call("literal", [nodes.Const(node.data)])
 
     def visit_Const(self, node: nodes.Const) -> nodes.Expr:  # noqa: N802
-        return _call("literal", [node]) if isinstance(node.value, str) else node
+        return hook_call("literal", [node]) if isinstance(node.value, str) else node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802
         self.generic_visit(node)
-        return _call("join_texts", node.nodes)
+        return hook_call("join_texts", node.nodes)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
         self.generic_visit(node)
-        node.expr = _call("weighed", [node.expr])
+        node.expr = hook_call("weighed", [node.expr])
         for operand in node.ops:
-            operand.expr = _call("weighed", [operand.expr])
+            operand.expr = hook_call("weighed", [operand.expr])
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Getitem:  # noqa: N802
         node.node = self.visit(node.node)
         if isinstance(node.arg, nodes.Slice):
-            node.node = _call("weighed", [node.node])
+            node.node = hook_call("weighed", [node.node])
         if not isinstance(node.arg, nodes.Const):  # a key is looked up, never written
             node.arg = self.visit(node.arg)
         return node
@@ -140,5 +151,5 @@ class Rewriter(NodeTransformer):
     visit_Include = visit_Import = visit_FromImport = visit_Extends = _visit_file  # noqa: N815
 
 
-def _call(name: str, args: list[nodes.Expr]) -> nodes.Call:
+def hook_call(name: str, args: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None)

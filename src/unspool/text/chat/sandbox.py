@@ -29,7 +29,15 @@ from jinja2.utils import Namespace
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.chat.budget import Budget, TemplateLimitError, active_budget, current_budget
 from unspool.text.chat.origin import SafeText, Text, concat, escaped, origin_of
-from unspool.text.chat.rewrite import HOOKS, Rewriter, Run, current_run, show, weighed
+from unspool.text.chat.rewrite import (
+    HOOKS,
+    Rewriter,
+    Run,
+    current_run,
+    hook_call,
+    show,
+    weighed,
+)
 
 LONGEST_SOURCE = 131_072  # characters; the longest templates in use have about 20,000
 
@@ -43,14 +51,15 @@ class MessagesRefusedError(UnspoolError):
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: marks what the model wrote; here it just shows."""
+    """`{% generation %}...{% endgeneration %}` stands around what the model wrote."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=lineno)
+        begin, end = (nodes.Output([hook_call("generation_edge", [])]) for _ in range(2))
+        return nodes.Scope([begin, *body, end], lineno=lineno)
 
 
 _METHODS = re.findall(
@@ -291,6 +300,8 @@ class SandboxedTemplate:
                 [data.data for data in tree.find_all(nodes.TemplateData)]
                 + [each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)]
             )
+            #: whether it says itself what the model wrote
+            self.marks_generation = "endgeneration" in source
             tree = Rewriter().visit(tree)
             tree.set_environment(environment)
             self._template = environment.from_string(tree)
@@ -303,9 +314,16 @@ class SandboxedTemplate:
                 f"the chat template cannot be compiled: {_one_line(error) or type(error).__name__}"
             ) from None
 
-    def render(self, variables: Mapping[str, Any], *, now: datetime | None = None) -> Text:
-        """The text that the template writes. The variables must be plain JSON-like values."""
-        run = Run(variables.get("messages", ()), now or datetime.now())
+    def render(
+        self,
+        variables: Mapping[str, Any],
+        *,
+        now: datetime | None = None,
+        mark_generation: bool = False,
+    ) -> Text:
+        """The text that the template writes. The variables must be plain JSON-like values. With
+        `mark_generation`, what stands between generation tags has a mark before and behind it."""
+        run = Run(variables.get("messages", ()), now or datetime.now(), mark_generation)
         before = current_budget.set(Budget(variables)), current_run.set(run)
         try:
             return concat(

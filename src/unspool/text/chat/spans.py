@@ -75,3 +75,33 @@ def _token_at(cut: Cut, place: int, token_bytes: Callable[[int], bytes]) -> int:
     while inside and (rest := rest - len(token_bytes(cut.ids[inside - 1]))) >= 0:
         inside -= 1
     return inside
+
+
+def tokens_within(
+    cuts: Sequence[Cut], begin: int, end: int, token_bytes: Callable[[int], bytes]
+) -> tuple[int, int]:
+    """The tokens that hold any of the characters from `begin` to `end`: (first, behind the last)"""
+    if begin >= end:
+        return 0, 0
+    first = last = chars = tokens = 0
+    for cut in cuts:
+        behind = chars + len(cut.text)
+        if chars <= begin < behind:
+            first = tokens + _edge(cut, begin - chars, token_bytes, before=True)
+        if chars < end <= behind:
+            last = tokens + _edge(cut, end - chars, token_bytes, before=False)
+        chars, tokens = behind, tokens + len(cut.ids)
+    return first, last
+
+
+def _edge(cut: Cut, place: int, token_bytes: Callable[[int], bytes], *, before: bool) -> int:
+    """The token of a cut that begins at this place of its text; the one before or behind it, if
+    none does. Counted from the end, because an encoder may put a space before the text."""
+    rest = len(cut.text[place:].encode("utf-8", "replace"))
+    inside, length = len(cut.ids), 0
+    while inside:
+        further = length + len(token_bytes(cut.ids[inside - 1]))
+        if length >= rest if before else further > rest:
+            break
+        inside, length = inside - 1, further
+    return inside

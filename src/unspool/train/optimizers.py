@@ -1,0 +1,184 @@
+"""Optimizers: Muon for the matrices inside the layers, AdamW for everything else.
+
+Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's update by the nearest one
+that turns all directions alike, so that rare directions are learned too. Its learning rate is
+scaled as in arXiv 2502.16982, by which the numbers of an update have AdamW's usual size: one
+learning rate is right for both.
+
+`schedule` gives the share of the learning rate in each step: warm-up, constant, decay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW, Optimizer
+
+# The polynomial by which the singular values are brought near one, and how often it is applied.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_TURNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Learning rates and what else the optimizers want to know."""
+
+    matrices: float = 4e-3
+    embedding: float = 4e-3  # the output head too, where it is the same table
+    head: float = 4e-3
+    vectors: float = 4e-3  # norms and biases
+    weight_decay: float = 0.1  # of matrices
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+
+
+Kind = Literal["muon", "adamw"]
+
+
+def make_optimizers(model: nn.Module, rates: Rates, kind: Kind = "muon") -> list[Optimizer]:
+    """The optimizers of all weights that are to be trained."""
+    groups = parameter_groups(model)
+    others: list[dict[str, Any]] = [
+        {"params": groups["embedding"], "lr": rates.embedding, "weight_decay": 0.0},
+        {"params": groups["head"], "lr": rates.head, "weight_decay": 0.0},
+        {"params": groups["vectors"], "lr": rates.vectors, "weight_decay": 0.0},
+    ]
+    matrices = {
+        "params": groups["matrices"], "lr": rates.matrices, "weight_decay": rates.weight_decay
+    }  # fmt: skip
+    if kind == "adamw":
+        return [_adamw([matrices, *others], rates)]
+    found: list[Optimizer] = [_adamw(others, rates)] if any(g["params"] for g in others) else []
+    if groups["matrices"]:
+        found.append(Muon([matrices], momentum=rates.momentum))
+    return found
+
+
+def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Trainable weights by what they are: matrices (of layers), embedding, head, vectors."""
+    found: dict[str, list[nn.Parameter]] = {
+        "matrices": [], "embedding": [], "head": [], "vectors": []
+    }  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.ndim < 2:
+            kind = "vectors"
+        elif "embed" in name:
+            kind = "embedding"
+        elif name.startswith("head") or name.endswith("router.weight"):
+            kind = "head"
+        else:
+            kind = "matrices"
+        found[kind].append(parameter)
+    return found
+
+
+def _adamw(groups: list[dict[str, Any]], rates: Rates) -> AdamW:
+    filled = [group for group in groups if group["params"]]
+    return AdamW(filled, betas=rates.betas, eps=1e-10, fused=True)
+
+
+class Muon(Optimizer):
+    """Momentum, made orthogonal.
+
+    The same numbers as `torch.optim.Muon` with `match_rms_adamw`. That one computes in bfloat16
+    always, which most CPUs do not have (several hundred times slower); here a CPU uses float32, and
+    matrices of one shape are turned together, also those of experts, which lie in three axes.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault(tuple(parameter.shape), []).append(parameter)
+            for shape, parameters in shapes.items():
+                directions = [self._direction(each, group["momentum"]) for each in parameters]
+                turned = orthogonal(torch.stack([_whole(each) for each in directions]))
+                size = group["lr"] * 0.2 * math.sqrt(max(shape[-2:]))
+                for parameter, update in zip(parameters, turned, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(_like(parameter, update.to(parameter.dtype)), alpha=-size)
+
+    def _direction(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+        """Where the momentum points one step ahead (Nesterov)."""
+        gradient = parameter.grad
+        assert gradient is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        past: Tensor = state["momentum_buffer"]
+        past.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(past, momentum)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The nearest orthogonal matrix of each, about: singular values come near one."""
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    whole = x.flatten(0, -3)
+    whole = whole / whole.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    a, b, c = _COEFFICIENTS
+    for _ in range(_TURNS):
+        gram = whole @ whole.mT
+        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        whole = torch.baddbmm(whole, update, whole, beta=a)
+    x = whole.view(x.shape)
+    return x.mT if tall else x
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, update: Tensor) -> Tensor:
+    """The update spread over processes as its matrix is."""
+    if not isinstance(parameter, DTensor):
+        return update
+    return distribute_tensor(
+        update, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Warm-up, constant, decay: the share of the learning rate in each step (arXiv 2404.06395).
+
+    The constant part can be gone on from with more steps, which a cosine cannot.
+    """
+
+    steps: int
+    warmup: int = 0  # steps
+    decay: float = 0.4  # share of the steps, at the end
+    floor: float = 0.0  # what is left in the last step
+
+    def __call__(self, step: int) -> float:
+        """For the step after `step` steps are done."""
+        up = min(1.0, (step + 1) / (self.warmup + 1))
+        length = max(1, round(self.steps * self.decay))
+        down = min(1.0, max(0, self.steps - step) / length)
+        return up * (self.floor + (1 - self.floor) * down)
+
+
+def set_rates(optimizers: Sequence[Optimizer], share: float) -> None:
+    """Every group's learning rate, as a share of the one it was made with."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * share

@@ -1,0 +1,134 @@
+"""One dial: from the depth of a model follows everything else. All rules stand here.
+
+    shape = Shape.of(depth=12, vocab_size=32768)
+    shape.config, shape.batch_tokens, shape.rates, shape.tokens
+    model = new_model(shape.config, seed=0)
+
+Sources: Qwen3 (arXiv 2505.09388) for what a layer is; nanochat for width = 64 x depth and for the
+start values; Chinchilla (arXiv 2203.15556) for 20 tokens a parameter; Moonlight (arXiv 2502.16982)
+and muP (arXiv 2203.03466) for learning rates that fall with the width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from unspool.errors import SettingsError
+from unspool.model.config import ModelConfig
+from unspool.model.positions import Rotary
+from unspool.model.weights import parameter_count
+
+if TYPE_CHECKING:
+    from unspool.model.transformer import Transformer
+    from unspool.train.optimizers import Rates
+
+DEEPEST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model that is to be, and how it is to be trained."""
+
+    config: ModelConfig
+    tokens: int  # to see in training
+    batch_tokens: int  # in a step
+
+    @classmethod
+    def of(cls, depth: int, vocab_size: int, context: int = 2048, **changes: Any) -> Shape:
+        """The shape of a depth; `changes` are settings of the config that are to be otherwise."""
+        return cls.around(qwen3_config(depth, vocab_size, context, **changes))
+
+    @classmethod
+    def around(cls, config: ModelConfig) -> Shape:
+        """How a model of any family is trained."""
+        tokens = 20 * parameter_count(config)
+        return cls(config, tokens, batch_tokens(tokens))
+
+    @property
+    def rates(self) -> Rates:
+        return rates_for(self.config)
+
+
+def qwen3_config(depth: int, vocab_size: int, context: int, **changes: Any) -> ModelConfig:
+    """A layer as in Qwen3: norms on queries and keys, shared key heads, SwiGLU, no biases."""
+    if not 1 <= depth <= DEEPEST:
+        raise SettingsError(f"the depth is {depth}; it may be 1 to {DEEPEST} layers")
+    width = changes.get("width", 64 * depth)
+    # 128 numbers a head as all of Qwen3 has them, but at least four heads.
+    head_width = changes.get("head_width", 128 if width >= 512 else max(16, width // 4))
+    heads = changes.get("heads", max(1, width // head_width))
+    values: dict[str, Any] = {
+        "width": width,
+        "head_width": head_width,
+        "heads": heads,
+        "kv_heads": _half(heads),  # two query heads share a key head, as in Qwen3-0.6B
+        "ff_width": -(-3 * width // 64) * 64,  # three times the width, as there
+        "tied": width <= 2560,  # as Qwen3 up to 4B
+        "norm_eps": 1e-6,
+        **changes,
+    }
+    rotary = Rotary(width=head_width, base=1e4 if context <= 4096 else 1e6)
+    return ModelConfig(
+        family="qwen3", vocab_size=vocab_size, layers=depth, context=context, qk_norm="head",
+        rotary=rotary, **values,
+    )  # fmt: skip
+
+
+def like(config: ModelConfig, vocab_size: int, **changes: Any) -> ModelConfig:
+    """Another model's shape for a vocabulary of one's own."""
+    return replace(config, vocab_size=vocab_size, end_ids=(), **changes)
+
+
+def _half(heads: int) -> int:
+    """The largest divisor of the heads that is no more than half of them."""
+    return next((n for n in range(heads // 2, 0, -1) if heads % n == 0), 1)
+
+
+def batch_tokens(tokens: int) -> int:
+    """Tokens in a step: about the root of all tokens, to a power of two.
+
+    524,288 at the 2.5 billion tokens of nanochat's d12; larger where there is more to learn from
+    (arXiv 2406.00000s find exponents of about a half).
+    """
+    wanted = 2**19 * math.sqrt(tokens / 2.5e9)
+    return int(2 ** round(math.log2(min(2**21, max(2**11, wanted)))))
+
+
+def rates_for(config: ModelConfig) -> Rates:
+    """Learning rates that fall with the root of the width, because the sum that a unit takes part
+    in grows with it."""
+    from unspool.train.optimizers import Rates
+
+    matrices = 0.1 / math.sqrt(config.width)
+    return Rates(matrices=matrices, embedding=matrices, head=matrices, vectors=matrices)
+
+
+def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
+    """A model with start values.
+
+    Matrices are drawn so that what comes out is as large as what goes in. Those that add to the
+    residual begin at zero: every layer begins as nothing, and the first steps are stable at any
+    depth. Embeddings are small, because they may be the head too: all tokens begin equally likely.
+    """
+    import torch
+
+    from unspool.model.transformer import Transformer
+
+    rng = torch.Generator().manual_seed(seed)
+    model = Transformer(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.zero_()
+            elif weight.ndim == 1:
+                weight.fill_(0.0 if config.norm_plus_one else 1.0)
+            elif name.endswith(("attention.out.weight", "feed.down.weight")):
+                weight.zero_()
+            elif "embed" in name or name.startswith("head"):
+                weight.normal_(0.0, 0.02, generator=rng)
+            else:
+                bound = math.sqrt(3 / weight.shape[-1])
+                weight.uniform_(-bound, bound, generator=rng)
+    return model

@@ -1,0 +1,134 @@
+"""The forward pass of training computes what the specification computes, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from tiny_training import Batch, tiny_model
+from torch.nn import functional
+
+from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.transformer import Transformer
+from unspool.train.cross_entropy import summed_loss, token_losses
+from unspool.train.forward import Sight, hidden, inside, recompute_activations
+from unspool.train.objectives import next_token
+
+
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def random_ids(rows: int, length: int, vocabulary: int = 29) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (rows, length), generator=rng())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_forward_as_it_runs(family: str, tmp_path: Path):
+    tiny.save(family, tmp_path)
+    model = load_transformer(open_checkpoint(tmp_path))
+    tokens = random_ids(2, 40, 259)
+    x = hidden(model, tokens, Sight.of(model.config, tokens))
+    assert torch.allclose(model.logits(x), model(tokens), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "mixtral"])
+def test_gradients_are_those_of_the_plain_loss(family: str, tmp_path: Path):
+    """The chunked loss against torch's own over all logits, through the specification."""
+    tiny.save(family, tmp_path)
+    model = load_transformer(open_checkpoint(tmp_path)).requires_grad_(True)
+    batch = Batch(random_ids(3, 65, 259), torch.rand(3, 64, generator=rng()) < 0.6)
+    expected = plain_gradients(model, batch)
+    loss = next_token(model, batch, rng())
+    loss.total.backward()
+    assert_gradients(model, expected)
+
+
+def plain_gradients(model: Transformer, batch: Batch) -> dict[str, torch.Tensor]:
+    assert batch.counted is not None
+    logits = model(batch.ids[:, :-1])
+    plain = functional.cross_entropy(logits[batch.counted], batch.ids[:, 1:][batch.counted])
+    plain.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_gradients(model: Transformer, expected: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        nearly = 1e-4 * float(expected[name].abs().max()) + 1e-6  # some are zero but for rounding
+        assert torch.allclose(parameter.grad, expected[name], atol=nearly, rtol=1e-3), name
+
+
+@pytest.mark.parametrize("at_once", [29 * 64, 1 << 24])
+def test_loss_in_pieces_is_the_loss(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("unspool.train.cross_entropy._LOGITS_AT_ONCE", at_once)
+    model = tiny_model(head_bias=True, tied=False)
+    x = torch.randn(3, 50, 32, generator=rng(), requires_grad=True)
+    targets, weights = random_ids(3, 50), torch.rand(3, 50, generator=rng())
+    logits = model.logits(x).flatten(0, 1)
+    each = functional.cross_entropy(logits, targets.flatten(), reduction="none")
+    wanted = (each * weights.flatten()).sum() * 0.5
+    expected = torch.autograd.grad(wanted, [x, *model.head.parameters(), model.norm.weight])
+    summed = summed_loss(model, x, targets, weights) * 0.5
+    found = torch.autograd.grad(summed, [x, *model.head.parameters(), model.norm.weight])
+    assert torch.allclose(summed, wanted, rtol=1e-5)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        assert torch.allclose(summed_loss(model, x, targets, weights), wanted * 2, rtol=1e-5)
+    by_token = token_losses(model, x, targets)
+    assert torch.allclose(by_token.flatten(), each, atol=1e-5)
+    found = torch.autograd.grad((by_token * weights).sum() * 0.5, [x, model.norm.weight])
+    assert torch.allclose(found[0], expected[0], atol=1e-5, rtol=1e-4)
+
+
+def test_the_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("unspool.train.cross_entropy._LOGITS_AT_ONCE", 29 * 64)
+    largest = 0
+    logits = Transformer.logits
+
+    def watched(self: Transformer, x: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, x.numel() // x.shape[-1])
+        return logits(self, x)
+
+    monkeypatch.setattr(Transformer, "logits", watched)
+    next_token(tiny_model(), Batch(random_ids(8, 101)), rng()).total.backward()
+    assert largest == 64
+
+
+def test_a_frozen_head_gets_no_gradient():
+    model = tiny_model()
+    model.embed.requires_grad_(False)
+    next_token(model, Batch(random_ids(2, 9)), rng()).total.backward()
+    assert model.embed.weight.grad is None
+    assert model.layers[0].attention.q.weight.grad is not None
+
+
+def test_documents_do_not_see_each_other():
+    """Two documents packed into one row give the losses that they have alone."""
+    model = tiny_model(windows=(6, 0))
+    ids = random_ids(1, 41)
+    documents = torch.tensor([[0] * 25 + [1] * 15])
+    tokens = ids[:, :-1]
+    packed = hidden(model, tokens, Sight.of(model.config, tokens, inside(documents)))
+    first, second = tokens[:, :25], tokens[:, 25:]
+    alone = hidden(model, first, Sight.of(model.config, first))
+    assert torch.allclose(packed[:, :25], alone, atol=1e-5)
+    # Rotary positions are relative: the second document may begin anywhere.
+    alone = hidden(model, second, Sight.of(model.config, second))
+    assert torch.allclose(packed[:, 25:], alone, atol=1e-4)
+
+
+def test_recomputed_activations_change_nothing():
+    plain, careful = tiny_model(), tiny_model()
+    recompute_activations(careful)
+    batch = Batch(random_ids(2, 33))
+    for model in (plain, careful):
+        next_token(model, batch, rng()).total.backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_gradients(careful, expected)  # type: ignore[arg-type]

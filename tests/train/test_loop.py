@@ -1,0 +1,282 @@
+"""The loop: it learns, it adds up what belongs together, it can be asked, it fails in words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
+
+from unspool.train.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
+from unspool.train.faults import TrainingError
+from unspool.train.loop import Trainer, TrainSettings
+from unspool.train.objectives import Loss, next_token
+from unspool.train.optimizers import Rates, make_optimizers
+from unspool.train.runs import Run
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_it_learns(kind: Any):
+    from unspool.train.shape import new_model
+
+    model = new_model(tiny_model().config)
+    seen: list[Event] = []
+    optimizers = make_optimizers(model, Rates(matrices=2e-2, embedding=2e-2), kind)
+    settings = TrainSettings(steps=60, warmup=3)
+    Trainer(model, CountingBatches(16), next_token, optimizers, settings).run(seen.append)
+    losses = [event.loss for event in seen if isinstance(event, Logged)]
+    assert abs(losses[0] - torch.log(torch.tensor(29.0))) < 0.2  # begins knowing nothing
+    assert losses[-1] < 0.6 * losses[0]
+    assert seen[-1] == Ended("done", 60)
+
+
+def test_a_step_of_several_batches_is_a_step_of_one_large_one():
+    """Rows that count differently many tokens weigh by their tokens, not by their batch."""
+
+    @dataclass
+    class Uneven:
+        parts: int
+
+        def batch(self, step: int) -> Batch:
+            whole = CountingBatches(8).batch(step // self.parts)
+            counted = torch.zeros(8, 16, dtype=torch.bool)
+            for row in range(8):
+                counted[row, : 1 + row] = True
+            rows = slice(step % self.parts, None, self.parts)
+            return Batch(whole.ids[rows], counted[rows])
+
+    def trained(parts: int) -> tuple[Trainer, list[float]]:
+        model = tiny_model()
+        optimizers = make_optimizers(model, Rates(), "adamw")
+        settings = TrainSettings(steps=3, accumulate=parts)
+        trainer = Trainer(model, Uneven(parts), next_token, optimizers, settings)
+        losses: list[float] = []
+        trainer.run(lambda e: losses.append(e.loss) if isinstance(e, Logged) else None)
+        return trainer, losses
+
+    (one, one_losses), (four, four_losses) = trained(1), trained(4)
+    assert one_losses == pytest.approx(four_losses, rel=1e-4)
+    assert one.tokens == four.tokens == 3 * 8 * 16
+    # AdamW divides by the gradient's size, so where that is about zero rounding may decide.
+    for name, value in weights(one).items():
+        assert (value - weights(four)[name]).abs().mean() < 1e-4, name
+
+
+def test_gradients_are_clipped():
+    lengths: list[float] = []
+
+    def watched(clip: float) -> float:
+        trainer = tiny_trainer(steps=1, clip=clip)
+        step = trainer.optimizers[0].step
+
+        def measure() -> None:
+            gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+            lengths.append(float(torch.nn.utils.get_total_norm(gradients)))
+            step()
+
+        trainer.optimizers[0].step = measure  # type: ignore[assignment,method-assign]
+        events: list[Event] = []
+        trainer.run(events.append)
+        return next(event.grad_norm for event in events if isinstance(event, Logged))
+
+    told = watched(0.0)
+    assert lengths[-1] == pytest.approx(told, rel=1e-4)
+    assert watched(0.5) == pytest.approx(told, rel=1e-4)
+    assert lengths[-1] == pytest.approx(0.5, rel=1e-3)
+
+
+def test_the_run_tells_what_happened(tmp_path: Path):
+    events: list[Event] = []
+    trainer = tiny_trainer(
+        tmp_path / "run", 20, judge_every=10, sample_every=10,
+        judge=lambda model: (1.5, 2.5), sampler=lambda model: [("One", 7, " two three")],
+    )  # fmt: skip
+    trainer.run(events.append)
+    run = Run.open(tmp_path / "run")
+    assert run.state == "done"
+    assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 21))
+    judged = [line for line in run.log() if "held_out_loss" in line]
+    assert [(line["step"], line["bits_per_byte"]) for line in judged] == [(10, 2.5), (20, 2.5)]
+    assert run.samples()[0] == {"step": 0, "prompt": "One", "seed": 7, "text": " two three"}
+    assert [line["step"] for line in run.samples()] == [0, 1, 2, 6, 10, 20]
+    kinds = {type(event) for event in events}
+    assert kinds == {Logged, Judged, Sampled, Saved, Ended}
+    # The film (0, 1, 3, 10, 30 and 100 % of 20 steps), and the newest two beside it (7, 14).
+    assert [saved.step for saved in run.checkpoints()] == [0, 1, 2, 6, 7, 14, 20]
+    assert [saved.step for saved in run.checkpoints() if saved.resumable] == [20]
+    assert run.final == run.folder / "checkpoints" / "000020"
+    assert run.checkpoints()[-1].held_out_loss == 1.5
+
+
+def test_a_checkpoint_is_the_model(tmp_path: Path):
+    from unspool.model.checkpoint import load_transformer, open_checkpoint
+
+    trainer = tiny_trainer(tmp_path / "run", 5)
+    trainer.run()
+    final = Run.open(tmp_path / "run").final
+    assert final is not None
+    loaded = load_transformer(open_checkpoint(final))
+    assert same(loaded.state_dict(), weights(trainer))
+    files = [path for path in final.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+
+
+def test_stopped_and_gone_on_with_it_ends_with_the_same_weights(tmp_path: Path):
+    whole = tiny_trainer(tmp_path / "whole", accumulate=2)
+    whole.run()
+    broken = tiny_trainer(tmp_path / "broken", accumulate=2)
+    ended = broken.run(
+        lambda event: broken.stop() if isinstance(event, Logged) and event.step == 11 else None
+    )
+    assert ended == Ended("stopped", 11)
+    assert Run.open(tmp_path / "broken").state == "stopped"
+    again = tiny_trainer(tmp_path / "broken", accumulate=2)
+    assert again.run() == Ended("done", 30)
+    assert same(weights(whole), weights(again))
+
+    def losses(name: str) -> list[tuple[int, float]]:
+        return [(line["step"], line["loss"]) for line in Run.open(tmp_path / name).log()]
+
+    assert losses("whole") == losses("broken")
+
+
+def test_asked_to_pause_it_waits_and_goes_on(tmp_path: Path):
+    trainer = tiny_trainer(tmp_path / "run")
+    run, seen, timers = Run.open(tmp_path / "run"), [], []
+
+    def listen(event: Event) -> None:
+        seen.append(event)
+        if isinstance(event, Logged) and event.step == 3:
+            run.ask("pause")
+        if isinstance(event, Paused):
+            assert run.state == "paused"
+            timers.append(threading.Timer(0.1, lambda: run.ask("go")))
+            timers[-1].start()
+        if isinstance(event, Logged) and event.step == 6:
+            run.ask("stop")
+
+    assert trainer.run(listen) == Ended("stopped", 6)
+    assert [event.step for event in seen if isinstance(event, Paused)] == [3]
+    resumable = run.resumable()
+    assert resumable is not None and resumable.step == 6
+
+
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint(tmp_path: Path):
+    trainer = tiny_trainer(tmp_path / "run")
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Logged) and event.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    ended = trainer.run(listen)
+    assert ended.state == "stopped" and ended.step in (4, 5)
+    assert signal.getsignal(signal.SIGINT) is before
+    resumable = Run.open(tmp_path / "run").resumable()
+    assert resumable is not None and resumable.step == ended.step
+
+
+def nan_at(step: int) -> Any:
+    count = 0
+
+    def objective(model: Any, batch: Any, rng: Any) -> Loss:
+        nonlocal count
+        count += 1
+        loss = next_token(model, batch, rng)
+        return replace(loss, total=loss.total * float("nan")) if count > step else loss
+
+    return objective
+
+
+def broken_trainer(folder: Path, objective: Any) -> Trainer:
+    trainer = tiny_trainer(folder)
+    trainer._computation.objective = objective  # type: ignore[assignment]
+    return trainer
+
+
+def test_a_loss_that_is_no_number_stops_it_before_it_harms(tmp_path: Path):
+    trainer = broken_trainer(tmp_path / "run", nan_at(9))
+    with pytest.raises(TrainingError, match=r"loss of step 10 is nan.*step 9 is whole.*--resume"):
+        trainer.run()
+    run = Run.open(tmp_path / "run")
+    assert run.state == "failed" and "nan" in run.facts["error"]
+    resumable = run.resumable()
+    assert resumable is not None and resumable.step == 9
+    for value in weights(trainer).values():
+        assert torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("CUDA error: unspecified launch failure\nmore"), "the GPU failed at step 1 "),
+        (torch.OutOfMemoryError("CUDA out of memory"), "--batch"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+)
+def test_what_breaks_is_told_in_words(error: Exception, words: str, tmp_path: Path):
+    def objective(model: Any, batch: Any, rng: Any) -> Loss:
+        raise error
+
+    with pytest.raises(TrainingError, match=words):
+        broken_trainer(tmp_path / "run", objective).run()
+    resumable = Run.open(tmp_path / "run").resumable()
+    assert resumable is not None and resumable.step == 0
+
+
+def test_a_bug_is_shown_as_one(tmp_path: Path):
+    def objective(model: Any, batch: Any, rng: Any) -> Loss:
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError):
+        broken_trainer(tmp_path / "run", objective).run()
+    assert Run.open(tmp_path / "run").state == "failed"
+
+
+@pytest.mark.parametrize("where", ["unspool.train.atomic.os.fsync", "safetensors.torch.save_file"])
+def test_a_full_disk_leaves_the_last_checkpoint_whole(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = tiny_trainer(tmp_path / "run")
+
+    def full(*_: Any, **__: Any) -> None:
+        if "fsync" in where:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Logged) and event.step == 6:
+            monkeypatch.setattr(where, full)
+
+    with pytest.raises(TrainingError, match=r"disk is full.*checkpoint of step 3 is whole"):
+        trainer.run(listen)
+    monkeypatch.undo()
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert left == ["000000", "000001", "000003"]
+    Run.open(tmp_path / "run").update(state="failed")  # not even that could be written
+    assert tiny_trainer(tmp_path / "run").run() == Ended("done", 30)
+
+
+def test_another_model_does_not_go_on_with_the_run(tmp_path: Path):
+    tiny_trainer(tmp_path / "run", 3).run()
+    run = Run.open(tmp_path / "run")
+    model = tiny_model(tied=False)
+    optimizers = make_optimizers(model, Rates())
+    other = Trainer(model, CountingBatches(), next_token, optimizers, TrainSettings(steps=9), run)
+    with pytest.raises(TrainingError, match="another model"):
+        other.run()
