@@ -22,6 +22,7 @@ from unspool.serve.http.errors import ApiError, bad_request
 from unspool.serve.http.events import EventStream, pouring
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
+from unspool.serve.runs.library import is_there
 from unspool.serve.runs.run_json import run_json, summary, thinned
 from unspool.serve.runs.trainer import GOING
 from unspool.serve.runs.watching import Watcher, run_error, watch
@@ -77,13 +78,16 @@ async def start(body: StartRequest, request: Request) -> Response:
     """Answers with its name at once; `events` then tells how it goes, or why it could not begin."""
     state = state_of(request)
     _check_may_start(state)
+    if not body.source.isprintable():
+        raise bad_request("source has characters that no name has", "source")
     if not state.settings.is_local and _is_path(body.source):
         raise ApiError(403, "a path can be trained on only from the server's own machine")
     if body.name is not None and not _PLAIN.fullmatch(body.name):
         raise bad_request("name may have letters, digits, '.', '_' and '-'", "name")
     name = Run.free_folder(body.name or _name_of(body), state.runs.root).name
-    options = [body.source, "--depth", str(body.depth), "--minutes", f"{body.minutes:g}"]
-    await in_thread(state.trainer.start, name, [*options, "--seed", str(body.seed), "--name", name])
+    options = ["--depth", str(body.depth), "--minutes", f"{body.minutes:g}"]
+    options += ["--seed", str(body.seed), "--name", name, "--", body.source]
+    await in_thread(state.trainer.start, name, options)
     return JsonReply({"name": name, "object": "training.run", "state": "starting"})
 
 
@@ -148,7 +152,7 @@ def _check_may_start(state: ServerState) -> None:
 
 
 def _is_path(source: str) -> bool:
-    return bool(_PATH_LIKE.search(source)) or Path(source).exists()
+    return bool(_PATH_LIKE.search(source)) or is_there(Path(source))
 
 
 def _name_of(body: StartRequest) -> str:

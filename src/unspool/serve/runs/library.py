@@ -6,6 +6,7 @@ it, and goes when room is needed. It is in no list of models, because there are 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,8 @@ class RunLibrary:
     def get(self, name: str) -> Run:
         """The run of this name; an error if there is none, or if it lies elsewhere."""
         folder = self.root / name
-        is_plain = name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
-        if not is_plain or not (folder / "run.json").is_file() or not self._is_inside(folder):
+        is_plain = name not in ("", ".", "..") and name.isprintable() and Path(name).name == name
+        if not is_plain or not is_there(folder / "run.json") or not self._is_inside(folder):
             message = f"there is no training run {name[:100]!r} in {self.root}"
             raise ApiError(404, message, param="run", code="run_not_found")
         return Run(folder)
@@ -61,6 +62,13 @@ class RunLibrary:
     def _is_inside(self, folder: Path) -> bool:
         """Whether it lies here also when links are followed."""
         return folder.resolve().is_relative_to(self.root.resolve())
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; also of names that are too long for any."""
+    with suppress(OSError):
+        return path.exists()
+    return False
 
 
 def _load(folder: Path) -> Session:

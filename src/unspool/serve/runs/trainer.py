@@ -34,7 +34,7 @@ class Trainer:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "unspool", "train"]
+        return [sys.executable, "-m", "unspool", "train", "new"]
 
     def trains(self, name: str | None) -> bool:
         """Whether the process for this run was started here and has not ended."""
@@ -54,7 +54,10 @@ class Trainer:
         """Start a run of this name, or go on with it."""
         with self._starting:
             self.check_free()
-            self._start(name, options)
+            try:
+                self._start(name, options)
+            except OSError as error:
+                raise ApiError(500, f"the training cannot be started: {error}") from None
 
     def _start(self, name: str, options: Sequence[str]) -> None:
         self.runs.root.mkdir(parents=True, exist_ok=True)

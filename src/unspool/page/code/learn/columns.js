@@ -4,14 +4,14 @@
 import { jump, show } from "../actions.js";
 import { openInWrite } from "../compare/popover.js";
 import { TokenText } from "../compare/text.js";
-import { count, html, nats, percent, useChanges, useEffect, useWidth } from "../lib.js";
+import { count, html, isNarrow, nats, percent, useChanges, useEffect, useWidth } from "../lib.js";
 import { meanEntropy, repeatedWords } from "../measures.js";
 import { promptLength, state, textOf } from "../state.js";
 import { Pane } from "../write/view.js";
 import { checkpoints, learn, stepNow } from "./run.js";
 import { along, framesAround, scale } from "./series.js";
 import { showFrames, texts } from "./texts.js";
-import { bits, nats as short, shareOf } from "./words.js";
+import { bits, compact, nats as short, shareOf } from "./words.js";
 
 const NARROWEST = 250; // pixels of a column
 const MOST = 6;
@@ -46,7 +46,8 @@ function inSight(wanted) {
 function numbersOf(saved) {
   const branch = state.branches.get(texts.of.get(saved.step)?.id);
   const line = learn.lines.findLast(({ step, bits_per_byte }) => step <= saved.step && Number.isFinite(bits_per_byte));
-  const perToken = learn.run.facts.data?.bytes_per_token;
+  const card = learn.run.facts.data ?? {};
+  const perToken = card.held_out_bytes / card.held_out_tokens || card.bytes_per_token;
   const derived = saved.held_out_loss != null && perToken ? saved.held_out_loss / Math.LN2 / perToken : null;
   return {
     held: saved.held_out_loss,
@@ -64,7 +65,7 @@ function Column({ saved, isNearest, numbers, scales }) {
   return html`<section class=${`lrn-column panel ${isNearest ? "nearest" : ""}`} aria-label=${`${name}, ${shareOf(step, learn.run)}`}
       data-step=${step} aria-current=${isNearest ? "true" : null}>
     <header><h3>${shareOf(step, learn.run) || name}</h3>
-      <span class="quiet small">step ${count(step)} · ${count(tokens)} tokens</span></header>
+      <span class="quiet small">step ${count(step)} · ${compact(tokens)} tokens</span></header>
     <div class="lrn-text">
       ${branch ? html`<${Text} branch=${branch} text=${text} name=${name} />` : html`<${Sample} step=${step} text=${text} />`}
       ${text?.fault && html`<p class="fault" role="alert">${text.fault}</p>`}
@@ -80,7 +81,11 @@ function Text({ branch, text, name }) {
   const pick = async (at) => {
     await jump(branch.id, promptLength(branch) + at);
     show(state.panel === "inside" ? "inside" : "step");
-    requestAnimationFrame(() => document.getElementById("text")?.focus({ preventScroll: true }));
+    requestAnimationFrame(() => {
+      document.getElementById("text")?.focus({ preventScroll: true });
+      // A sheet comes up from below: the text stands above it then.
+      if (isNarrow()) document.querySelector("#text .selected")?.scrollIntoView({ block: "start" });
+    });
   };
   return html`<span class="quiet lrn-prompt">${branch.prompt?.text}</span><${TokenText} steps=${branch.steps}
     label=${`Text at ${name.toLowerCase()}`} writing=${text.writing} pick=${pick} />`;

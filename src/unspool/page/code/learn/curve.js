@@ -7,7 +7,7 @@ import { checkpoints, lastStep, learn, lookAt, point, setView, stepNow } from ".
 import { along, AXES, logTicks, nearestLine, path, scale, smoothed } from "./series.js";
 import { bits, clock, compact, nats, shareOf } from "./words.js";
 
-const HEIGHT = 230;
+const HEIGHT = 205;
 const EDGE = { left: 44, right: 20, top: 20, bottom: 24 };
 const SMOOTH = { 0: "not smoothed", 0.02: "smoothed a little", 0.06: "smoothed", 0.2: "smoothed much" };
 const FORMAT = { step: compact, tokens: compact, seconds: clock };

@@ -1,6 +1,6 @@
 // Which run is looked at, how it goes, and what can be done about it.
 
-import { count, html, useChanges, useState } from "../lib.js";
+import { count, html, plural, useChanges, useState } from "../lib.js";
 import { ask, isGoing, learn, openRun, startRun } from "./run.js";
 import { bits, clock, compact, nats, shareOf } from "./words.js";
 
@@ -56,8 +56,21 @@ function Progress() {
   return html`<div class="lrn-progress">
     <p role="status"><span class=${`chip lrn-${run.state.replace(" ", "-")}`} id="lrn-state">${STATES[run.state] ?? run.state}</span></p>
     <progress max=${Math.max(1, run.steps)} value=${step} aria-label="Steps done">${shareOf(step, run)}</progress>
+    <${About} facts=${run.facts} />
     <dl>${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
   </div>`;
+}
+
+/** What is trained, and on what. */
+function About({ facts: { settings = {}, data = {}, config = {}, parameters } }) {
+  const source = [settings.data ?? settings.source ?? data.source].flat().filter(Boolean).map((path) => path.split("/").at(-1));
+  const about = [
+    source.join(", "),
+    data.tokens && `${compact(data.tokens)} tokens of text`,
+    (config.layers ?? settings.depth) && plural(config.layers ?? settings.depth, "layer"),
+    parameters && `${compact(parameters)} parameters`,
+  ];
+  return html`<span class="quiet small">${about.filter(Boolean).join(" · ")}</span>`;
 }
 
 const BROKEN = "The process that trained is gone: it was ended, or the machine was. What was saved is here.";
