@@ -66,7 +66,7 @@ def test_help_in_words():
         (["tokenise", "a text"], "unspool tokenize?"),
         (["version"], "unspool --version?"),
         (["generate", "a text"], 'unspool "your prompt"?'),
-        (["train"], "not trained"),
+        (["finetune"], "unspool train tune"),
     ],
 )
 def test_a_word_meant_as_a_command(words: list[str], advice: str):

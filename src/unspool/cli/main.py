@@ -31,7 +31,7 @@ _PANELS = {
     "page": "Serve", "serve": "Serve",
 }  # fmt: skip
 SHORTCUTS = ("pull", "list", "ls", "rm", "show", "ps")  # for those of `models`
-_COMMANDS = (*_PANELS, "models", *SHORTCUTS)
+_COMMANDS = (*_PANELS, "train", "models", *SHORTCUTS)
 _OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
 
 
@@ -50,6 +50,11 @@ def app_with(names: Iterable[str] = _COMMANDS) -> typer.Typer:
         if name in _PANELS:
             command = getattr(import_module(f"unspool.cli.{name}"), name)
             app.command(rich_help_panel=_PANELS[name])(command)
+            continue
+        if name == "train":
+            from unspool.cli.train.group import train
+
+            app.add_typer(train, name=name, rich_help_panel="Train")
             continue
         from unspool.cli import models
 
@@ -92,6 +97,10 @@ def with_command(arguments: Sequence[str], piped: bool) -> list[str]:
     if not arguments:
         return ["run"] if piped else ["--help"]
     first = arguments[0]
+    if first == "train":
+        from unspool.cli.train.group import with_new
+
+        return [first, *with_new(arguments[1:])]
     if first in _COMMANDS or first in _OWN_OPTIONS or first.startswith("--show-completion"):
         return list(arguments)
     if first == "help":

@@ -150,7 +150,7 @@ class Trainer:
                 began += self._wait()
                 continue
             since = time.monotonic()
-            measured = self._one_step()
+            measured = self.one_step()
             self.step += 1
             now = time.monotonic()
             self._seconds = now - began
@@ -188,7 +188,7 @@ class Trainer:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def _one_step(self) -> tuple[float, float, int, dict[str, float]]:
+    def one_step(self) -> tuple[float, float, int, dict[str, float]]:
         """Move the weights once; gives loss, length of the gradient, tokens, and what else."""
         settings, parallel = self.settings, self.parallel
         set_rates(self.optimizers, self.schedule(self.step))
@@ -290,6 +290,8 @@ class Trainer:
         if self._judge is None:
             return
         self.model.eval()
+        if self.parallel.shard:  # the judge does not go through the computation, which would do it
+            self._computation.unshard()  # type: ignore[operator]
         with torch.no_grad(), self._precision():
             self._held_out, bits_per_byte = self._judge(self.model)
         self.model.train()

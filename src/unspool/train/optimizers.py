@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,16 @@ class Rates:
     weight_decay: float = 0.1  # of matrices
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
+
+    def times(self, factor: float) -> Rates:
+        """The same proportions, faster or slower."""
+        return replace(
+            self,
+            matrices=self.matrices * factor,
+            embedding=self.embedding * factor,
+            head=self.head * factor,
+            vectors=self.vectors * factor,
+        )
 
 
 Kind = Literal["muon", "adamw"]

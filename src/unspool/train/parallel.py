@@ -55,6 +55,11 @@ class Parallel:
         return self.rank == 0
 
     @classmethod
+    def alone(cls, device: str = "auto") -> Parallel:
+        """One process, not started by torchrun."""
+        return cls(_device(device, 0))
+
+    @classmethod
     @contextmanager
     def started(cls, device: str = "auto", *, shard: bool = False) -> Iterator[Parallel]:
         """What torchrun says of this process, or a process alone; ended with the block."""
@@ -103,6 +108,16 @@ class Parallel:
         if self.world > 1:
             dist.all_reduce(values)
         return values
+
+    def told(self, text: str) -> str:
+        """What the first process says, on all of them."""
+        if self.world == 1:
+            return text
+        size = self.sum(torch.tensor([len(text.encode()) if self.first else 0]).to(self.device))
+        letters = torch.zeros(int(size), dtype=torch.uint8)
+        if self.first:
+            letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return bytes(self.sum(letters.to(self.device)).tolist()).decode()
 
     def wait(self) -> None:
         if self.world > 1:

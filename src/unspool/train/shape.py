@@ -86,13 +86,23 @@ def _half(heads: int) -> int:
     return next((n for n in range(heads // 2, 0, -1) if heads % n == 0), 1)
 
 
-def batch_tokens(tokens: int) -> int:
-    """Tokens in a step: about the root of all tokens, to a power of two.
+def vocabulary_for(depth: int) -> int:
+    """Tokens of a vocabulary that is made for the model: a table that is not most of it."""
+    return 2048 if depth <= 4 else 8192 if depth <= 8 else 32768
 
-    524,288 at the 2.5 billion tokens of nanochat's d12; larger where there is more to learn from
-    (arXiv 2406.00000s find exponents of about a half).
-    """
-    wanted = 2**19 * math.sqrt(tokens / 2.5e9)
+
+def batch_tokens(tokens: int) -> int:
+    """Tokens in a step, to a power of two: 524,288 at the 2.5 billion tokens of nanochat's d12, and
+    from there with the two thirds' power of all tokens (about what arXiv 2401.02954 finds)."""
+    return _power_of_two(2**19 * (tokens / 2.5e9) ** (2 / 3))
+
+
+def batch_tokens_of(steps: int) -> int:
+    """The same rule where the number of steps is given: steps x batch are the tokens."""
+    return _power_of_two(2**57 * (steps / 2.5e9) ** 2)
+
+
+def _power_of_two(wanted: float) -> int:
     return int(2 ** round(math.log2(min(2**21, max(2**11, wanted)))))
 
 

@@ -1,0 +1,178 @@
+"""A training on the terminal: a bar, the loss as a curve, what the model writes.
+
+Where nobody looks (a pipe, a file) there is a line now and then instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from unspool.cli.show import err
+from unspool.cli.train.plot import curve
+from unspool.train.events import Ended, Event, Judged, Logged, Paused, Sampled
+from unspool.train.runs import Run
+
+_LINES = 20  # lines of a training that nobody looks at
+
+
+class Telling:
+    """A listener of the trainer's events, to be used as a context."""
+
+    def __init__(self, run: Run, *, quiet: bool = False) -> None:
+        self.run, self.quiet = run, quiet
+        self.steps = run.steps
+        earlier = run.log()
+        self.losses: list[float] = [line["loss"] for line in earlier if "loss" in line]
+        self.logged: Logged | None = None
+        self.judged: Judged | None = None
+        self.sampled: Sampled | None = None
+        self.paused = False
+        self.began, self.first_step = time.monotonic(), 0
+        self._console = err()
+        self._live: Live | None = None
+        self._next_line = 0
+
+    def __enter__(self) -> Telling:
+        if self.quiet:
+            return self
+        facts = self.run.facts
+        data, size = facts["data"], facts["parameters"]
+        self._console.print(
+            f"{self.run.folder}: {_short(size)} weights, {self.steps:,} steps, "
+            f"{_short(facts['settings']['tokens'])} tokens of {_short(data['tokens'])} "
+            f"({', '.join(data['source'])})",
+            highlight=False,
+        )
+        if sys.stderr.isatty():
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            if self.losses:
+                self._console.print("\n".join(curve(self.losses)), style="cyan", highlight=False)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Logged):
+            if self.logged is None:
+                self.first_step = event.step - 1
+            self.logged, self.paused = event, False
+            self.losses.append(event.loss)
+        elif isinstance(event, Judged):
+            self.judged = event
+        elif isinstance(event, Sampled):
+            self.sampled = event
+        elif isinstance(event, Paused):
+            self.paused = True
+        if self.quiet:
+            return
+        if self._live is not None:
+            self._live.update(self._view())
+        else:
+            self._line(event)
+
+    # -- where somebody looks -----------------------------------------------------------------
+
+    def _view(self) -> Group:
+        parts: list[Any] = [self._bar()]
+        if len(self.losses) > 1:
+            parts.append(Text("\n".join(curve(self.losses)), "cyan"))
+        if self.sampled is not None:
+            text = Text(self.sampled.prompt, "bold").append(self.sampled.text, "not bold")
+            parts.append(Panel(text, title=f"step {self.sampled.step:,}", title_align="left"))
+        return Group(*parts)
+
+    def _bar(self) -> Table:
+        done = self.logged.step if self.logged else 0
+        line = Table.grid(padding=(0, 1))
+        bar = ProgressBar(self.steps, done, width=24)
+        line.add_row(bar, f"{done:,}/{self.steps:,}", *self._figures())
+        return line
+
+    def _figures(self) -> list[str]:
+        if self.logged is None:
+            return ["starting"]
+        figures = [
+            f"loss {self._recent():.3f}",
+            f"lr {self.logged.lr:.1e}",
+            f"{self.logged.tokens_per_second:,.0f} tokens/s",
+            "paused" if self.paused else f"{_clock(self._left())} left",
+        ]
+        if self.judged is not None and self.judged.bits_per_byte is not None:
+            figures.insert(1, f"held out {self.judged.bits_per_byte:.3f} bits/byte")
+        return figures
+
+    def _recent(self) -> float:
+        """The mean of the last steps: one alone jumps about."""
+        last = self.losses[-max(1, min(20, len(self.losses) // 10)) :]
+        return sum(last) / len(last)
+
+    def _left(self) -> float:
+        assert self.logged is not None
+        done = self.logged.step - self.first_step
+        return (time.monotonic() - self.began) / done * (self.steps - self.logged.step)
+
+    # -- where nobody does --------------------------------------------------------------------
+
+    def _line(self, event: Event) -> None:
+        if isinstance(event, Sampled):
+            words = " ".join((event.prompt + event.text).split())
+            self._console.print(f"  step {event.step}: {words}", highlight=False, markup=False)
+        if isinstance(event, Logged) and event.step >= self._next_line:
+            self._next_line = event.step + max(1, self.steps // _LINES)
+            figures = " · ".join(self._figures())
+            self._console.print(f"{event.step}/{self.steps} · {figures}", highlight=False)
+
+    def close(self, ended: Ended) -> None:
+        """The last words: what came out, and what to do with it."""
+        say = self._console.print
+        if ended.state == "stopped":
+            say(
+                f"stopped after step {ended.step:,}; go on with: "
+                f"unspool train --resume {self.run.folder}",
+                highlight=False,
+            )
+            return
+        if self.sampled is not None:
+            text = Text(self.sampled.prompt, "bold").append(self.sampled.text, "not bold")
+            say(text)
+        said = f"done: loss {self._recent():.3f}" if self.losses else "done"
+        if self.judged is not None and self.judged.bits_per_byte is not None:
+            said += f", {self.judged.bits_per_byte:.3f} bits per byte on held-out text"
+        if self.logged is not None:
+            said += f", {_clock(self.logged.seconds)} of training"
+        say(said, highlight=False)
+        prompt = self.sampled.prompt if self.sampled else "Once"
+        say(f'write with it:  unspool run --model {self.run.model} "{prompt}"', highlight=False)
+        say(f"open the page:  unspool page --model {self.run.model}", highlight=False)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _short(number: float) -> str:
+    """3.7M, 12k."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(round(number))

@@ -1,0 +1,63 @@
+"""Judging on the way: the loss of text that is held out, in bits for each byte of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unspool.errors import DataError
+from unspool.model.transformer import Transformer
+from unspool.text.tokenizer.tokenizer import Tokenizer
+from unspool.train.data.batches import Batch, Batches
+from unspool.train.data.shards import Packed
+from unspool.train.objectives import Objective
+
+
+class HeldOut:
+    """The first rows of the held-out text, always the same ones, judged by the objective."""
+
+    def __init__(
+        self, packed: Packed, tokenizer: Tokenizer, objective: Objective, length: int, rows: int
+    ) -> None:
+        self.objective = objective
+        self.batches: list[Batch] = []
+        try:
+            source = Batches(packed, 4, length)
+        except DataError:  # less is held out than one row
+            return
+        self.batches = [source.batch(n) for n in range(-(-min(rows, source.rows) // 4))]
+        lengths = [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
+        specials = list(tokenizer.special_ids)
+        sizes = np.array(lengths)
+        sizes[specials] = 0  # they are no text
+        self.bytes = sum(_bytes(batch, sizes) for batch in self.batches)
+
+    def __call__(self, model: Transformer) -> tuple[float, float | None]:
+        """Nats a token, bits a byte."""
+        nats = tokens = 0.0
+        device = model.embed.weight.device
+        for number, batch in enumerate(self.batches):
+            rng = torch.Generator().manual_seed(number)
+            loss = self.objective(model, on_device(batch, device), rng)
+            nats += float(loss.total) * float(loss.tokens)
+            tokens += float(loss.tokens)
+        return nats / max(1.0, tokens), nats / math.log(2) / max(1, self.bytes)
+
+
+def _bytes(batch: Batch, sizes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+    each = sizes[batch.targets.numpy()]
+    return int((each if batch.counted is None else each * batch.counted.numpy()).sum())
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    moved = (
+        None if part is None else part.to(device)
+        for part in (batch.ids, batch.counted, batch.documents)
+    )  # fmt: skip
+    ids: Tensor | None
+    ids, counted, documents = moved
+    assert ids is not None
+    return Batch(ids, counted, documents)

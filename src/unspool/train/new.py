@@ -1,0 +1,397 @@
+"""A new model from text: tokenizer, data, shape, training, in one run folder.
+
+    run = begin(NewSettings(minutes=4))            # data prepared, all dials set, nothing trained
+    train(run, print)                              # to the end; or on, if it was broken off
+
+`begin` makes every dial definite and writes them into run.json, so that `train` needs the folder
+alone, now or later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from unspool.errors import SettingsError
+from unspool.loading import open_tokenizer
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
+from unspool.model.config import ModelConfig
+from unspool.model.hub import find_model
+from unspool.model.transformer import Transformer
+from unspool.model.weights import parameter_count
+from unspool.text.tokenizer.tokenizer import Tokenizer
+from unspool.train.data.batches import Batches
+from unspool.train.data.shards import Prepared, prepare
+from unspool.train.data.sources import DEFAULT_SOURCE
+from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
+from unspool.train.events import Ended, Event
+from unspool.train.held_out import HeldOut
+from unspool.train.loop import Trainer, TrainSettings
+from unspool.train.objectives import BlockDiffusion, Masked, Objective, next_token
+from unspool.train.optimizers import make_optimizers
+from unspool.train.parallel import Parallel
+from unspool.train.runs import Run, RunError, runs_folder
+from unspool.train.samples import Samples, first_words
+from unspool.train.shape import (
+    Shape,
+    batch_tokens,
+    batch_tokens_of,
+    like,
+    new_model,
+    qwen3_config,
+    rates_for,
+    vocabulary_for,
+)
+
+if TYPE_CHECKING:
+    from unspool.train.data.survey import Progress
+
+OBJECTIVES = ("next_token", "masked", "block_diffusion")
+_AT_ONCE = {"cuda": 32768, "cpu": 4096}  # tokens that go through the model together
+_SHARE = 0.93  # of the time that was given: the rest is for judging, sampling and saving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewSettings:
+    """Every dial. What is None follows from the others by the rules in `shape.py`."""
+
+    data: tuple[str, ...] = (DEFAULT_SOURCE,)
+    field: str | None = None
+    limit: int | None = None
+    held_out: float | str = 0.01
+    tokenizer: str | None = None  # a folder; else one is made
+    vocab_size: int | None = None
+    depth: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_width: int | None = None
+    ff_width: int | None = None
+    tied: bool | None = None
+    like: str | None = None  # a model whose shape to take
+    start: str | None = None  # a model whose weights to go on from
+    objective: str = "next_token"
+    block: int = 8  # of block diffusion
+    optimizer: str = "muon"
+    rate: float = 1.0  # times the learning rates of the rules
+    weight_decay: float = 0.1
+    length: int | None = None  # tokens in a row
+    batch: int | None = None  # rows that go through the model at once, in each process
+    batch_tokens: int | None = None  # in a step, over all processes
+    steps: int | None = None
+    tokens: int | None = None
+    minutes: float | None = None
+    warmup: float = 0.02  # share of the steps
+    decay: float = 0.5
+    clip: float = 1.0
+    inside_documents: bool = False
+    seed: int = 0
+    device: str = "auto"
+    bf16: bool | None = None
+    compile: bool | None = None
+    recompute: bool = False
+    log_every: int = 1
+    judge_every: int | None = None
+    sample_every: int | None = None
+    save_every: int | None = None
+    keep: int = 2
+    prompts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise SettingsError(f"there is no objective {self.objective!r}; {_one_of(OBJECTIVES)}")
+        if self.optimizer not in ("muon", "adamw"):
+            raise SettingsError(f"there is no optimizer {self.optimizer!r}; muon or adamw")
+        if self.start and (self.like or self.depth or self.tokenizer):
+            raise SettingsError("a model to go on from brings its own shape and vocabulary")
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What of the model's config was said."""
+        names = ("width", "heads", "kv_heads", "head_width", "ff_width", "tied")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return "there are " + ", ".join(names)
+
+
+# -- before the first step ------------------------------------------------------------------
+
+
+def begin(
+    settings: NewSettings,
+    folder: Path | None = None,
+    *,
+    parallel: Parallel | None = None,
+    progress: Progress | None = None,
+    offline: bool = False,
+) -> Run:
+    """A run with its data prepared and every dial definite."""
+    parallel = parallel or Parallel.alone(settings.device)
+    if folder is not None and (folder / "run.json").exists():
+        raise RunError(f"{folder}: has a run already; go on with it (--resume) or name another")
+    settings = _with_depth(settings)
+    tokenizer = _tokenizer(settings, progress, offline)
+    prepared = _prepared(settings, tokenizer, progress, offline)
+    config = _config(settings, tokenizer)
+    settings = _definite(settings, config, tokenizer, prepared, parallel)
+    name = Path(settings.data[0]).stem or "run"
+    run = Run.create(
+        folder or Run.free_folder(f"{name}-d{config.layers}", runs_folder()),
+        "new",
+        settings=asdict(settings),
+        config=config.to_dict(),
+        parameters=parameter_count(config),
+        steps=settings.steps,
+        seed=settings.seed,
+        data={**prepared.card.to_json(), "folder": str(prepared.folder)},
+    )
+    tokenizer.save(run.folder / "tokenizer")
+    return run
+
+
+def _with_depth(settings: NewSettings) -> NewSettings:
+    """A depth where nothing says how large, and an end where nothing says how long."""
+    if sum(each is not None for each in (settings.steps, settings.tokens, settings.minutes)) > 1:
+        raise SettingsError("give steps, tokens or minutes, not several of them")
+    sized = settings.depth or settings.like or settings.start
+    timed = settings.steps or settings.tokens or settings.minutes
+    return replace(
+        settings,
+        depth=settings.depth if sized else 4,
+        minutes=settings.minutes if timed or sized else 4.0,
+    )
+
+
+def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) -> Tokenizer:
+    if settings.start:
+        opened = open_tokenizer(open_checkpoint(_model_path(settings.start, offline)))
+        if opened is None:
+            raise SettingsError(f"{settings.start} has no tokenizer.json, so text cannot be read")
+        return opened
+    if settings.tokenizer:
+        return Tokenizer.from_file(settings.tokenizer)
+    size = settings.vocab_size or vocabulary_for(settings.depth or 12)
+    return make_tokenizer(
+        settings.data, TokenizerSettings(size), field=settings.field, limit=settings.limit,
+        held_out=settings.held_out, seed=settings.seed, progress=progress, offline=offline,
+    ).tokenizer  # fmt: skip
+
+
+def _prepared(
+    settings: NewSettings, tokenizer: Tokenizer, progress: Progress | None, offline: bool
+) -> Prepared:
+    return prepare(
+        settings.data, tokenizer, field=settings.field, limit=settings.limit,
+        held_out=settings.held_out, seed=settings.seed, progress=progress, offline=offline,
+    )  # fmt: skip
+
+
+def _model_path(name: str, offline: bool) -> Path:
+    """A model, or the model of a run."""
+    try:
+        found = Run.open(name).model
+    except RunError:
+        return find_model(name, offline=offline)
+    if found is None:
+        raise RunError(f"{name} has no checkpoint yet")
+    return found
+
+
+def _config(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
+    if settings.start:
+        return open_checkpoint(_model_path(settings.start, offline=False)).config
+    # Room for a mask that is no token of the text.
+    vocabulary = tokenizer.vocab_size + (settings.objective != "next_token")
+    ends = tuple(sorted(tokenizer.end_ids))
+    length = settings.length or default_length(settings.depth)
+    if settings.like:
+        other = open_checkpoint(_model_path(settings.like, offline=False)).config
+        return replace(like(other, vocabulary, **settings.shape), end_ids=ends)
+    assert settings.depth is not None
+    config = qwen3_config(settings.depth, vocabulary, length, **settings.shape)
+    return replace(config, end_ids=ends)
+
+
+def default_length(depth: int | None) -> int:
+    """Tokens in a row: short for small models, whose texts hold together for a sentence or two."""
+    return 256 if depth is not None and depth <= 4 else 1024 if depth and depth <= 8 else 2048
+
+
+def _definite(
+    settings: NewSettings,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    prepared: Prepared,
+    parallel: Parallel,
+) -> NewSettings:
+    """The same settings with no None left in what decides the training."""
+    cuda = parallel.device.type == "cuda"
+    length = min(settings.length or default_length(settings.depth), config.context)
+    length = min(length, max(8, len(prepared.train.ids) - 1))
+    settings = replace(
+        settings,
+        length=length,
+        bf16=cuda if settings.bf16 is None else settings.bf16,
+        compile=cuda if settings.compile is None else settings.compile,
+        prompts=settings.prompts or (first_words(prepared.held_out, tokenizer),),
+        batch=settings.batch or max(1, _AT_ONCE["cuda" if cuda else "cpu"] // length),
+    )
+    tokens = settings.tokens or Shape.around(config).tokens
+    if settings.minutes:
+        trial = replace(settings, batch=max(1, min(settings.batch or 1, 2048 // length)))
+        tokens = int(_speed(trial, config, prepared, parallel) * settings.minutes * 60 * _SHARE)
+    usual = batch_tokens_of(settings.steps) if settings.steps else batch_tokens(tokens)
+    wanted = settings.batch_tokens or usual
+    rows = max(1, min(settings.batch or 1, wanted // (length * parallel.world)))
+    accumulate = max(1, round(wanted / (rows * length * parallel.world)))
+    in_a_step = rows * accumulate * length * parallel.world
+    steps = settings.steps or max(1, tokens // in_a_step)
+    return replace(
+        settings,
+        batch=rows,
+        batch_tokens=in_a_step,
+        steps=steps,
+        tokens=steps * in_a_step,
+        judge_every=settings.judge_every or max(1, steps // 10),
+        sample_every=settings.sample_every or max(1, steps // 8),
+        save_every=settings.save_every or max(1, steps // 10),
+        log_every=max(settings.log_every, steps // 2000),
+    )
+
+
+def _speed(
+    settings: NewSettings, config: ModelConfig, prepared: Prepared, parallel: Parallel
+) -> float:
+    """Tokens a second, from three steps that are thrown away."""
+    model = new_model(config, settings.seed).to(parallel.device)
+    trainer = Trainer(
+        model, _batches(settings, prepared, parallel), _objective(settings, config),
+        make_optimizers(model, rates_for(config), settings.optimizer),  # type: ignore[arg-type]
+        replace(_train_settings(settings, 1), steps=1, judge_every=0), parallel=parallel,
+    )  # fmt: skip
+    seconds = []
+    for _ in range(3):
+        since = time.monotonic()
+        *_, tokens, _ = trainer.one_step()
+        seconds.append(time.monotonic() - since)
+    return tokens / min(seconds[1:])
+
+
+# -- the training ---------------------------------------------------------------------------
+
+
+def settings_of(run: Run) -> NewSettings:
+    """The dials of a run that was begun."""
+    told = run.facts.get("settings", {})
+    known = {each.name for each in fields(NewSettings)}
+    given = {name: value for name, value in told.items() if name in known}
+    for name in ("data", "prompts"):
+        given[name] = tuple(given.get(name, ()))
+    return NewSettings(**given)
+
+
+def train(
+    run: Run,
+    on_event: Callable[[Event], None] = lambda event: None,
+    *,
+    parallel: Parallel | None = None,
+) -> Ended:
+    """Train a run that was begun, from its last checkpoint on if it has one."""
+    settings = settings_of(run)
+    parallel = parallel or Parallel.alone(settings.device)
+    tokenizer = Tokenizer.from_file(run.folder / "tokenizer")
+    prepared = _same_data(run, settings, tokenizer)
+    config = ModelConfig.from_dict(run.facts["config"])
+    objective = _objective(settings, config)
+    rates = rates_for(config).times(settings.rate)
+    rates = replace(rates, weight_decay=settings.weight_decay)
+    assert settings.length is not None and settings.batch_tokens and settings.batch
+    one_batch = settings.batch * settings.length * parallel.world
+    judge = HeldOut(prepared.held_out, tokenizer, objective, settings.length, rows=64)
+    sampler = Samples(tokenizer, settings.prompts) if settings.objective == "next_token" else None
+    trainer = Trainer(
+        _model(settings, config).to(parallel.device),
+        _batches(settings, prepared, parallel),
+        objective,
+        lambda model: make_optimizers(model, rates, settings.optimizer),  # type: ignore[arg-type]
+        _train_settings(settings, max(1, settings.batch_tokens // one_batch)),
+        run,
+        save_model=lambda weights, folder: save_model(config, weights, tokenizer, folder),
+        judge=judge if judge.batches else None,
+        sampler=sampler,
+        parallel=parallel,
+    )
+    return trainer.run(on_event)
+
+
+def save_model(
+    config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, folder: Path
+) -> None:
+    """A model folder that `unspool.load` and transformers open."""
+    save_weights(config, weights, folder)
+    tokenizer.save(folder)
+
+
+def _same_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> Prepared:
+    """What the run was begun with: the batches of later steps must be those of then."""
+    folder = Path(run.facts["data"]["folder"])
+    if (folder / "card.json").exists():
+        return Prepared.open(folder)
+    prepared = _prepared(settings, tokenizer, None, False)
+    if prepared.folder.name != folder.name:
+        raise RunError(
+            f"the text that {run.name} was begun with ({', '.join(settings.data)}) has changed, so "
+            "it cannot go on; begin a new run"
+        )
+    return prepared
+
+
+def _model(settings: NewSettings, config: ModelConfig) -> Transformer:
+    if settings.start is None:
+        return new_model(config, settings.seed)
+    path = _model_path(settings.start, offline=False)
+    return load_transformer(open_checkpoint(path)).requires_grad_(True)
+
+
+def _objective(settings: NewSettings, config: ModelConfig) -> Objective:
+    mask = config.vocab_size - 1
+    if settings.objective == "masked":
+        return Masked(mask, shifted=settings.start is not None)
+    if settings.objective == "block_diffusion":
+        return BlockDiffusion(mask, settings.block, shifted=settings.start is not None)
+    return next_token
+
+
+def _batches(settings: NewSettings, prepared: Prepared, parallel: Parallel) -> Batches:
+    assert settings.batch is not None and settings.length is not None
+    return Batches(
+        prepared.train, settings.batch, settings.length, settings.seed, parallel.rank,
+        parallel.world, settings.inside_documents,
+    )  # fmt: skip
+
+
+def _train_settings(settings: NewSettings, accumulate: int) -> TrainSettings:
+    steps = settings.steps or 1
+    return TrainSettings(
+        steps=steps,
+        warmup=round(steps * settings.warmup),
+        decay=settings.decay,
+        accumulate=accumulate,
+        clip=settings.clip,
+        seed=settings.seed,
+        log_every=settings.log_every,
+        judge_every=settings.judge_every or 0,
+        sample_every=settings.sample_every or 0,
+        save_every=settings.save_every or 0,
+        keep=settings.keep,
+        bf16=bool(settings.bf16),
+        compile=bool(settings.compile),
+        recompute=settings.recompute,
+    )

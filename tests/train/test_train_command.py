@@ -1,0 +1,215 @@
+"""`unspool train` as people use it, on a text and a model that are tiny."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unspool
+from unspool.cli.main import _exit_code, with_command
+from unspool.cli.train.plot import curve
+from unspool.train.runs import Run
+
+TEXT = "\n\n".join(
+    f"Fellow citizens of the Senate, in the year {year} the state of the Union is strong, and "
+    f"{count} ships came to our ports from {place}."
+    for year in range(1790, 1870)
+    for count, place in ((year % 7, "France"), (year % 5, "Spain"))
+)
+SMALL = "--depth 1 --width 32 --vocab-size 300 --length 32 --batch-tokens 256 --batch 4".split()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text in it, and nothing else known."""
+    (tmp_path / "speeches.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("UNSPOOL_RUNS", raising=False)
+    return tmp_path
+
+
+def train(*words: str) -> int:
+    return _exit_code(["train", "speeches.txt", *SMALL, *words])
+
+
+def losses(run: Run) -> list[float]:
+    return [line["loss"] for line in run.log() if "loss" in line]
+
+
+def test_from_text_to_a_model_that_writes(place: Path, capsys: pytest.CaptureFixture[str]):
+    assert train("--steps", "40", "--rate", "3") == 0
+    said = capsys.readouterr().err
+    run = Run.open("speeches-d1")
+    assert run.state == "done" and run.folder == Path("runs/speeches-d1")
+    found = losses(run)
+    assert len(found) == 40 and found[-1] < found[0] - 1
+    assert "bits per byte on held-out text" in said
+    assert f"unspool run --model {run.model}" in said
+    assert f"unspool page --model {run.model}" in said
+    assert [sample["step"] for sample in run.samples()][:2] == [0, 1]
+    facts = run.facts
+    assert facts["settings"]["steps"] == 40 and facts["settings"]["batch_tokens"] == 256
+    assert facts["data"]["documents"] > 0
+    lm = unspool.load(run.model, progress=False)
+    text = lm.generate("Fellow citizens", max_tokens=8, temperature=0).text
+    assert text
+    lm.close()
+
+
+def test_transformers_opens_what_was_trained(place: Path):
+    import torch
+    import transformers
+
+    from unspool.model.checkpoint import load_transformer, open_checkpoint
+
+    assert train("--steps", "5", "--quiet") == 0
+    model = Run.open("speeches-d1").model
+    assert model is not None
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    ids = tokenizer("Fellow citizens of the Senate", return_tensors="pt").input_ids
+    ours = load_transformer(open_checkpoint(model))(ids)
+    assert torch.allclose(theirs(ids).logits, ours, atol=1e-4)
+
+
+def test_runs_are_listed_shown_and_asked(place: Path, capsys: pytest.CaptureFixture[str]):
+    assert _exit_code(["train", "runs"]) == 0
+    assert "no trainings" in capsys.readouterr().out
+    assert train("--steps", "6", "--name", "mine", "--quiet") == 0
+    assert _exit_code(["train", "runs"]) == 0
+    assert "mine  done   6/6" in capsys.readouterr().out
+    assert _exit_code(["train", "runs", "mine", "--samples"]) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoints" in shown and "-- step 0" in shown
+    assert _exit_code(["train", "runs", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "mine"
+    assert _exit_code(["train", "runs", "mine", "--pause"]) == 2
+    assert "is done" in capsys.readouterr().err
+    assert train("--steps", "6", "--name", "mine") == 2
+    assert "has a run already" in capsys.readouterr().err
+
+
+def test_interrupted_and_gone_on_with(place: Path):
+    """Ctrl-C saves and says how to go on; what comes out is what an undisturbed run gives."""
+    words = ["speeches.txt", *SMALL, "--steps", "150", "--quiet", "--name"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unspool", "train", *words, "broken"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    log = place / "runs" / "broken" / "log.jsonl"
+    until = time.monotonic() + 120
+    while not log.exists() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    run = Run.open("broken")
+    assert run.state == "stopped" and 0 < run.log()[-1]["step"] < 150
+    assert "unspool train --resume runs/broken" in said
+    assert _exit_code(["train", "--resume", "broken", "--quiet"]) == 0
+    assert Run.open("broken").state == "done"
+    assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 151))
+
+
+def test_going_on_from_a_models_weights(place: Path):
+    assert train("--steps", "30", "--rate", "3", "--quiet") == 0
+    more = ["--from", "speeches-d1", "--steps", "3", "--length", "32", "--name", "more", "--quiet"]
+    assert _exit_code(["train", "speeches.txt", *more]) == 0
+    first, second = losses(Run.open("speeches-d1")), losses(Run.open("more"))
+    assert second[0] < first[0] - 1
+
+
+@pytest.mark.parametrize("objective", ["masked", "block_diffusion"])
+def test_other_objectives(objective: str, place: Path):
+    assert train("--steps", "30", "--rate", "3", "--objective", objective, "--quiet") == 0
+    found = losses(Run.open("speeches-d1"))
+    assert sum(found[-8:]) < sum(found[:8])
+
+
+def test_so_many_minutes(place: Path):
+    assert train("--minutes", "0.02", "--quiet") == 0
+    run = Run.open("speeches-d1")
+    assert run.steps == run.facts["settings"]["steps"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--objective", "dance"], "no objective 'dance'"),
+        (["--optimizer", "sgd"], "muon or adamw"),
+        (["--steps", "3", "--minutes", "1"], "not several"),
+        (["--from", "x", "--depth", "2"], "its own shape"),
+        (["--resume", "nowhere"], "no training run"),
+        (["--report", "paper", "--steps", "1"], "no report to 'paper'"),
+        (["--shard"], "torchrun"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    words: list[str], told: str, place: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert _exit_code(["train", "speeches.txt", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_without_torch_it_says_what_to_install():
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] == 'torch':
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+from unspool.cli.main import _exit_code
+sys.exit(_exit_code(['train']))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "unspool: training needs torch, which is not here: pip install 'unspool[train]'"
+    )
+
+
+def test_new_is_left_out():
+    assert with_command(["train"], False) == ["train", "new"]
+    assert with_command(["train", "notes.txt", "--depth", "2"], False)[:2] == ["train", "new"]
+    assert with_command(["train", "runs"], False) == ["train", "runs"]
+    assert with_command(["train", "--help"], False) == ["train", "--help"]
+
+
+def test_reports_go_where_they_are_wanted(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import types
+
+    calls: list[Any] = []
+    stand_in = types.ModuleType("wandb")
+    stand_in.init = lambda **given: calls.append(("init", given["name"]))  # type: ignore[attr-defined]
+    stand_in.log = lambda figures, step: calls.append((step, figures))  # type: ignore[attr-defined]
+    stand_in.finish = lambda: calls.append("finish")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    assert train("--steps", "2", "--report", "wandb", "--quiet") == 0
+    assert calls[0] == ("init", "speeches-d1") and calls[-1] == "finish"
+    logged = [call for call in calls[1:-1] if "loss" in call[1]]
+    assert [call[0] for call in logged] == [1, 2]
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    assert train("--steps", "2", "--report", "trackio", "--quiet") == 2
+    assert "pip install trackio" in capsys.readouterr().err
+
+
+def test_the_curve_goes_where_the_loss_goes():
+    lines = curve([4 - step / 100 for step in range(300)], width=20, height=4)
+    assert len(lines) == 4
+    assert 3.9 < float(lines[0].split()[0]) <= 4 and 1 < float(lines[-1].split()[0]) < 1.1
+    assert lines[0][7] != "⠀" and lines[-1][7] == "⠀"  # it begins at the top ...
+    assert lines[-1].rstrip("⠀")[-1] != "⠀" and len(lines[0].rstrip("⠀")) < 14  # ... and falls
+    assert curve([], 10, 2) == []
+    assert len(curve([1.0, 1.0], 10, 2)) == 2
