@@ -58,9 +58,10 @@ def log_steps(run: Run, first: int, last: int) -> None:
             "tokens_per_second": 20_000.0,
             "seconds": step * 0.05,
         }
-        if step % 20 == 0:
-            line |= {"held_out_loss": loss(step) + 0.1, "bits_per_byte": bits_per_byte(step)}
         lines.append(json.dumps(line) + "\n")
+        if step % 20 == 0:
+            judged = {"held_out_loss": loss(step) + 0.1, "bits_per_byte": bits_per_byte(step)}
+            lines.append(json.dumps({"step": step, **judged}) + "\n")
     with (run.folder / "log.jsonl").open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 

@@ -19,7 +19,7 @@ import training_run
 import unspool
 from unspool.serve.core import registry
 from unspool.serve.core.registry import ModelEntry
-from unspool.serve.runs.run_json import thinned
+from unspool.serve.runs.run_json import drawable
 from unspool.serve.runs.trainer import Trainer
 from unspool.train.runs import Run
 
@@ -78,10 +78,12 @@ def test_runs_are_listed_and_told_in_full(served: Running, root: Path) -> None:
     assert [saved["step"] for saved in told["checkpoints"]] == [0, 2, 6, 20, 60, 200]
     assert all(saved["film"] for saved in told["checkpoints"])
     assert told["checkpoints"][1]["model"] == "speeches@2"
-    assert len(told["log"]) == told["next"] == 200 and len(told["samples"]) == 6
+    assert len(told["log"]) == 200 and told["next"] == 210 and len(told["samples"]) == 6
     assert told["facts"]["data"]["documents"] == 12 and "pid" not in told["facts"]
-    rest = httpx.get(f"{served.url}/v1/runs/speeches", params={"since": 198}).json()
-    assert [line["step"] for line in rest["log"]] == [199, 200] and rest["next"] == 200
+    rest = httpx.get(f"{served.url}/v1/runs/speeches", params={"since": 207}).json()
+    assert [line["step"] for line in rest["log"]] == [199, 200] and rest["next"] == 210
+    assert {"loss", "held_out_loss", "tokens"} <= rest["log"][-1].keys()
+    assert rest["last"] == rest["log"][-1]
 
 
 @pytest.mark.parametrize(
@@ -101,13 +103,13 @@ def test_no_run_outside_the_folder_can_be_had(served: Running, root: Path, name:
     shutil.rmtree(outside)
 
 
-def test_a_long_log_is_thinned_but_never_its_held_out_losses() -> None:
+def test_a_long_log_is_drawable_but_never_its_held_out_losses() -> None:
     lines = [{"step": step} for step in range(10_000)]
-    lines[4321]["held_out_loss"] = 3
-    found = thinned(lines, 1000)
+    lines.insert(4322, {"step": 4321, "held_out_loss": 3})  # a line of its own
+    found = drawable(lines, 1000)
     assert len(found) <= 1002 and found[-1]["step"] == 9999
-    assert lines[4321] in found
-    assert thinned([]) == [] and thinned(lines[:5]) == lines[:5]
+    assert {"step": 4321, "held_out_loss": 3} in found
+    assert drawable([]) == [] and drawable(lines[:5]) == lines[:5]
 
 
 def test_a_run_is_told_as_it_goes_and_to_its_end(served: Running, root: Path) -> None:

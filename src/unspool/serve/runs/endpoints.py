@@ -23,7 +23,7 @@ from unspool.serve.http.events import EventStream, pouring
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
 from unspool.serve.runs.library import is_there
-from unspool.serve.runs.run_json import run_json, summary, thinned
+from unspool.serve.runs.run_json import drawable, run_json, summary
 from unspool.serve.runs.trainer import GOING
 from unspool.serve.runs.watching import Watcher, run_error, watch
 from unspool.train.runs import Run
@@ -98,7 +98,7 @@ async def get_run(name: str, request: Request, since: Since = 0) -> Response:
 
     def found() -> JsonReply:
         log = run.log(since)
-        lines = {"log": thinned(log), "next": since + len(log), "samples": run.samples()}
+        lines = {"log": drawable(log), "next": since + len(log), "samples": run.samples()}
         return JsonReply({**run_json(run, state.trainer.fault(name)), **lines})
 
     return await in_thread(found)

@@ -50,17 +50,28 @@ def run_json(run: Run, fault: str | None = None) -> dict[str, Any]:
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The newest whole line of a log, without reading all of it."""
-    with suppress(OSError, ValueError), path.open("rb") as file:
+    """What is logged of the newest step, without reading all of the log."""
+    found: list[dict[str, Any]] = []
+    with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - _TAIL))
-        lines = file.read().rpartition(b"\n")[0].rsplit(b"\n", 1)
-        found = json.loads(lines[-1])
-        return found if isinstance(found, dict) else None
-    return None
+        for line in file.read().rpartition(b"\n")[0].split(b"\n"):
+            with suppress(ValueError):  # the first may be cut
+                found.append(dict(json.loads(line)))
+    return joined(found)[-1] if found else None
 
 
-def thinned(lines: list[dict[str, Any]], most: int = MOST_LINES) -> list[dict[str, Any]]:
-    """No more lines than can be drawn; those with a held-out loss, and the last, always stay."""
+def joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line a step: what was judged of it is logged apart."""
+    found: dict[Any, dict[str, Any]] = {}
+    for line in lines:
+        found.setdefault(line.get("step"), {}).update(line)
+    return list(found.values())
+
+
+def drawable(lines: list[dict[str, Any]], most: int = MOST_LINES) -> list[dict[str, Any]]:
+    """One line a step, and no more than can be drawn; those with a held-out loss, and the last,
+    always stay."""
+    lines = joined(lines)
     every = -(-len(lines) // most) if lines else 1
     last = len(lines) - 1
     return [

@@ -16,7 +16,7 @@ from typing import Any
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.events import event
 from unspool.serve.http.threads import in_thread
-from unspool.serve.runs.run_json import run_json, thinned
+from unspool.serve.runs.run_json import drawable, run_json
 from unspool.serve.runs.trainer import GOING, Trainer
 from unspool.train.runs import Run
 
@@ -58,7 +58,7 @@ class Watcher:
             self.log = self.samples = 0
         if new := log[self.log :]:
             first, self.log = self.log, len(log)
-            lines = {"from": first, "next": self.log, "lines": thinned(new)}
+            lines = {"from": first, "next": self.log, "lines": drawable(new)}
             found += event(lines, "log")
         if samples := run.samples(self.samples):
             first, self.samples = self.samples, self.samples + len(samples)

@@ -96,7 +96,7 @@ async function watch(name) {
 function take(event, data) {
   if (event === "run") learn.run = data;
   else if (event === "log") {
-    learn.lines = [...learn.lines.filter((line) => line.step < (data.lines[0]?.step ?? 0)), ...data.lines];
+    learn.lines = joined(learn.lines, data.lines);
     learn.next = data.next;
   } else if (event === "samples") learn.samples = [...learn.samples.slice(0, data.from), ...data.lines];
   if (event === "run" && learn.starting) {
@@ -104,6 +104,15 @@ function take(event, data) {
     listRuns();
   }
   told();
+}
+
+/** New lines behind those that are known. Of the last known step there may be more to tell; a run that was resumed
+ * tells all its steps again. */
+function joined(known, [first, ...rest]) {
+  const same = known.find((line) => line.step === first.step);
+  const lines = [...known.filter((line) => line.step < first.step), { ...same, ...first }, ...rest];
+  let before = { tokens: 0, seconds: 0 };
+  return lines.map((line) => (before = { ...line, tokens: line.tokens ?? before.tokens, seconds: line.seconds ?? before.seconds }));
 }
 
 function failed(error) {
