@@ -364,3 +364,41 @@ def test_the_command_opens_a_stored_run_with_its_own_model(root: Path, tmp_path:
         [*command, "--run", str(tmp_path / "nothing")], capture_output=True, text=True, timeout=60
     )
     assert wrong.returncode == 2 and "no training run" in wrong.stderr
+
+
+# -- the real thing ----------------------------------------------------------------------------
+
+TEXT = "\n\n".join(
+    f"In the year {year} the people of the Union {verb} the laws of the land."
+    for year in range(1790, 1990)
+    for verb in ("kept", "made", "honored")
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_model_is_trained_from_the_page_and_each_of_its_checkpoints_writes(
+    page: Page, served: Running, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "laws.txt").write_text(TEXT)
+    monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    view = learn(page, served, "speeches")
+    view.get_by_text("Train a small model").click()
+    view.get_by_label("Text: a data set").fill(str(tmp_path / "laws.txt"))
+    view.get_by_label("Layers").fill("1")
+    view.get_by_label("Minutes").fill("0.1")
+    view.get_by_role("button", name="Start").click()
+    expect(view.locator("#lrn-run")).to_have_value("laws-d1", timeout=30_000)
+    expect(view.locator("#lrn-state")).to_have_text("done", timeout=400_000)
+    run = Run(root / "laws-d1")
+    assert run.final is not None
+    written(view)
+    shown = columns(view)
+    assert shown[-1] == run.steps
+    for step in shown:
+        expect(column(view, step).locator(".t")).to_have_count(12)
+        expect(column(view, step).locator("[data-number=entropy]")).to_contain_text("nats")
+    expect(column(view, shown[-1]).locator("[data-number=bits]")).to_contain_text(".")
+    hand(view).focus()
+    page.keyboard.press("Home")
+    expect(column(view, 0).locator(".t").first).to_be_visible(timeout=60_000)

@@ -19,6 +19,7 @@ import training_run
 import unspool
 from unspool.serve.core import registry
 from unspool.serve.core.registry import ModelEntry
+from unspool.serve.runs.library import RunLibrary
 from unspool.serve.runs.run_json import drawable
 from unspool.serve.runs.trainer import Trainer
 from unspool.train.runs import Run
@@ -167,6 +168,19 @@ def test_a_checkpoint_writes_as_a_model_of_its_own(served: Running, root: Path) 
     assert listed == ["first"]  # there would be too many
     for name in ("speeches@21", "speeches@", "@20", "speeches@-1", "speeches@²"):
         assert completed(served.url, name).status_code == 404
+
+
+def test_an_adapter_counts_with_the_model_it_was_tuned_from(root: Path, tmp_path: Path) -> None:
+    base = root / "speeches" / "checkpoints" / "000000"
+    run = Run.create(tmp_path / "tuned", "tune", steps=4)
+    folder = run.folder / "checkpoints" / "000004"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"1234567")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (folder / "training.json").write_text(json.dumps({"step": 4, "tokens": 9}))
+    found = RunLibrary(tmp_path).checkpoint("tuned@4")
+    assert found is not None
+    assert found.size == 7 + (base / "model.safetensors").stat().st_size
 
 
 def test_only_so_many_checkpoints_are_in_memory(

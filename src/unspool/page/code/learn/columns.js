@@ -87,7 +87,8 @@ function Text({ branch, text, name }) {
       if (isNarrow()) document.querySelector("#text .selected")?.scrollIntoView({ block: "start" });
     });
   };
-  return html`<span class="quiet lrn-prompt">${branch.prompt?.text}</span><${TokenText} steps=${branch.steps}
+  const words = branch.prompt?.messages?.at(-1).content ?? branch.prompt?.text;
+  return html`<span class="quiet lrn-prompt">${words}${branch.prompt?.messages ? "\n" : ""}</span><${TokenText} steps=${branch.steps}
     label=${`Text at ${name.toLowerCase()}`} writing=${text.writing} pick=${pick} />`;
 }
 

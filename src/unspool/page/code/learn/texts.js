@@ -10,6 +10,7 @@ const WAIT = 150; // milliseconds after the last movement: what only passes by i
 
 export const texts = {
   prompt: null, // null: that of the run's own samples
+  mode: null, // "chat" or "plain"; null: a model that was tuned is asked, a new one goes on
   length: "60",
   temperature: "0.8",
   seed: "7",
@@ -20,6 +21,7 @@ export const texts = {
 };
 
 export const promptNow = () => texts.prompt ?? learn.samples[0]?.prompt ?? "The";
+export const modeNow = () => texts.mode ?? (learn.run?.kind === "new" ? "plain" : "chat");
 export const isWriting = () => [...texts.of.values()].some(({ writing }) => writing);
 
 export function setAsked(some) {
@@ -29,7 +31,7 @@ export function setAsked(some) {
 
 /** What all checkpoints are asked for, or what is wrong with it. */
 function question() {
-  const asked = { prompt: promptNow(), max_tokens: Number(texts.length), seed: Number(texts.seed),
+  const asked = { prompt: promptNow(), mode: modeNow(), max_tokens: Number(texts.length), seed: Number(texts.seed),
     temperature: Number(texts.temperature.replace(",", ".")) };
   const wrong = (param, message) => { texts.fault = { param, message }; };
   if (!asked.prompt.trim()) wrong("prompt", "Write a prompt first.");
@@ -104,9 +106,10 @@ async function write(step, asked, signal) {
   texts.of.set(step, text);
   told();
   try {
-    const { prompt, ...settings } = asked;
+    const { prompt, mode, ...settings } = asked;
     const name = `${learn.name}, step ${step}`;
-    const body = { model: saved.model, name, prompt, top: CANDIDATES, ...settings };
+    const words = mode === "chat" ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+    const body = { model: saved.model, name, ...words, top: CANDIDATES, ...settings };
     const branch = await api.post("/v1/tree", body, { signal });
     text.id = keep(branch, settings);
     await know(saved.model, signal);

@@ -9,7 +9,7 @@ import { Columns } from "./columns.js";
 import { Curve } from "./curve.js";
 import { Head, Start } from "./head.js";
 import { learn, listRuns } from "./run.js";
-import { isWriting, promptNow, setAsked, stopWriting, texts, writeFrames } from "./texts.js";
+import { isWriting, modeNow, promptNow, setAsked, stopWriting, texts, writeFrames } from "./texts.js";
 
 const AGAIN = 5000; // milliseconds: a run that was started in a terminal shows up by itself
 
@@ -47,6 +47,10 @@ function Asking() {
   return html`<form class="row lrn-asking" onSubmit=${submit} aria-label="What every checkpoint writes">
     <label class="grow"><span class="small">Prompt, for every checkpoint</span>
       <input class="field" name="prompt" dir="auto" autocomplete="off" value=${promptNow()} aria-invalid=${invalid("prompt")} onInput=${set} /></label>
+    <div class="segments" role="group" aria-label="Mode">
+      ${[["chat", "Chat"], ["plain", "Plain"]].map(([mode, title]) => html`<button type="button" aria-pressed=${modeNow() === mode}
+        onClick=${() => setAsked({ mode })}>${title}</button>`)}
+    </div>
     ${field("length", "Tokens", "numeric")} ${field("temperature", "Temperature", "decimal")} ${field("seed", "Seed", "numeric")}
     ${isWriting() ? html`<button class="button" type="button" onClick=${stopWriting}>Stop</button>`
       : html`<button class="button main" id="lrn-write">Write</button>`}
