@@ -77,19 +77,25 @@ function Column({ saved, isNearest, numbers, scales }) {
 }
 
 function Text({ branch, text, name }) {
-  if (branch.id === state.current && state.selected !== null) return html`<${Pane} />`;
+  if (branch.id === state.current && state.selected !== null) return html`<${Open} />`;
   const pick = async (at) => {
     await jump(branch.id, promptLength(branch) + at);
     show(state.panel === "inside" ? "inside" : "step");
-    requestAnimationFrame(() => {
-      document.getElementById("text")?.focus({ preventScroll: true });
-      // A sheet comes up from below: the text stands above it then.
-      if (isNarrow()) document.querySelector("#text .selected")?.scrollIntoView({ block: "start" });
-    });
   };
   const words = branch.prompt?.messages?.at(-1).content ?? branch.prompt?.text;
   return html`<span class="quiet lrn-prompt">${words}${branch.prompt?.messages ? "\n" : ""}</span><${TokenText} steps=${branch.steps}
     label=${`Text at ${name.toLowerCase()}`} writing=${text.writing} pick=${pick} />`;
+}
+
+/** The ordinary text; the keys are its own from now on. */
+function Open() {
+  useEffect(() => {
+    const text = document.getElementById("text");
+    text.focus({ preventScroll: true });
+    // A sheet comes up from below: the token stands above it then.
+    if (isNarrow()) text.querySelector(".selected")?.scrollIntoView({ block: "start" });
+  }, []);
+  return html`<${Pane} />`;
 }
 
 /** What the run itself wrote at this time, until this checkpoint is asked. */
