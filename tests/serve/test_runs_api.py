@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import threading
@@ -19,6 +20,7 @@ import training_run
 import unspool
 from unspool.serve.core import registry
 from unspool.serve.core.registry import ModelEntry
+from unspool.serve.runs.endpoints import StartRequest
 from unspool.serve.runs.library import RunLibrary
 from unspool.serve.runs.run_json import drawable
 from unspool.serve.runs.trainer import Trainer
@@ -258,6 +260,41 @@ def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
     until(lambda: (root / again / "run.json").exists())
     ask(served.url, again, "stop")
     until(lambda: Run(root / again).state == "stopped")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_examples_of_the_docs_page_work(served: Running, root: Path) -> None:
+    page = httpx.get(f"{served.url}/docs").text
+    found = re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)
+    assert found
+    examples = json.loads(found[1])
+    answer = httpx.post(f"{served.url}/v1/runs", json=examples["/v1/runs"])
+    run = Run(root / answer.json()["name"])
+    until(lambda: (run.folder / "run.json").exists())
+    path = f"/v1/runs/{run.name}/control"
+    assert (
+        httpx.post(served.url + path, json=examples["/v1/runs/{name}/control"]).status_code == 200
+    )
+    until(lambda: run.state == "stopped")
+
+
+def test_the_guide_is_true(served: Running) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+    section = guide.partition("## Watch it learn")[2].partition("\n## ")[0]
+    shown = re.search(r"-d '({.*?})'", section)
+    begun = re.search(r"start one: `({.*?})`", section)
+    assert shown and begun
+    body = json.loads(shown[1])
+    body["model"] = body["model"].replace("sotu-d4", "speeches")
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
+    StartRequest(**json.loads(begun[1]))
+    paths = httpx.get(f"{served.url}/openapi.json").json()["paths"]
+    told = re.findall(r"\| `(GET|POST) (/v1/runs\S*)`", section)
+    known = {(method, path.replace("NAME", "{name}")) for method, path in told}
+    there = {
+        (m.upper(), path) for path in paths if path.startswith("/v1/runs") for m in paths[path]
+    }
+    assert known == there
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -51,7 +51,7 @@ function numbersOf(saved) {
   const derived = saved.held_out_loss != null && perToken ? saved.held_out_loss / Math.LN2 / perToken : null;
   return {
     held: saved.held_out_loss,
-    bits: line?.step === saved.step ? line.bits_per_byte : derived ?? line?.bits_per_byte ?? null,
+    bits: line?.bits_per_byte ?? derived,
     entropy: branch ? meanEntropy(branch.steps) : null,
     repeated: branch ? repeatedWords(textOf(branch)) : null,
   };
@@ -115,7 +115,7 @@ function Numbers({ numbers: { held, bits: perByte, entropy, repeated }, scales }
     <dd data-number="bits">${bar(perByte, scales.bits)}${bits(perByte)}</dd>
     <dt title="Mean loss on text that was kept from the training">Held-out loss</dt><dd data-number="held">${short(held)}</dd>
     <dt title="How undecided the model was before each token of this text, on average">Entropy</dt>
-    <dd data-number="entropy">${bar(entropy, scales.entropy)}${nats(entropy)} nats</dd>
+    <dd data-number="entropy">${bar(entropy, scales.entropy)}${nats(entropy)}${entropy === null ? "" : " nats"}</dd>
     <dt title="Share of words that stood among the twenty words before">Repeated words</dt>
     <dd data-number="repeated">${bar(repeated, scales.repeated)}${percent(repeated)}</dd>
   </dl>`;
