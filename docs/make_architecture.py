@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROWS = [
     [("cli", "every command"), ("serve", "HTTP: OpenAI, Anthropic, tree"), ("page", "the browser")],
+    [("train", "from text to weights: data, objectives, loop, runs")],
     [("loading", "a model from a name"), ("conversation", "a chat that stays ids")],
     [("language_model", "the face: every question to a model is a method")],
     [("decoding", "strategies on the verbs"), ("lens", "looking inside")],

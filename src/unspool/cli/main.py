@@ -75,8 +75,8 @@ def _say_version(wanted: bool) -> None:
 _EPILOG = (
     'Examples:  unspool "Why do leaves change color in fall?"   ·   '
     'unspool "Once upon a time" --raw --probs   ·   cat notes.txt | unspool "Summarize:"\n\n'
-    "Environment:  UNSPOOL_CACHE, UNSPOOL_DEFAULT_MODEL, UNSPOOL_API_KEY, UNSPOOL_ISA, HF_HOME, "
-    "HF_TOKEN, NO_COLOR and others: see docs/command-line.md"
+    "Environment:  UNSPOOL_CACHE, UNSPOOL_DEFAULT_MODEL, UNSPOOL_DEFAULT_DATA, UNSPOOL_API_KEY, "
+    "UNSPOOL_ISA, HF_HOME, HF_TOKEN, NO_COLOR and others: see docs/command-line.md"
 )
 
 

@@ -35,8 +35,16 @@ class Checkpoints:
         self.run, self.keep, self._save_model = run, keep, save_model
         self._folder = run.folder / "checkpoints"
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(".*"):  # by a process that died
-            shutil.rmtree(left, ignore_errors=True)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Put in order what a process left that died."""
+        for left in self._folder.glob(".*"):
+            target = left.with_name(left.name.split(".")[1])
+            if left.suffix == ".old" and not target.exists():  # died while it was replaced
+                left.rename(target)
+            else:
+                shutil.rmtree(left, ignore_errors=True)
 
     def save(
         self,
@@ -85,7 +93,7 @@ class Checkpoints:
                 (each.folder / "state" / "state.json").unlink(missing_ok=True)
                 shutil.rmtree(each.folder / "state", ignore_errors=True)
         for each in others[: max(0, len(others) - self.keep)]:
-            gone = each.folder.with_name(f".{each.folder.name}.old")
+            gone = each.folder.with_name(f".{each.folder.name}.gone")
             each.folder.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
 

@@ -19,7 +19,7 @@ def in_words(error: BaseException, run: Run | None, step: int) -> UnspoolError |
     message = None
     if isinstance(error, torch.OutOfMemoryError):
         message = (
-            "the GPU's memory is full: give a smaller --batch with more --accumulate, "
+            "the GPU's memory is full: give a smaller --batch (a step keeps its tokens), "
             "or --recompute"
         )
     elif isinstance(error, RuntimeError) and "CUDA error" in str(error):

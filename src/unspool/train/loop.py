@@ -106,6 +106,7 @@ class Trainer:
         self._seconds = 0.0
         self._stop = False
         self._held_out: float | None = None
+        self._saved = -1  # the step whose checkpoint is on the disk
 
     def stop(self) -> None:
         """End after the step at hand, with a checkpoint; from any thread."""
@@ -134,6 +135,7 @@ class Trainer:
         if saved is not None and self.folder is not None:
             facts = restore(saved, self.model, self.optimizers)
             self.step, self.tokens = facts["step"], facts["tokens"]
+            self._saved = self.step
             self._seconds = facts["seconds"]
             self._held_out = facts.get("held_out_loss")
             if self.parallel.first:
@@ -192,20 +194,24 @@ class Trainer:
         """Move the weights once; gives loss, length of the gradient, tokens, and what else."""
         settings, parallel = self.settings, self.parallel
         set_rates(self.optimizers, self.schedule(self.step))
-        counts = torch.zeros(3, dtype=torch.float64)  # summed loss, tokens that count, all tokens
+        seen = 0
+        exact = torch.float32 if parallel.device.type == "mps" else torch.float64
+        counts = torch.zeros(2, dtype=exact, device=parallel.device)  # see `_summed`
         extra: dict[str, float] = {}
         for number in range(settings.accumulate):
             last = number == settings.accumulate - 1
             index = self.step * settings.accumulate + number
-            batch = self._on_device(self.batches.batch(index))
+            batch = self.batches.batch(index)
+            self._check(batch, index)
+            seen += batch.ids[:, 1:].numel()
+            batch = self._on_device(batch)
             with parallel.joined(self._computation, last):
                 with self._precision():
                     summed, tokens, more = self._computation(batch, self._rng(index))
                 summed.backward()
             extra.update(more)
-            read = torch.tensor(float(batch.ids[:, 1:].numel()))
-            counts += torch.stack((summed.detach().cpu(), tokens.cpu(), read)).double()
-        loss, total, seen = self._summed(counts)
+            counts += torch.stack((summed.detach(), tokens))
+        loss, total, seen = self._summed(counts, seen)
         if not math.isfinite(loss):
             raise TrainingError(f"the loss of step {self.step + 1} is {loss}{self._ADVICE}")
         norm = self._scale_gradients(parallel.world / max(1.0, total))
@@ -222,12 +228,21 @@ class Trainer:
 
     _ADVICE = ", no number to learn from: try a lower learning rate, and look at the data"
 
-    def _summed(self, counts: Tensor) -> tuple[float, float, int]:
-        """The mean loss, how many tokens counted and how many were read, by all processes."""
-        several = self.parallel.world > 1
-        where = self.parallel.device if several else counts.device
-        loss, total, seen = self.parallel.sum(counts.to(where)).tolist()
-        return loss / max(1.0, total), total, int(seen)
+    def _summed(self, counts: Tensor, seen: int) -> tuple[float, float, int]:
+        """From the summed loss, the tokens that count and all that were read, over all processes:
+        the mean loss, and both numbers."""
+        own = torch.cat((counts, counts.new_tensor([seen])))
+        loss, total, read = self.parallel.sum(own).tolist()
+        return loss / max(1.0, total), total, int(read)
+
+    def _check(self, batch: Any, index: int) -> None:
+        """Token ids that the model has no place for would end in an error nobody understands."""
+        largest, size = int(batch.ids.max()), self.model.config.vocab_size
+        if largest >= size or int(batch.ids.min()) < 0:
+            raise TrainingError(
+                f"batch {index} has token {largest}, and the model knows {size:,}: the data was "
+                "made with another vocabulary"
+            )
 
     def _scale_gradients(self, factor: float) -> float:
         """From the gradient of a sum to that of the mean, no longer than allowed."""
@@ -313,8 +328,9 @@ class Trainer:
         self.model.train()
 
     def _save(self) -> None:
-        if self.folder is None:
+        if self.folder is None or self._saved == self.step:
             return
+        self._saved = self.step
         state = training_state(self.model, self.optimizers)  # every process takes part
         weights = {name: whole(value) for name, value in self.model.state_dict().items()}
         if self._checkpoints is not None:

@@ -38,6 +38,7 @@ from unspool.train.parallel import Parallel
 from unspool.train.runs import Run, RunError, runs_folder
 from unspool.train.samples import Samples, first_words
 from unspool.train.shape import (
+    SMALLEST,
     Shape,
     batch_tokens,
     batch_tokens_of,
@@ -162,11 +163,11 @@ def _with_depth(settings: NewSettings) -> NewSettings:
         raise SettingsError("give steps, tokens or minutes, not several of them")
     sized = settings.depth or settings.like or settings.start
     timed = settings.steps or settings.tokens or settings.minutes
-    return replace(
-        settings,
-        depth=settings.depth if sized else 4,
-        minutes=settings.minutes if timed or sized else 4.0,
-    )
+    if not sized:
+        settings = replace(
+            settings, depth=SMALLEST["depth"], width=settings.width or SMALLEST["width"]
+        )
+    return settings if timed or sized else replace(settings, minutes=4.0)
 
 
 def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) -> Tokenizer:
@@ -269,19 +270,20 @@ def _definite(
 def _speed(
     settings: NewSettings, config: ModelConfig, prepared: Prepared, parallel: Parallel
 ) -> float:
-    """Tokens a second, from three steps that are thrown away."""
+    """Tokens a second of all processes, from three steps of this one that are thrown away."""
+    alone = Parallel(parallel.device)
     model = new_model(config, settings.seed).to(parallel.device)
     trainer = Trainer(
-        model, _batches(settings, prepared, parallel), _objective(settings, config),
+        model, _batches(settings, prepared, alone), _objective(settings, config),
         make_optimizers(model, rates_for(config), settings.optimizer),  # type: ignore[arg-type]
-        replace(_train_settings(settings, 1), steps=1, judge_every=0), parallel=parallel,
+        _train_settings(settings, 1), parallel=alone,
     )  # fmt: skip
     seconds = []
     for _ in range(3):
         since = time.monotonic()
         *_, tokens, _ = trainer.one_step()
         seconds.append(time.monotonic() - since)
-    return tokens / min(seconds[1:])
+    return tokens / min(seconds[1:]) * parallel.world
 
 
 # -- the training ---------------------------------------------------------------------------

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 DEEPEST = 128
 
+# What `unspool train` makes with nothing said: what two CPU cores can teach something in four
+# minutes. Measured there on 12 MB of speeches: 1.0M weights see four times the tokens of 3.7M.
+SMALLEST = {"depth": 4, "width": 128}
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

@@ -21,9 +21,9 @@ def _opt(panel: str, words: str, *names: str, **more: Any) -> Any:
 
 def new(
     source: s.Sources = None,
-    depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows. Default: 4.")] = None,
+    depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows.")] = None,
     width: Annotated[
-        int | None, _opt(_SIZE, "Numbers a token carries. Default: 64 x depth.")
+        int | None, _opt(_SIZE, "Numbers a token carries. Default: 64 for each layer.")
     ] = None,
     heads: Annotated[int | None, _opt(_SIZE, "Attention heads.")] = None,
     kv_heads: Annotated[int | None, _opt(_SIZE, "Heads of keys and values.")] = None,
@@ -92,7 +92,7 @@ def new(
     held_out: s.HeldOut = "0.01",
     field: s.Field = None,
     limit: s.Limit = None,
-    seed: s.Seed = 0,
+    seed: Annotated[int, _opt(_STEP, "Of the start, the order, and what is held out.")] = 0,
     offline: o.Offline = False,
 ) -> None:
     """Train a new model on text: a tokenizer, the data, a model, and it writes.

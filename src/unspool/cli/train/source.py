@@ -25,7 +25,7 @@ Limit = Annotated[int | None, typer.Option(min=1, help="The most documents to re
 HeldOut = Annotated[
     str, typer.Option(metavar="SHARE|SOURCE", help="What to keep apart to judge by.")
 ]
-Seed = Annotated[int, typer.Option(help="Which documents are held out, and in which order.")]
+Seed = Annotated[int, typer.Option(help="Which documents are held out.")]
 PreTokenizer = Annotated[
     str, typer.Option("--pretokenizer", help="How text is cut: qwen2, gpt2, llama3 or o200k.")
 ]

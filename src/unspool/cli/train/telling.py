@@ -102,7 +102,7 @@ class Telling:
     def _bar(self) -> Table:
         done = self.logged.step if self.logged else 0
         line = Table.grid(padding=(0, 1))
-        bar = ProgressBar(self.steps, done, width=24)
+        bar = ProgressBar(self.steps, done, width=16)
         line.add_row(bar, f"{done:,}/{self.steps:,}", *self._figures())
         return line
 

@@ -4,7 +4,7 @@ Every word of the text begins as single bytes. The pair of neighbours that occur
 words becomes one piece, a new token; then the next, until there are as many as wanted. The library
 does the same much faster; this is here to learn from, to show, and to check the library against.
 
-    for merge in learn_merges(word_counts(words), 1000):
+    for merge in learn_merges({b"hug": 10, b"pug": 5, b"hugs": 5}, 1000):
         print(merge.number, merge.pair, merge.count)
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -114,8 +114,3 @@ def _joined(word: list[int], pair: Ids, joined: int) -> Iterator[int]:
         else:
             yield word[place]
             place += 1
-
-
-def word_counts(words: Iterable[bytes]) -> dict[bytes, int]:
-    """How often each word occurs."""
-    return dict(Counter(words))

@@ -21,7 +21,7 @@ from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.shapes import Document
 
-_AT_ONCE = 2_000_000  # characters that are encoded at once, by all cores
+_AT_ONCE = 1_000_000  # characters that are encoded at once, by all cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,13 +60,18 @@ def chosen_files(name: RepoName, files: list[str]) -> list[str]:
         if name.file not in files:
             raise DataError(f"{name.repo} has no file {name.file}: it has {_some(files)}")
         return [name.file]
-    data = [file for file in sorted(files) if _ends(file, TABLES)]
+    described = ("dataset_info", "dataset_infos", "config", "metadata", "state")  # not data
+    data = [
+        file
+        for file in sorted(files)
+        if _ends(file, TABLES) and not (_ends(file, (".json",)) and Path(file).stem in described)
+    ]
     if not data:  # texts; what describes the repository is none of them
-        described = ("readme", "license", "licence", "contributing", "changelog")
+        about = ("readme", "license", "licence", "contributing", "changelog")
         data = [
             file
             for file in sorted(files)
-            if _ends(file, TEXTS) and not file.lower().rpartition("/")[2].startswith(described)
+            if _ends(file, TEXTS) and not file.lower().rpartition("/")[2].startswith(about)
         ]
     parts = {_part(file) for file in data}
     if name.tag is not None:

@@ -11,6 +11,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import zipfile
 import zlib
@@ -26,7 +27,9 @@ from unspool.train.data.shapes import Document, document_of
 PART = 256 * 1024  # characters of a text that are read at once
 
 TEXTS = (".txt", ".text", ".md", ".markdown", ".rst")
-TABLES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+_BETWEEN_ROWS = re.compile(r"[\[,\s]*")  # of a list in JSON
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,15 @@ def read_documents(file: SourceFile, field: str | None = None) -> Iterator[Docum
     if file.kind == ".txt":
         yield from _texts(file)
         return
-    rows = {".parquet": _parquet_rows, ".csv": _csv_rows, ".tsv": _csv_rows}.get(
-        file.kind, _json_rows
-    )
-    for where, row in rows(file):
-        yield document_of(row, f"{file}, {where}", field)
+    for where, row in read_rows(file):
+        yield document_of(row, where, field)
+
+
+def read_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
+    """The rows of a table as they are, each with the words that say where it stands."""
+    readers = {".parquet": _parquet_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_list}
+    for where, row in readers.get(file.kind, _json_lines)(file):
+        yield f"{file}, {where}", row
 
 
 # Text.
@@ -142,7 +149,7 @@ def _refuse_binary(chunk: bytes, file: SourceFile) -> None:
 # Tables.
 
 
-def _json_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
+def _json_lines(file: SourceFile) -> Iterator[tuple[str, Any]]:
     with file.open() as raw:
         for number, line in enumerate(raw, start=1):
             _refuse_binary(line, file)
@@ -158,6 +165,27 @@ def _json_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
                 raise DataError(
                     f"{file}, line {number} is no JSON ({error}): each line must be one object"
                 ) from None
+
+
+def _json_list(file: SourceFile) -> Iterator[tuple[str, Any]]:
+    """One list with all rows; or, under the same name, lines."""
+    decode, waiting, number, is_list = json.JSONDecoder().raw_decode, "", 0, False
+    for chunk in _decoded(file):
+        waiting, at = waiting + chunk, 0
+        is_list = is_list or waiting.lstrip().startswith("[")
+        if waiting.strip() and not is_list:
+            yield from _json_lines(file)
+            return
+        while waiting.startswith("{", at := _BETWEEN_ROWS.match(waiting, at).end()):  # type: ignore[union-attr]
+            try:
+                row, at = decode(waiting, at)
+            except (ValueError, RecursionError):  # the rest of it is still to come
+                break
+            number += 1
+            yield f"row {number}", row
+        waiting = waiting[at:]
+    if waiting.strip() not in ("]", ""):
+        raise DataError(f"{file}, row {number + 1} is no JSON object: give a list of objects")
 
 
 def _csv_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:

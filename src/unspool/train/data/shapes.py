@@ -6,7 +6,10 @@
     {"prompt": "...", "completion": "..."}                   the completion counts
 
 `prompt` and `completion` may be lists of messages too; then only the completion's count. A message
-with `"weight": 0` does not count, as in OpenAI's files.
+with `"weight": 0` does not count, as in OpenAI's files. Two older shapes are read as these:
+
+    {"instruction": "...", "input": "...", "output": "..."}  a prompt, with or without an input
+    {"conversations": [{"from": "human", "value": ...}]}     messages under other names
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from unspool.text.chat.messages import checked_messages
 Row = Mapping[str, Any]
 
 _READ = "text, messages, or prompt and completion"
+
+_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,19 @@ def document_of(row: Any, where: str, field: str | None = None) -> Document:
         return _text_or_messages(row[field], row.get("tools"), f"{where}, {field}")
     if "messages" in row:
         return _conversation(row["messages"], row.get("tools"), where)
+    if "conversations" in row:
+        turns = _as_json(row["conversations"], where)
+        return _conversation([_renamed(turn) for turn in turns], row.get("tools"), where)
     if "prompt" in row and "completion" in row:
-        return _completion(row, where)
+        return _completion(row["prompt"], row["completion"], row.get("tools"), where)
+    if "instruction" in row and "output" in row:
+        asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        return _completion(asked, row["output"], None, where)
     if "text" in row:
         return _text_or_messages(row["text"], None, f"{where}, text")
     only = next(iter(row.values())) if len(row) == 1 else None
     if isinstance(only, str):
-        return Document(text=only)
+        return _text_or_messages(only, None, where)
     raise DataError(
         f"{where} has none of the fields that are read ({_READ}): it has {_fields(row)}; name the"
         " one that holds the text with --field"
@@ -87,17 +98,34 @@ def _text_or_messages(value: Any, tools: Any, where: str) -> Document:
         raise DataError(
             f"{where} is {type(value).__name__} and no text: choose another with --field"
         )
-    return Document(text=value)
+    return Document(text=_whole(value, where))
 
 
-def _completion(row: Row, where: str) -> Document:
-    prompt, completion = row["prompt"], row["completion"]
+def _completion(prompt: Any, completion: Any, tools: Any, where: str) -> Document:
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Document(pieces=((prompt, False), (completion, True)))
+        return Document(pieces=((_whole(prompt, where), False), (_whole(completion, where), True)))
     if isinstance(prompt, list) and isinstance(completion, list):
         before = [{**message, "weight": 0} for message in prompt if isinstance(message, Mapping)]
-        return _conversation([*before, *completion], row.get("tools"), where)
+        return _conversation([*before, *completion], tools, where)
     raise DataError(f"{where}: prompt and completion must both be texts, or both be messages")
+
+
+def _whole(text: str, where: str) -> str:
+    """The text, if all its characters are whole: JSON can spell half of one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise DataError(f"{where} has half a character (U+{code:04X}): remove it") from None
+    return text
+
+
+def _renamed(turn: Any) -> Any:
+    """`from` and `value` as `role` and `content`."""
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value"), **rest}
 
 
 def _conversation(messages: Any, tools: Any, where: str) -> Document:

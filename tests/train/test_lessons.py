@@ -1,0 +1,211 @@
+"""Which tokens of a conversation count: transformers' mask, and spans worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unspool.errors import DataError
+from unspool.text.chat.learning import counted_tokens
+from unspool.text.chat.template import ChatTemplate
+from unspool.text.tokenizer.tokenizer import Tokenizer
+from unspool.train.data.batches import Batches
+from unspool.train.data.encoding import DocumentEncoder
+from unspool.train.data.shapes import Document
+from unspool.train.data.shards import prepare
+from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+
+WORDS = Path(__file__).parents[2].joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "é"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def said(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+CONVERSATIONS: list[tuple[list[dict[str, Any]], Any]] = [
+    (said(("user", "Hi"), ("assistant", "Hello there")), None),
+    (said(("system", "Be kind."), ("user", "a"), ("assistant", "b"), ("user", "c"),
+          ("assistant", "d\n\ne 🍁")), None),
+    (said(("user", "a <|im_end|> b"), ("assistant", "spelled <|im_start|>assistant\nhere")), None),
+    (said(("assistant", "I begin."), ("user", ""), ("assistant", " spaces ")), None),
+    ([*said(("system", "Be kind."), ("user", "2+2?")),
+      {"role": "assistant", "content": "", "tool_calls": [CALL]},
+      *said(("tool", "4"), ("assistant", "It is 4."))], TOOLS),
+    ([*said(("user", "2+2?")),
+      {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]}], TOOLS),
+]  # fmt: skip
+
+
+def folder_with(folder: Path, template: str | None, *specials: str) -> Path:
+    every = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *specials)
+    chosen = TokenizerSettings(400 + len(every), specials=every, chat_template=template)
+    save(learn([WORDS], chosen), chosen, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_with(tmp_path_factory.mktemp("chat"), TokenizerSettings().chat_template)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def learned(tokenizer: Tokenizer, messages: Any, tools: Any = None) -> str:
+    """What counts, as text, with a bar between stretches."""
+    chat = ChatTemplate(tokenizer.chat_template, tokenizer)
+    lesson = counted_tokens(chat, messages, tools, tokenizer.end_ids)
+    assert lesson.ids == chat.encode(messages, tools=tools, add_generation_prompt=False).ids
+    stretches: list[list[int]] = [[]]
+    for token, counts in zip(lesson.ids, lesson.counted, strict=True):
+        if counts:
+            stretches[-1].append(token)
+        elif stretches[-1]:
+            stretches.append([])
+    return "|".join(tokenizer.decode(each) for each in stretches if each)
+
+
+@pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
+def test_equal_to_transformers_mask(folder: Path, theirs: Any, number: int) -> None:
+    messages, tools = CONVERSATIONS[number]
+    tokenizer = Tokenizer.from_file(folder)
+    chat = ChatTemplate(tokenizer.chat_template, tokenizer)
+    lesson = counted_tokens(chat, messages, tools, tokenizer.end_ids)
+    wanted = theirs.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    if "<|im_" in str(messages):  # for transformers a control token in a message is one
+        assert lesson.ids != wanted["input_ids"]
+        assert learned(tokenizer, messages) == messages[-1]["content"] + "<|im_end|>"
+        return
+    assert lesson.ids == wanted["input_ids"]
+    assert lesson.counted == [bool(each) for each in wanted["assistant_masks"]]
+    assert any(lesson.counted) and not all(lesson.counted)
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content"
+    " + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+THINKING = (  # as Qwen3: the last answer gets an empty thought, which the model must write
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TWO = said(("user", "One?"), ("assistant", "Two."), ("user", "Three?"), ("assistant", "Four."))
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (CHATML, "Two.<|im_end|>|Four.<|im_end|>"),
+        (LLAMA2, " Two.<|endoftext|>| Four.<|endoftext|>"),
+        (THINKING, "Two.<|im_end|>|<think>\n\n</think>\n\nFour.<|im_end|>"),
+        (None, " Two.\n| Four.\n"),
+    ],
+    ids=["chatml", "llama2", "thinking", "plain"],
+)
+def test_templates_without_tags(tmp_path: Path, template: str | None, wanted: str) -> None:
+    assert learned(Tokenizer.from_file(folder_with(tmp_path, template)), TWO) == wanted
+
+
+def test_tags_decide_where_there_are_some(tmp_path: Path) -> None:
+    """Only the words here, not the end of the turn: whoever wrote the template wants it so."""
+    template = CHATML.replace(
+        "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}",
+        "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}",
+    )
+    assert "endgeneration" in template
+    assert learned(Tokenizer.from_file(folder_with(tmp_path, template)), TWO) == "Two.|Four."
+
+
+def test_a_message_of_no_weight(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(folder)
+    turns = [dict(message) for message in TWO]
+    turns[1]["weight"] = 0
+    assert learned(tokenizer, turns) == "Four.<|im_end|>"
+    turns[1]["weight"] = 1
+    assert learned(tokenizer, turns) == "Two.<|im_end|>|Four.<|im_end|>"
+
+
+@pytest.mark.real
+def test_the_default_models_template(default_model: Path) -> None:
+    from unspool.model.gguf import GGUFFile
+
+    tokenizer = Tokenizer.from_gguf(GGUFFile(default_model).metadata)
+    assert learned(tokenizer, TWO) == "Two.<|im_end|>|Four.<|im_end|>"
+
+
+def test_prompts_with_completions(folder: Path, tmp_path: Path) -> None:
+    document = Document(pieces=(("One?", False), ("Two.", True)))
+
+    def encoded(tokenizer: Tokenizer) -> tuple[str, str]:
+        ((found, place),) = DocumentEncoder(tokenizer).encode([(document, 1)])
+        assert place == 1 and found.counted is not None
+        return (
+            tokenizer.decode(found.ids.tolist()),
+            tokenizer.decode(found.ids[found.counted].tolist()),
+        )
+
+    chat = encoded(Tokenizer.from_file(folder))
+    assert chat == (
+        "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n",
+        "Two.<|im_end|>",
+    )
+    plain = Tokenizer.from_file(folder_with(tmp_path, None))  # a model that knows no turns
+    assert encoded(plain) == ("One?Two.<|endoftext|>", "Two.<|endoftext|>")
+
+
+def test_from_a_file_to_batches(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
+    tokenizer = Tokenizer.from_file(folder)
+    rows: list[dict[str, Any]] = [
+        {"messages": said(("user", f"Question {n}?"), ("assistant", f"Answer {n}."))}
+        for n in range(20)
+    ]
+    rows += [{"prompt": "Last?", "completion": "Yes."}, {"text": "Only text."}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(tmp_path / "a.jsonl", tokenizer, held_out=0)
+    assert prepared.card.kind == "chat" and prepared.card.documents == 22
+    assert 0 < prepared.card.counted_tokens < prepared.card.tokens
+    batches = Batches(prepared.train, 2, 64)
+    assert batches.rows == 22
+    seen = set()
+    for step in range(11):
+        batch = batches.batch(step)
+        assert batch.counted is not None
+        for ids, counted in zip(batch.targets, batch.counted, strict=True):
+            seen.add(tokenizer.decode(ids[counted].tolist()))
+    answers = {f"Answer {n}.<|im_end|>" for n in range(20)}
+    whole = {text for text in seen if "endoftext" in text}  # of a text all but its first token
+    assert seen - whole == {*answers, "Yes.<|im_end|>"} and len(whole) == 1
+
+
+def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
+    template = (
+        CHATML + "{% if messages[0].role == 'assistant' %}{{ raise_exception('no!') }}{% endif %}"
+    )
+    encoder = DocumentEncoder(Tokenizer.from_file(folder_with(tmp_path, template)))
+    document = Document(messages=said(("assistant", "I begin.")))
+    with pytest.raises(DataError, match=r"begins with 'I begin\.'.*no!"):
+        list(encoder.encode([(document, 0)]))
