@@ -247,6 +247,23 @@ def test_a_token_is_open_as_everywhere(page: Page, served: Running) -> None:
     expect(page.locator(".other-model")).to_contain_text("speeches@60 wrote this text")
 
 
+def test_on_a_phone_the_token_stands_above_its_sheet(page: Page, served: Running) -> None:
+    view = learn(page, served, "speeches")
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(view.locator("[data-step]")).to_have_count(1)  # as many as there is room for
+    written(view)
+    column(view, 200).locator(".t").nth(2).click()
+    expect(page.locator("#side-panel")).to_be_visible()
+    free = """(() => {
+        const token = document.querySelector("#text .t.selected")?.getBoundingClientRect();
+        const sheet = document.querySelector(".side").getBoundingClientRect();
+        return token && token.top >= 0 && token.bottom < sheet.top;
+    })()"""
+    until(page, free)
+    page.get_by_role("button", name="Close the panel").click()
+    expect(page.locator("#side-panel")).not_to_be_visible()
+
+
 def test_what_cannot_be_written_is_said(page: Page, served: Running) -> None:
     view = learn(page, served, "speeches")
     view.get_by_label("Temperature").fill("hot")
