@@ -18,6 +18,7 @@ STEPS = 10_000
 
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
     parser.add_argument("source", nargs="?")
     for name in ("--name", "--depth", "--minutes", "--seed", "--resume"):
         parser.add_argument(name)
@@ -27,7 +28,7 @@ def main() -> int:
         return 2
     if given.resume:
         run = Run(Path(given.resume))
-        run.take_over()
+        run.take_over(resumed_as=given.kind)
     else:
         settings = {"source": given.source, "depth": int(given.depth)}
         run = Run.create(runs_folder() / given.name, "new", steps=STEPS, settings=settings)

@@ -300,12 +300,14 @@ def test_the_guide_is_true(served: Running) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_a_stopped_run_goes_on_from_its_checkpoint(served: Running, root: Path) -> None:
     run = training_run.make_run(root, "resumed", until=6, state="stopped")
+    run.update(kind="tune")
     state = run.checkpoints()[-1].folder / "state"
     state.mkdir()
     (state / "state.json").write_text("{}")
     assert ask(served.url, "resumed", "go").status_code == 200
     told = events(served.url, "resumed", since=6)
     assert any(kind == "log" and data["lines"][0]["step"] == 7 for kind, data in told)
+    assert run.facts["resumed_as"] == "tune"  # each kind has its command
     ask(served.url, "resumed", "stop")
     until(lambda: run.state == "stopped")
 

@@ -26,7 +26,7 @@ from unspool.serve.runs.library import is_there
 from unspool.serve.runs.run_json import drawable, run_json, summary
 from unspool.serve.runs.trainer import GOING
 from unspool.serve.runs.watching import Watcher, run_error, watch
-from unspool.train.runs import Run
+from unspool.train.runs import KINDS, Run
 
 router = new_router("Training", "/v1/runs")
 
@@ -85,7 +85,7 @@ async def start(body: StartRequest, request: Request) -> Response:
     if body.name is not None and not _PLAIN.fullmatch(body.name):
         raise bad_request("name may have letters, digits, '.', '_' and '-'", "name")
     name = Run.free_folder(body.name or _name_of(body), state.runs.root).name
-    options = ["--depth", str(body.depth), "--minutes", f"{body.minutes:g}"]
+    options = ["new", "--depth", str(body.depth), "--minutes", f"{body.minutes:g}"]
     options += ["--seed", str(body.seed), "--name", name, "--", body.source]
     await in_thread(state.trainer.start, name, options)
     return JsonReply({"name": name, "object": "training.run", "state": "starting"})
@@ -110,14 +110,15 @@ async def control(name: str, body: ControlRequest, request: Request) -> Response
     state = state_of(request)
     _check_may_start(state)
     run = state.runs.get(name)
+    kind = run.facts.get("kind")
     if run.state in GOING:
         run.ask(body.want)
     elif body.want != "go":
         raise bad_request(f"{name} is {run.state} already", "want")
-    elif run.state == "done" or run.resumable() is None:
+    elif run.state == "done" or run.resumable() is None or kind not in KINDS:
         raise bad_request(f"{name} is {run.state}: there is nothing to go on with", "want")
     else:
-        await in_thread(state.trainer.start, name, ["--resume", str(run.folder)])
+        await in_thread(state.trainer.start, name, [kind, "--resume", str(run.folder)])
     return JsonReply({"name": name, "object": "training.run", "want": body.want})
 
 

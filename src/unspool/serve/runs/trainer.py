@@ -34,7 +34,7 @@ class Trainer:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "unspool", "train", "new"]
+        return [sys.executable, "-m", "unspool", "train"]
 
     def trains(self, name: str | None) -> bool:
         """Whether the process for this run was started here and has not ended."""

@@ -4,10 +4,6 @@ import { count, html, plural, useChanges, useState } from "../lib.js";
 import { ask, isGoing, learn, openRun, startRun } from "./run.js";
 import { bits, clock, compact, nats, shareOf } from "./words.js";
 
-const STATES = {
-  running: "running", paused: "paused", done: "done", failed: "failed", stopped: "stopped", "broken off": "broken off",
-};
-
 export function Head() {
   useChanges("learn");
   const { runs, name, run } = learn;
@@ -54,7 +50,7 @@ function Progress() {
     left !== null && ["Left, about", clock(left)],
   ].filter(Boolean);
   return html`<div class="lrn-progress">
-    <p role="status"><span class=${`chip lrn-${run.state.replace(" ", "-")}`} id="lrn-state">${STATES[run.state] ?? run.state}</span></p>
+    <p role="status"><span class=${`chip lrn-${run.state.replace(" ", "-")}`} id="lrn-state">${run.state}</span></p>
     <progress max=${Math.max(1, run.steps)} value=${step} aria-label="Steps done">${shareOf(step, run)}</progress>
     <${About} facts=${run.facts} />
     <dl>${facts.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
@@ -77,12 +73,13 @@ const BROKEN = "The process that trained is gone: it was ended, or the machine w
 
 /** Why a run is not going, in words, with what to do. */
 function Trouble() {
-  const { run, fault, name } = learn;
+  const { run, name } = learn;
+  const fault = learn.fault ?? learn.listFault;
   if (fault) return html`<p class="fault" role="alert">${fault}</p>`;
   if (!run || (run.state !== "failed" && run.state !== "broken off")) return null;
   const said = run.error || (run.state === "failed" ? "The training failed, and did not say why." : BROKEN);
   return html`<p class="fault" role="alert" id="lrn-trouble">${said}
-    ${run.can_resume ? html` It can be gone on with from its last checkpoint, here or with <code>unspool train --resume ${name}</code>.` : ""}</p>`;
+    ${run.can_resume ? html` It can be gone on with from its last checkpoint, here or with <code>unspool train${run.kind === "new" ? "" : ` ${run.kind}`} --resume ${name}</code>.` : ""}</p>`;
 }
 
 export function Start() {

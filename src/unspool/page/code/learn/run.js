@@ -19,6 +19,7 @@ export const learn = {
   hovered: null, // a step under the pointer
   starting: false,
   fault: null, // of the run that is looked at
+  listFault: null,
   startFault: null,
   view: { axis: "step", logX: true, logY: false, smooth: 0.06, ...kept.get("learn", {}) },
 };
@@ -40,14 +41,16 @@ export function setView(some) {
 export async function listRuns() {
   try {
     const found = await api.get("/v1/runs");
-    Object.assign(learn, { runs: found.data, folder: found.folder, mayStart: found.may_start, whyNot: found.why_not });
+    Object.assign(learn, {
+      runs: found.data, folder: found.folder, mayStart: found.may_start, whyNot: found.why_not, listFault: null,
+    });
     if (learn.name === null && (found.starting || found.data.length)) {
       const wanted = new URLSearchParams(location.search).get("run");
       const is = (name) => found.data.some((run) => run.name === name);
       openRun(is(wanted) ? wanted : found.starting ?? found.data[0].name);
     }
   } catch (error) {
-    failed(error);
+    failed(error, "listFault");
   }
   told();
 }
@@ -115,9 +118,9 @@ function joined(known, [first, ...rest]) {
   return lines.map((line) => (before = { ...line, tokens: line.tokens ?? before.tokens, seconds: line.seconds ?? before.seconds }));
 }
 
-function failed(error) {
+function failed(error, where = "fault") {
   if (!(error instanceof ApiFault)) throw error;
-  learn.fault = error.message;
+  learn[where] = error.message;
   learn.starting = false;
   if (error.gone || error.status === 401) connect();
   told();
