@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("source", nargs="?")
     for name in ("--name", "--depth", "--minutes", "--seed", "--resume"):
         parser.add_argument(name)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if given.source == "missing.txt":
         print("unspool: missing.txt: there is no such file", file=sys.stderr)
         return 2
