@@ -47,9 +47,9 @@ _SETTINGS = "(some) => import('/page/code/actions.js').then((actions) => actions
 
 
 @contextmanager
-def served() -> Iterator[str]:
+def served(*options: str) -> Iterator[str]:
     """A server of its own, in a process of its own; gives its address."""
-    command = [sys.executable, "-m", "unspool", "page", "--no-open", "--port", "0"]
+    command = [sys.executable, "-m", "unspool", "page", "--no-open", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -1,6 +1,7 @@
 """The pictures of the page in README and docs, made from the running page.
 
-    python docs/make_page_pictures.py        # needs Chromium, and the dev extra
+    python docs/make_page_pictures.py               # needs Chromium, and the dev extra
+    python docs/make_page_pictures.py runs/sotu-d4  # only page-learn.png, of this training run
 
 Starts a server with the default model, does in a browser what the pictures show, and writes
 `docs/images/page-*.png` and `page.webp`. The seeds are fixed, so the texts are the same every time.
@@ -141,18 +142,35 @@ def film(page: Page) -> Film:
     return taken
 
 
+def learn(page: Page) -> None:
+    """The hand two checkpoints before the end, and what those around it write."""
+    page.get_by_label("Along the training").focus()
+    for _ in range(2):
+        page.keyboard.press("PageDown")
+    expect(page.locator("#lrn-write")).to_be_visible(timeout=60_000)
+    page.wait_for_timeout(2000)
+    expect(page.locator("#lrn-write")).to_be_visible(timeout=60_000)
+    page.locator("h2").first.click()  # the focus goes elsewhere
+
+
 def main() -> None:
     arguments = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    with served() as address, sync_playwright() as playwright:
+    run = sys.argv[1:]
+    with served(*(["--run", *run] if run else [])) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
 
         def fresh(**options: object) -> Page:
             page = browser.new_page(**options)  # type: ignore[arg-type]
             page.add_init_script("localStorage.setItem('unspool.tour', 'true')")
             page.goto(address)
-            expect(page.locator("#write")).to_be_enabled()
+            expect(page.locator("#lrn-write" if run else "#write")).to_be_enabled()
             return page
 
+        if run:
+            page = fresh(viewport={"width": 1280, "height": 1120}, color_scheme="light")
+            learn(page)
+            page.screenshot(path=IMAGES / "page-learn.png")
+            return
         for name, (act, theme) in PICTURES.items():
             page = fresh(viewport=WIDE, color_scheme=theme)
             act(page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from schemathesis.checks import not_a_server_error
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http.app import create_app
 from unspool.serve.http.settings import ServeSettings
+from unspool.serve.runs.trainer import Trainer
 
 
 def _document() -> dict[str, Any]:
@@ -36,9 +38,12 @@ def at_most(examples: int) -> settings:
 
 
 @pytest.fixture(scope="module")
-def server(default_model: Path) -> Iterator[Running]:
-    """One that writes little, whatever it is asked for."""
-    with running([default_entry(default_model, memory=64 << 20)], max_tokens=4) as found:
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One that writes little, and trains nothing, whatever it is asked for."""
+    runs = tmp_path_factory.mktemp("runs")
+    entry = default_entry(default_model, memory=64 << 20)
+    with pytest.MonkeyPatch.context() as patch, running([entry], max_tokens=4, runs=runs) as found:
+        patch.setattr(Trainer, "command", [sys.executable, "-c", ""])
         yield found
 
 

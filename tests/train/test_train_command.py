@@ -60,7 +60,7 @@ def test_from_text_to_a_model_that_writes(place: Path, capsys: pytest.CaptureFix
     assert len(found) == 40 and found[-1] < found[0] - 1
     assert "bits per byte on held-out text" in said
     assert f"unspool run --model {run.model}" in said
-    assert f"unspool page --model {run.model}" in said
+    assert f"unspool page --run {run.folder}" in said
     assert [sample["step"] for sample in run.samples()][:2] == [0, 1]
     facts = run.facts
     assert facts["settings"]["steps"] == 40 and facts["settings"]["batch_tokens"] == 256

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 import webbrowser
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
 from unspool.cli import options as o
 from unspool.cli.starting import Starting
 from unspool.collecting import collecting_later
+from unspool.errors import UnspoolError
 
 _PORT = 8000
 
@@ -24,6 +28,13 @@ def page(
     browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in the browser.")
     ] = True,
+    runs: Annotated[
+        Path | None,
+        typer.Option(help="Where training runs lie. Default: UNSPOOL_RUNS, or ./runs."),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Open this training run, with its own model.")
+    ] = None,
     *,
     chosen: list[o.ModelChoice],
 ) -> None:
@@ -36,22 +47,43 @@ def page(
       unspool page
       unspool page --model qwen.gguf
       unspool page --no-open --port 9000
+      unspool page --run runs/speeches
     """
     from unspool.serve.http.listening import bound_socket
     from unspool.serve.http.logs import set_up
     from unspool.serve.http.settings import ServeSettings
 
-    settings = ServeSettings(port=_usual_port() if port is None else port, drain=2.0)
+    start = ""
+    if run is not None:
+        runs, start, chosen = _opened(run, runs, chosen)
+    if runs is not None and not runs.is_dir():
+        raise UnspoolError(f"--runs {runs}: there is no such folder")
+    settings = ServeSettings(port=_usual_port() if port is None else port, drain=2.0, runs=runs)
     bound = bound_socket(settings)
     starting = Starting(chosen)
     set_up("warning", as_json=False)
 
     def started(address: str, names: list[str]) -> None:
+        address += start
         o.say(f"{', '.join(names)} writes at {address} · Ctrl-C stops")
         if browser and not webbrowser.open(address):
             o.say(f"no browser was found here; open {address} in yours")
 
     starting.run(settings, bound, started, others=True)
+
+
+def _opened(
+    folder: Path, runs: Path | None, chosen: list[o.ModelChoice]
+) -> tuple[Path, str, list[o.ModelChoice]]:
+    """Where a run's neighbours lie, its place on the page, and the model: its own, unless another
+    is wanted or there is none yet."""
+    from unspool.train.runs import Run
+
+    found = Run.open(folder if runs is None or folder.exists() else runs / folder)
+    model = found.model
+    if model is not None and chosen[0].model is None:
+        chosen = [replace(chosen[0], model=f"{found.name}={model}")]
+    return found.folder.absolute().parent, f"/?run={quote(found.name)}", chosen
 
 
 def _usual_port() -> int:

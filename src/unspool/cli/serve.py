@@ -101,6 +101,13 @@ def serve(
             "--log-prompts", help="Put prompts and texts into the log.", rich_help_panel=_OPERATION
         ),
     ] = False,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where training runs lie. Default: UNSPOOL_RUNS, or ./runs.",
+            rich_help_panel=_OPERATION,
+        ),
+    ] = None,
     *,
     chosen: list[o.ModelChoice],
 ) -> None:
@@ -140,6 +147,7 @@ def serve(
         deadline=deadline,
         drain=drain,
         log_prompts=log_prompts,
+        runs=runs,
     )
     if adapters is not None and not adapters.is_dir():
         raise SettingsError(f"--adapters is {adapters}, and there is no such folder")

@@ -163,7 +163,7 @@ class Telling:
         say(said, highlight=False)
         prompt = self.sampled.prompt if self.sampled else "Once"
         say(f'write with it:  unspool run --model {self.run.model} "{prompt}"', highlight=False)
-        say(f"open the page:  unspool page --model {self.run.model}", highlight=False)
+        say(f"open the page:  unspool page --run {self.run.folder}", highlight=False)
 
 
 def _clock(seconds: float) -> str:

@@ -43,6 +43,7 @@ const inField = (target) => target.closest?.("input:not([type=range]):not([type=
 function act(event, help) {
   const onControl = event.target.closest?.("button, a, summary, input, [role=treeitem], [role=gridcell], [role=option]");
   if (event.key === "?") help();
+  else if (state.view === "learn" && event.key === "Escape") return leave();
   else if (state.view !== "write") return false;
   else if (event.key === " " && !onControl) {
     if (state.writing) pause();
@@ -53,12 +54,17 @@ function act(event, help) {
   else if (event.key === "/") {
     open("write");
     document.getElementById("prompt")?.focus();
-  } else if (event.key === "Escape" && (state.selected !== null || state.sheet)) {
-    select(null);
-    closeSheet();
-  }
+  } else if (event.key === "Escape") return leave();
   else if (PANELS[event.key - 1] && !onControl?.matches("input")) show(PANELS[event.key - 1]);
   else return false;
+  return true;
+}
+
+/** Let go of the token, put the panel away; false if there is neither. */
+function leave() {
+  if (state.selected === null && !state.sheet) return false;
+  select(null);
+  closeSheet();
   return true;
 }
 

@@ -30,7 +30,7 @@ export function keepSession(on) {
   }
 }
 
-/** Take up where the tab was before it was loaded again. */
+/** Take up where the tab was before it was loaded again; false if it was nowhere. */
 export async function restoreSession() {
   let found = null;
   try {
@@ -38,11 +38,11 @@ export async function restoreSession() {
   } catch {
     /* nothing that can be read */
   }
-  if (!found || state.branches.size) return;
+  if (!found || state.branches.size) return Boolean(found);
   const { branches = [], current, ...looks } = found;
   for (const name of KEPT) if (name in looks) state[name] = looks[name];
   changed(...TOPICS);
-  if (!branches.length) return;
+  if (!branches.length) return true;
   const { data } = await api.get("/v1/tree").catch(() => ({ data: [] }));
   const there = new Map(data.map((told) => [told.id, told]));
   for (const [id, runs] of branches) {
@@ -52,4 +52,5 @@ export async function restoreSession() {
     await ensureSteps(current).catch(() => {});
     await jump(current);
   }
+  return true;
 }

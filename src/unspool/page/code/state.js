@@ -6,6 +6,7 @@
 export const state = {
   server: { ready: false, asking: true, keyNeeded: false },
   models: [],
+  unlisted: new Map(), // models that were asked for by name: checkpoints of trainings
   model: null,
   loading: null, // {id, since}: a model that is on its way into memory
   mode: "chat",
@@ -109,7 +110,7 @@ function share(branch, parent, length) {
 }
 
 export const branchNow = () => state.branches.get(state.current) ?? null;
-const modelNamed = (name) => state.models.find((model) => model.id === name) ?? null;
+const modelNamed = (name) => state.models.find((model) => model.id === name) ?? state.unlisted.get(name) ?? null;
 export const modelNow = () => modelNamed(state.model);
 /** The model of a text: another one may have been picked since. */
 export const modelOf = (branch) => modelNamed(branch?.model) ?? modelNow();

@@ -6,6 +6,9 @@
 
 One model is loaded at a time. Room for it is made by closing models that nobody uses, the one
 that was used longest ago first. A model that is in use is never closed.
+
+Beside the models that are listed there are passing ones, found by their names when somebody asks
+(`find`): the checkpoints of trainings. Of these only so many are in memory at once.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class ModelEntry:
     load: Callable[[], Session]
     size: int  # bytes it is expected to take, keys and values not counted
     source: str = ""  # whose store it was found in
+    made: int = 0  # tells its files from others that have its name later
 
 
 @dataclass(eq=False)
@@ -71,6 +75,9 @@ class ServedModel:
         return max(map(len, map(tokenizer.token_bytes, range(len(tokenizer)))))
 
 
+MAX_PASSING = 8  # as many as are looked at side by side, and two more
+
+
 class ModelRegistry:
     """All models of one server."""
 
@@ -90,6 +97,8 @@ class ModelRegistry:
         self.first = names[0]
         self.room, self.idle = room, idle
         self._adapters = adapters
+        self.find: Callable[[str], ModelEntry | None] = lambda _: None
+        self.passing: dict[str, ModelEntry] = {}  # that were found so
         self.loaded: dict[str, ServedModel] = {}
         self.created = int(time.time())
         self._loading = asyncio.Lock()
@@ -125,6 +134,8 @@ class ModelRegistry:
         adapters = self.adapters()
         if name in adapters:
             return adapters[name]
+        if (passing := self._passing(name)) is not None:
+            return passing
         found = self._meant_by(name.lower())
         if len(found) != 1:
             known = ", ".join(found or [*self.entries, *adapters])
@@ -132,6 +143,19 @@ class ModelRegistry:
             message = f"{wrong} {name[:100]!r}; there is {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.entries[found[0]]
+
+    def _passing(self, name: str) -> ModelEntry | None:
+        """A model that is not listed; one in memory stays known when its files are gone."""
+        found = self.find(name)
+        if found is None:
+            return self.passing.get(name) if name in self.loaded else None
+        served = self.loaded.get(found.name)
+        is_stale = served is not None and self.passing[found.name].made != found.made
+        if served is not None and is_stale and not served.users:  # its files are others now
+            del self.loaded[found.name]
+            asyncio.get_running_loop().run_in_executor(None, served.lm.close)
+        self.passing[found.name] = found
+        return found
 
     def _meant_by(self, name: str) -> list[str]:
         """Models that a shorter name may mean, or one as Ollama writes it: `name:tag`."""
@@ -189,16 +213,22 @@ class ModelRegistry:
 
     async def _make_room(self, entry: ModelEntry) -> None:
         """Close models that nobody uses until this one fits; wait for those that are in use."""
-        while self._taken() + entry.size > self.room and self.loaded:
-            unused = [served for served in self.loaded.values() if not served.users]
+        while among := self._too_many(entry):
+            unused = [served for served in among if not served.users]
             if unused:
                 await self.close(min(unused, key=lambda served: served.used))
                 continue
             self._freed.clear()
             await self._freed.wait()
 
-    def _taken(self) -> int:
-        return sum(self.entries[name].size for name in self.loaded)
+    def _too_many(self, entry: ModelEntry) -> list[ServedModel]:
+        """Of which models one must go before this one fits; none: it does."""
+        passing = [served for name, served in self.loaded.items() if name in self.passing]
+        if entry.name in self.passing and len(passing) >= MAX_PASSING:
+            return passing
+        known = {**self.entries, **self.passing}
+        taken = sum(known[name].size for name in self.loaded)
+        return list(self.loaded.values()) if taken + entry.size > self.room else []
 
     async def close(self, served: ServedModel) -> None:
         """Stop a model's engine and let its memory go."""

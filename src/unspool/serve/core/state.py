@@ -34,6 +34,8 @@ from unspool.serve.http.routes import JsonReply
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.threads import in_thread
 from unspool.serve.openai.response_store import ResponseStore
+from unspool.serve.runs.library import RunLibrary
+from unspool.serve.runs.trainer import Trainer
 from unspool.serve.tree.branches import Branches
 
 Held = TypeVar("Held")
@@ -52,6 +54,9 @@ class ServerState:
         )
         self.branches = Branches(settings.max_branches)  # of /v1/tree
         self.responses = ResponseStore()  # of /v1/responses
+        self.runs = RunLibrary(settings.runs)  # of /v1/runs
+        self.trainer = Trainer(self.runs)
+        registry.find = self.runs.checkpoint
         self.ready = False  # the first model is loaded
         self.fault: Exception | None = None  # why it could not be
 

@@ -58,11 +58,18 @@ def _tree() -> list[APIRouter]:
     return [endpoints.router]
 
 
+def _runs() -> list[APIRouter]:
+    from unspool.serve.runs import endpoints
+
+    return [endpoints.router]
+
+
 LATER = (  # in this order at /docs
     Later(("/v1/responses",), _responses),
     Later(("/v1/messages",), _messages),
     Later(("/v1/embeddings",), _embeddings),
     Later(("/v1/tree",), _tree),
+    Later(("/v1/runs",), _runs),
     Later(
         ("/tokenize", "/detokenize", "/vocabularies", "/apply-template", "/score"),
         _tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from pathlib import Path
 
 from unspool.errors import SettingsError
 
@@ -29,6 +30,7 @@ class ServeSettings:
     drain: float = 30.0  # seconds that running requests have to finish once asked to stop
     body_seconds: float = 30.0  # in which a request's head, and then its body, must have come
     log_prompts: bool = False
+    runs: Path | None = None  # where training runs lie; None: UNSPOOL_RUNS, or `runs` here
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

@@ -1,6 +1,7 @@
 // The same prompt with several settings, side by side.
 
 import { duration, html, nats, percent, Piece, plural, useChanges } from "../lib.js";
+import { meanEntropy, meanSurprise, repeatedFours } from "../measures.js";
 import { sharedSteps, state } from "../state.js";
 import { openInWrite } from "./popover.js";
 import { addColumn, compare, isWriting, MOST_COLUMNS, removeColumn, setColumn } from "./runs.js";
@@ -112,22 +113,3 @@ function partsAt(steps, first) {
   const shared = sharedSteps(steps, first);
   return shared < Math.min(steps.length, first.length) ? shared : -1;
 }
-
-/** The share of runs of four tokens that had been there before. */
-function repeatedFours(steps) {
-  const seen = new Set();
-  let again = 0;
-  const runs = steps.length - 3;
-  for (let at = 0; at < runs; at += 1) {
-    const run = [0, 1, 2, 3].map((next) => steps[at + next].token).join(" ");
-    if (seen.has(run)) again += 1;
-    seen.add(run);
-  }
-  return runs > 0 ? again / runs : null;
-}
-
-const mean = (steps, of) => (
-  steps.length ? steps.reduce((sum, step) => sum + of(step), 0) / steps.length : null);
-
-const meanSurprise = (steps) => mean(steps, (step) => -step.logprob);
-const meanEntropy = (steps) => mean(steps, (step) => step.entropy);

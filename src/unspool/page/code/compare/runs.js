@@ -2,7 +2,8 @@
 
 import { adoptEvent, CANDIDATES, promptBody } from "../actions.js";
 import { ApiFault, api } from "../api.js";
-import { adopt, changed, on, state } from "../state.js";
+import { keep, letGo } from "../own_texts.js";
+import { changed, state } from "../state.js";
 import { FIRST, USUAL, nameOf, sentSettings, settingsOf } from "./settings.js";
 
 export const MOST_COLUMNS = 4;
@@ -144,30 +145,4 @@ export function stopAll() {
   const ids = columns.filter((each) => each.writing).map((each) => each.id);
   if (samples.writing) ids.push(...samples.ids);
   for (const id of ids) api.post(`/v1/tree/${id}/stop`).catch(() => {}); // then the stream says why
-}
-
-// -- keeping the map of branches readable -----------------------------------------------------
-
-const used = new Set(); // branches that a person has been to in the Write view
-on("current", () => used.add(state.current));
-const names = new Map(); // which names are ours
-
-/** Drop branches of an earlier comparison, but none that a person went to, named or went on from. */
-function letGo(ids) {
-  for (const id of ids) {
-    const branch = state.branches.get(id);
-    if (!branch || used.has(id) || id === state.comparing || branch.name !== names.get(id)) continue;
-    if ([...state.branches.values()].some((other) => other.parent === id)) continue;
-    state.branches.delete(id);
-    api.delete(`/v1/tree/${id}`).catch(() => {}); // gone there already: all the better
-  }
-  changed("branches");
-}
-
-/** Put a new branch among the others of the page. */
-function keep(branch, settings) {
-  const kept = adopt(branch);
-  kept.runs = [{ from: 0, settings }];
-  names.set(kept.id, kept.name);
-  return kept.id;
 }

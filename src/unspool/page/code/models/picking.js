@@ -30,8 +30,10 @@ export async function pickModel(id) {
 }
 
 function remember(id) {
-  const isFirst = id === state.models[0]?.id;
-  history.replaceState(null, "", isFirst ? location.pathname : `?model=${encodeURIComponent(id)}`);
+  const query = new URLSearchParams(location.search);
+  if (id === state.models[0]?.id) query.delete("model");
+  else query.set("model", id);
+  history.replaceState(null, "", query.size ? `?${query}` : location.pathname);
 }
 
 const TRIES = 5; // seconds: the server may still be looking what there is

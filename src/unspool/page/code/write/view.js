@@ -31,7 +31,8 @@ function Text() {
   return html`<${Pane} />`;
 }
 
-function Pane() {
+/** The current text, each of its tokens open. */
+export function Pane() {
   useChanges("current", "writing");
   const box = useRef();
   useEffect(() => mountPane(box.current), []);
