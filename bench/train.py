@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from unspool.model.weights import parameter_count
 from unspool.train.data.batches import Batch
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import next_token
-from unspool.train.optimizers import make_optimizers
-from unspool.train.shape import Shape, new_model
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import make_optimizers
+from unspool.train.learning.shape import Shape, new_model
+from unspool.train.running.loop import Trainer, TrainSettings
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from unspool.train.runs import Run, runs_folder
+from unspool.train.running.runs import Run, runs_folder
 
 STEPS = 10_000
 

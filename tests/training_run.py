@@ -10,7 +10,7 @@ from typing import Any
 import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from unspool.train.runs import Run, film_steps, process_facts
+from unspool.train.running.runs import Run, film_steps, process_facts
 
 STEPS = 200
 TOKENS_A_STEP = 512

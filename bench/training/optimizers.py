@@ -18,12 +18,12 @@ import torch
 from unspool.train.data.batches import Batches
 from unspool.train.data.shards import prepare
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
-from unspool.train.events import Judged
-from unspool.train.held_out import HeldOut
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import next_token
-from unspool.train.optimizers import make_optimizers
-from unspool.train.shape import new_model, qwen3_config, rates_for
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import make_optimizers
+from unspool.train.learning.shape import new_model, qwen3_config, rates_for
+from unspool.train.running.events import Judged
+from unspool.train.running.held_out import HeldOut
+from unspool.train.running.loop import Trainer, TrainSettings
 
 
 @dataclass(frozen=True)

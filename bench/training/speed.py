@@ -17,11 +17,11 @@ import torch
 from unspool.model.config import ModelConfig
 from unspool.model.weights import parameter_count
 from unspool.train.data.batches import Batch
-from unspool.train.flops import device_peak, mfu, training_flops
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import next_token
-from unspool.train.optimizers import make_optimizers
-from unspool.train.shape import new_model, qwen3_config, rates_for
+from unspool.train.learning.flops import device_peak, mfu, training_flops
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import make_optimizers
+from unspool.train.learning.shape import new_model, qwen3_config, rates_for
+from unspool.train.running.loop import Trainer, TrainSettings
 
 # The kernels of each kind, by parts of their names; the first that fits.
 _KINDS = {

@@ -21,7 +21,7 @@ import training_run
 import unspool
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.runs.trainer import Trainer
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]
 FILM = [0, 2, 6, 20, 60, 200]

@@ -24,7 +24,7 @@ from unspool.serve.runs.endpoints import StartRequest
 from unspool.serve.runs.library import RunLibrary
 from unspool.serve.runs.run_json import drawable
 from unspool.serve.runs.trainer import Trainer
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]
 

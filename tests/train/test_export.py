@@ -23,7 +23,7 @@ from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.gguf import GGUFFile
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.export import export_folder, export_gguf
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 PROMPTS = [[5, 9, 17, 200, 33, 2], [7], [250, 3, 3, 3, 90, 120, 11, 260, 44, 18, 6, 77]]
 RUN_BY_LLAMA_CPP = (

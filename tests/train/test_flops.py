@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unspool.model.config_hf import config_from_hf
 from unspool.model.transformer import Transformer
-from unspool.train.flops import (
+from unspool.train.learning.flops import (
     attention_flops,
     compute_parameters,
     forward_flops,
@@ -60,7 +60,7 @@ def test_share_of_the_peak():
 def test_the_log_tells_the_share_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch):
     from tiny_training import tiny_trainer
 
-    from unspool.train.events import Logged
+    from unspool.train.running.events import Logged
 
     heard: list[Logged] = []
 
@@ -70,7 +70,7 @@ def test_the_log_tells_the_share_where_the_peak_is_known(monkeypatch: pytest.Mon
 
     tiny_trainer(steps=1).run(listen)
     assert "mfu" not in heard[-1].extra
-    monkeypatch.setattr("unspool.train.loop.device_peak", lambda device: 1e12)
+    monkeypatch.setattr("unspool.train.running.loop.device_peak", lambda device: 1e12)
     one = tiny_trainer(steps=1)
     one.run(listen)
     wanted = mfu(one.model.config, one.batches.length, heard[-1].tokens_per_second, 1e12)

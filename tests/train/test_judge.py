@@ -12,8 +12,8 @@ import small_model as small
 
 import unspool
 from unspool.errors import SettingsError
-from unspool.train.judge import bits_per_byte, windows
-from unspool.train.likelihood import likelihoods
+from unspool.train.judging.judge import bits_per_byte, windows
+from unspool.train.judging.likelihood import likelihoods
 
 TEXT = "The people of the United States, and their union in 1999. " * 5
 
@@ -109,7 +109,7 @@ def _last_logits(lm: Any, tokens: list[int]) -> Any:
 def test_long_continuations_come_in_pieces(lm: Any, monkeypatch: pytest.MonkeyPatch):
     ids = np.random.default_rng(1).integers(4, 290, 120).tolist()
     whole = likelihoods(lm, [(ids[:2], ids[2:])])[0]
-    monkeypatch.setattr("unspool.train.likelihood._ROWS", 16)
+    monkeypatch.setattr("unspool.train.judging.likelihood._ROWS", 16)
     pieces = likelihoods(lm, [(ids[:2], ids[2:]), (ids[:5], ids[5:9])])[0]
     assert pieces.logprobs == pytest.approx(whole.logprobs, rel=1e-3, abs=1e-4)
 

@@ -12,9 +12,9 @@ from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
 from unspool.model.gguf import GGUFFile
 from unspool.train.new import NewSettings
-from unspool.train.runs import Run
-from unspool.train.scaling import Planned
-from unspool.train.scaling_runs import Runs, held_out_loss, shared_vocabulary
+from unspool.train.running.runs import Run
+from unspool.train.scaling.grid import Runs, held_out_loss, shared_vocabulary
+from unspool.train.scaling.study import Planned
 
 WORDS = ("the", "people", "of", "these", "states", "have", "come", "together", "in", "peace")
 
@@ -64,10 +64,10 @@ def test_a_run_of_a_grid_keeps_its_finished_model(trained: Run):
 def test_a_run_that_was_stopped_is_told(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from unspool.train.events import Ended
+    from unspool.train.running.events import Ended
 
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("unspool.train.scaling_runs.train", lambda run, told: Ended("stopped", 3))
+    monkeypatch.setattr("unspool.train.scaling.grid.train", lambda run, told: Ended("stopped", 3))
     with pytest.raises(UnspoolError, match="the same command goes on from here"):
         runs(Planned(1, 1, 8192, 1e9), tmp_path / "d1")
 

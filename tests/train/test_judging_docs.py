@@ -10,7 +10,7 @@ import pytest
 import small_model as small
 
 from unspool.train.export import export_folder
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 

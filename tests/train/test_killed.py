@@ -18,7 +18,7 @@ LIVES = """
 import os, random, signal, sys
 from pathlib import Path
 from tiny_training import tiny_trainer
-import unspool.train.loop as loop
+import unspool.train.running.loop as loop
 
 folder, whole = Path(sys.argv[1]) / "killed", Path(sys.argv[1]) / "whole"
 rng = random.Random(int(sys.argv[2]))

@@ -14,12 +14,12 @@ import pytest
 import torch
 from tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
 
-from unspool.train.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
-from unspool.train.faults import TrainingError
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import Loss, next_token
-from unspool.train.optimizers import Rates, make_optimizers
-from unspool.train.runs import Run
+from unspool.train.learning.objectives import Loss, next_token
+from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
+from unspool.train.running.faults import TrainingError
+from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.runs import Run
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -32,7 +32,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_it_learns(kind: Any):
-    from unspool.train.shape import new_model
+    from unspool.train.learning.shape import new_model
 
     model = new_model(tiny_model().config)
     seen: list[Event] = []
@@ -271,7 +271,9 @@ def test_a_bug_is_shown_as_one(tmp_path: Path):
     assert Run.open(tmp_path / "run").state == "failed"
 
 
-@pytest.mark.parametrize("where", ["unspool.train.atomic.os.fsync", "safetensors.torch.save_file"])
+@pytest.mark.parametrize(
+    "where", ["unspool.train.running.atomic.os.fsync", "safetensors.torch.save_file"]
+)
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

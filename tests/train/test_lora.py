@@ -15,8 +15,7 @@ import unspool
 from unspool.errors import SettingsError
 from unspool.model.adapters import read_adapter, write_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.train.grpo import advantages, grpo_losses
-from unspool.train.lora import (
+from unspool.train.learning.lora import (
     Lora,
     adapter_of,
     add_lora,
@@ -25,7 +24,8 @@ from unspool.train.lora import (
     put_adapter,
     switch_lora,
 )
-from unspool.train.preference import dpo_loss, log_probabilities
+from unspool.train.tuning.grpo import advantages, grpo_losses
+from unspool.train.tuning.preference import dpo_loss, log_probabilities
 
 TOKENS = torch.tensor([[3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26]])
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from unspool.model.transformer import Transformer, attention_weights
-from unspool.train import objectives
-from unspool.train.forward import Sight, hidden
-from unspool.train.objectives import BlockDiffusion, Masked, block_diffusion_mask
+from unspool.train.learning import objectives
+from unspool.train.learning.forward import Sight, hidden
+from unspool.train.learning.objectives import BlockDiffusion, Masked, block_diffusion_mask
 
 MASK = 28
 

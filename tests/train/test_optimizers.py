@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_training import tiny_model
 
-from unspool.train.optimizers import (
+from unspool.train.learning.optimizers import (
     Muon,
     Rates,
     Schedule,

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from tiny_training import CountingBatches, tiny_model
 
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import next_token
-from unspool.train.optimizers import Rates, make_optimizers
-from unspool.train.runs import Run
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.runs import Run
 
 HERE = Path(__file__).parent
 
@@ -26,11 +26,11 @@ WORKER = """
 import sys
 from pathlib import Path
 from tiny_training import CountingBatches, save_model, tiny_model
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import next_token
-from unspool.train.optimizers import Rates, make_optimizers
-from unspool.train.parallel import Parallel
-from unspool.train.runs import Run
+from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.running.parallel import Parallel
+from unspool.train.running.runs import Run
 
 def train(folder, parallel, steps=99):
     if parallel.first and not (folder / "run.json").exists():

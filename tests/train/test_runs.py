@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unspool.train.runs import Run, RunError, film_steps
+from unspool.train.running.runs import Run, RunError, film_steps
 
 
 @pytest.fixture
@@ -107,5 +107,5 @@ def test_the_film_has_its_steps():
 
 
 def test_reading_runs_needs_no_torch():
-    code = "import sys, unspool.train.runs; sys.exit('torch' in sys.modules)"
+    code = "import sys, unspool.train.running.runs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -10,9 +10,9 @@ import pytest
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
-from unspool.train.flops import compute_parameters, training_flops
-from unspool.train.scaling import Planned, Study, plan
-from unspool.train.scaling_plot import draw
+from unspool.train.learning.flops import compute_parameters, training_flops
+from unspool.train.scaling.plot import draw
+from unspool.train.scaling.study import Planned, Study, plan
 
 DEPTHS = (2, 3, 4, 6, 8)
 BUDGETS = (3e13, 1e14, 3e14)

@@ -11,7 +11,14 @@ import torch
 from unspool.errors import SettingsError
 from unspool.model.checkpoint import save_checkpoint
 from unspool.model.weights import parameter_count
-from unspool.train.shape import Shape, batch_tokens, batch_tokens_of, like, new_model, rates_for
+from unspool.train.learning.shape import (
+    Shape,
+    batch_tokens,
+    batch_tokens_of,
+    like,
+    new_model,
+    rates_for,
+)
 
 
 def test_depth_12_is_about_gpt2_small():

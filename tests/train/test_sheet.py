@@ -12,8 +12,8 @@ import small_model as small
 import unspool
 from unspool.errors import SettingsError
 from unspool.train.export import export_folder
-from unspool.train.runs import Run
-from unspool.train.sheet import named_models, write_sheet
+from unspool.train.judging.sheet import named_models, write_sheet
+from unspool.train.running.runs import Run
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import unspool
 from unspool.cli.main import _exit_code, with_command
 from unspool.cli.train.plot import curve
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 ROOT = Path(__file__).parents[2]
 TEXT = "\n\n".join(

@@ -15,10 +15,10 @@ import unspool
 from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
 from unspool.train.data.tokenizer import TokenizerSettings, learn, save
-from unspool.train.events import Event, Logged
-from unspool.train.runs import Run
-from unspool.train.tasks import Task, accuracy, judge_of
-from unspool.train.tune import TuneSettings, new_run, settings_of, tune
+from unspool.train.running.events import Event, Logged
+from unspool.train.running.runs import Run
+from unspool.train.tuning.tasks import Task, accuracy, judge_of
+from unspool.train.tuning.tune import TuneSettings, new_run, settings_of, tune
 
 ANSWERS = {"red": "stop", "green": "go", "yellow": "wait"}
 QUICK = {"batch": 4, "rate": 2e-2, "length": 96, "save_every": 1000, "device": "cpu"}

@@ -13,10 +13,10 @@ from unspool.model.checkpoint import save_weights
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
 from unspool.model.transformer import Transformer
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import next_token
-from unspool.train.optimizers import Rates, make_optimizers
-from unspool.train.runs import Run
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.runs import Run
 
 CONFIG = ModelConfig(
     family="qwen3", vocab_size=29, width=32, layers=2, heads=4, kv_heads=2, head_width=8,

@@ -77,7 +77,7 @@ def _opened(
 ) -> tuple[Path, str, list[o.ModelChoice]]:
     """Where a run's neighbours lie, its place on the page, and the model: its own, unless another
     is wanted or there is none yet."""
-    from unspool.train.runs import Run
+    from unspool.train.running.runs import Run
 
     found = Run.open(folder if runs is None or folder.exists() else runs / folder)
     model = found.model

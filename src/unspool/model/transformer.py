@@ -9,7 +9,7 @@ attention and feed-forward have to say, the last vector is compared with every t
     logits = model(prompt, cache, last_only=True) # the prompt, keys and values kept
     logits = model(next_token, cache)             # one more token, nothing computed twice
 
-Training goes through the same layers with an `Attend` of its own: see `train/forward.py`.
+Training goes through the same layers with an `Attend` of its own: see `train/learning/forward.py`.
 """
 
 from __future__ import annotations

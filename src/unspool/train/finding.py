@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unspool.errors import UnspoolError
 from unspool.model.hub import find_model
-from unspool.train.runs import Run, runs_folder
+from unspool.train.running.runs import Run, runs_folder
 
 
 def model_path(model: str | Path | None) -> Path:

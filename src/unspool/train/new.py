@@ -29,15 +29,9 @@ from unspool.train.data.batches import Batches
 from unspool.train.data.shards import Prepared, prepare
 from unspool.train.data.sources import DEFAULT_SOURCE
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
-from unspool.train.events import Ended, Event
-from unspool.train.held_out import HeldOut
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.objectives import BlockDiffusion, Masked, Objective, next_token
-from unspool.train.optimizers import make_optimizers
-from unspool.train.parallel import Parallel
-from unspool.train.runs import Run, RunError, runs_folder
-from unspool.train.samples import Samples, first_words
-from unspool.train.shape import (
+from unspool.train.learning.objectives import BlockDiffusion, Masked, Objective, next_token
+from unspool.train.learning.optimizers import make_optimizers
+from unspool.train.learning.shape import (
     SMALLEST,
     Shape,
     batch_tokens,
@@ -48,6 +42,12 @@ from unspool.train.shape import (
     rates_for,
     vocabulary_for,
 )
+from unspool.train.running.events import Ended, Event
+from unspool.train.running.held_out import HeldOut
+from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.parallel import Parallel
+from unspool.train.running.runs import Run, RunError, runs_folder
+from unspool.train.running.samples import Samples, first_words
 
 if TYPE_CHECKING:
     from unspool.train.data.survey import Progress

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from unspool.train.judge import BitsPerByte
+    from unspool.train.judging.judge import BitsPerByte
 
 Models = Annotated[
     list[str], typer.Argument(help="Runs (folder or name), checkpoints, or any models.")
@@ -68,7 +68,7 @@ def judge(
       unspool train judge speeches --film -p "The people of" --html speeches.html
       unspool train judge speeches smollm2-135m --tasks hellaswag,piqa --limit 200
     """
-    from unspool.train.sheet import named_models
+    from unspool.train.judging.sheet import named_models
 
     named = named_models(models, film=film)
     found: dict[str, dict[str, Any]] = {name: {} for name in named}
@@ -79,7 +79,7 @@ def judge(
 
         with load(model_path(model), device=device) as lm:
             if texts:
-                from unspool.train.judge import bits_per_byte
+                from unspool.train.judging.judge import bits_per_byte
 
                 told = bits_per_byte(lm, texts, context=context, stride=stride)
                 found[name]["text"] = told.to_dict()
@@ -90,7 +90,7 @@ def judge(
     if tasks and not as_json:
         _table(found)
     if prompts or html:
-        from unspool.train.sheet import DEFAULT_PROMPTS, write_sheet
+        from unspool.train.judging.sheet import DEFAULT_PROMPTS, write_sheet
 
         sheet = write_sheet(
             named, prompts or DEFAULT_PROMPTS, seeds=seeds or [0], max_tokens=max_tokens,
@@ -112,8 +112,8 @@ def judge(
 
 def _texts(models: list[str], data: list[str] | None, limit: int | None) -> list[str]:
     """The named data, or what the first run held out."""
-    from unspool.train.judged_text import held_out_texts, texts_of
-    from unspool.train.runs import Run
+    from unspool.train.judging.judged_text import held_out_texts, texts_of
+    from unspool.train.running.runs import Run
 
     if data:
         return list(texts_of(data, limit=limit))
@@ -132,7 +132,7 @@ def _tasks(
     lm: Any, tasks: list[str], limit: int | None, shots: int | None, folder: Path | None
 ) -> dict[str, Any]:
     try:
-        from unspool.train.lm_eval import run_tasks
+        from unspool.train.judging.lm_eval import run_tasks
     except ImportError:
         from unspool.errors import UnspoolError
 

@@ -34,7 +34,7 @@ def merge(
     if folder.exists() and any(folder.iterdir()):
         raise SettingsError(f"{folder}: is not empty; name a new folder")
     from unspool.loading import DTYPES
-    from unspool.train.merging import merge_adapter
+    from unspool.train.tuning.merging import merge_adapter
 
     if dtype not in DTYPES:
         raise SettingsError(f"--dtype is {dtype!r}; it may be {', '.join(DTYPES)}")

@@ -143,9 +143,9 @@ def _train(
 ) -> None:  # fmt: skip
     from unspool.cli.train.telling import Telling
     from unspool.train.new import begin, train
-    from unspool.train.parallel import Parallel
-    from unspool.train.reports import reporters
-    from unspool.train.runs import Run, runs_folder
+    from unspool.train.running.parallel import Parallel
+    from unspool.train.running.reports import reporters
+    from unspool.train.running.runs import Run, runs_folder
 
     with Parallel.started(settings.device, shard=shard) as parallel:
         folder = ""

@@ -28,7 +28,7 @@ def runs(
       unspool train runs sotu-d4 --pause
     """
     from unspool.errors import SettingsError
-    from unspool.train.runs import Run, runs_folder
+    from unspool.train.running.runs import Run, runs_folder
 
     asked = [want for want, given in (("pause", pause), ("go", go), ("stop", stop)) if given]
     if run is None:

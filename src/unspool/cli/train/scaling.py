@@ -11,7 +11,7 @@ import typer
 from unspool.cli.train import source as s
 
 if TYPE_CHECKING:
-    from unspool.train.scaling import Study
+    from unspool.train.scaling.study import Study
 
 Number = TypeVar("Number", int, float)
 
@@ -64,11 +64,11 @@ def scaling(
     from unspool.errors import SettingsError
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.new import NewSettings
-    from unspool.train.runs import runs_folder
-    from unspool.train.scaling import Planned, Study, plan
-    from unspool.train.scaling_law import FEWEST
-    from unspool.train.scaling_plot import draw
-    from unspool.train.scaling_runs import Runs, prepared_tokens, shared_vocabulary
+    from unspool.train.running.runs import runs_folder
+    from unspool.train.scaling.grid import Runs, prepared_tokens, shared_vocabulary
+    from unspool.train.scaling.law import FEWEST
+    from unspool.train.scaling.plot import draw
+    from unspool.train.scaling.study import Planned, Study, plan
 
     study = Study(runs_folder() / name)
     sizes, spent = _numbers(depths, int), _numbers(budgets, float)

@@ -29,7 +29,7 @@ def task(
       unspool train task family_relationships
       unspool train task family_relationships --adapter runs/tune-family_relationships/...
     """
-    from unspool.train.tasks import Task, accuracy
+    from unspool.train.tuning.tasks import Task, accuracy
 
     asked = Task(name)
     lm = o.with_adapter(chosen.load(), adapter)

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from unspool.cli.show import err
 from unspool.cli.train.plot import curve
-from unspool.train.events import Ended, Event, Judged, Logged, Paused, Sampled
-from unspool.train.runs import Run
+from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Sampled
+from unspool.train.running.runs import Run
 
 _LINES = 20  # lines of a training that nobody looks at
 

@@ -11,8 +11,8 @@ import typer
 from unspool.cli import options as o
 
 if TYPE_CHECKING:
-    from unspool.train.events import Event
-    from unspool.train.runs import Run
+    from unspool.train.running.events import Event
+    from unspool.train.running.runs import Run
 
 _LORA, _STEPS = "LoRA", "How long, and how"
 
@@ -75,8 +75,8 @@ def carry_out(settings: dict[str, Any], name: str | None, resume: str | None, qu
     from unspool.backends.torch.available import check_torch
 
     check_torch()
-    from unspool.train.runs import Run, runs_folder
-    from unspool.train.tune import TuneSettings, new_run, settings_of, tune
+    from unspool.train.running.runs import Run, runs_folder
+    from unspool.train.tuning.tune import TuneSettings, new_run, settings_of, tune
 
     if resume is not None:
         run = Run.open(resume)
@@ -130,7 +130,7 @@ class _Telling:
             self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        from unspool.train.events import Judged, Logged
+        from unspool.train.running.events import Judged, Logged
 
         if self._quiet:
             return

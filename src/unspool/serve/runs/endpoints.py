@@ -26,7 +26,7 @@ from unspool.serve.runs.library import is_there
 from unspool.serve.runs.run_json import drawable, run_json, summary
 from unspool.serve.runs.trainer import GOING
 from unspool.serve.runs.watching import Watcher, run_error, watch
-from unspool.train.runs import KINDS, Run
+from unspool.train.running.runs import KINDS, Run
 
 router = new_router("Training", "/v1/runs")
 

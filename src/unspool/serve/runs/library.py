@@ -16,7 +16,7 @@ from unspool.model.hub import find_model
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.http.errors import ApiError
 from unspool.session import Session
-from unspool.train.runs import Run, runs_folder
+from unspool.train.running.runs import Run, runs_folder
 
 # For keys and values of each checkpoint in memory: texts to look at are short.
 _KEYS_MEMORY = 256 << 20

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unspool.train.runs import Run, film_steps
+from unspool.train.running.runs import Run, film_steps
 
 MOST_LINES = 4000  # of a log in one piece: more points than there are pixels
 _TAIL = 1 << 14  # bytes in which the last line of a log surely stands

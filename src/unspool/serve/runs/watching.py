@@ -18,7 +18,7 @@ from unspool.serve.http.events import event
 from unspool.serve.http.threads import in_thread
 from unspool.serve.runs.run_json import drawable, run_json
 from unspool.serve.runs.trainer import GOING, Trainer
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 _LOOK_SECONDS = 0.5
 

@@ -28,9 +28,9 @@ from unspool.language_model import LanguageModel
 from unspool.model.transformer import Transformer
 from unspool.train.data.encoding import Encoded
 from unspool.train.data.shuffle import permuted
-from unspool.train.lora import adapter_of
-from unspool.train.objectives import Loss
-from unspool.train.preference import Judge, as_before, log_probabilities, padded
+from unspool.train.learning.lora import adapter_of
+from unspool.train.learning.objectives import Loss
+from unspool.train.tuning.preference import Judge, as_before, log_probabilities, padded
 
 _NAME = "being-trained"
 _LEAST_DEVIATION = 1e-4

@@ -10,7 +10,7 @@ from unspool.errors import SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.shards import Prepared
 from unspool.train.data.sources import documents
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 
 def texts_of(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from unspool.decoding.progress import progress_bar
 from unspool.errors import SettingsError
 from unspool.session import Session
-from unspool.train.likelihood import Pair, likelihoods
+from unspool.train.judging.likelihood import Pair, likelihoods
 
 
 @dataclass(frozen=True, slots=True)

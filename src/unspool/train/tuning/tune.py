@@ -27,20 +27,20 @@ from unspool.model.hub import find_model
 from unspool.model.transformer import Transformer
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.checkpoints import SaveModel
-from unspool.train.cross_entropy import summed_loss
 from unspool.train.data.batches import Batch, Batches
 from unspool.train.data.shards import Packed, prepare
-from unspool.train.events import Event
-from unspool.train.forward import Sight, hidden
-from unspool.train.grpo import AnswerBatches, Grpo, Question
-from unspool.train.loop import Trainer, TrainSettings
-from unspool.train.lora import TARGETS, Lora, add_lora, put_adapter
-from unspool.train.objectives import Loss, next_token
-from unspool.train.optimizers import Rates, make_optimizers
-from unspool.train.preference import Dpo, PairBatches
-from unspool.train.runs import Run
-from unspool.train.tasks import Task, judge_of
+from unspool.train.learning.cross_entropy import summed_loss
+from unspool.train.learning.forward import Sight, hidden
+from unspool.train.learning.lora import TARGETS, Lora, add_lora, put_adapter
+from unspool.train.learning.objectives import Loss, next_token
+from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.running.checkpoints import SaveModel
+from unspool.train.running.events import Event
+from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.runs import Run
+from unspool.train.tuning.grpo import AnswerBatches, Grpo, Question
+from unspool.train.tuning.preference import Dpo, PairBatches
+from unspool.train.tuning.tasks import Task, judge_of
 
 _RATES = {"tune": (5e-4, 2e-5), "dpo": (5e-5, 1e-6), "grpo": (1e-4, 1e-6)}  # with LoRA, without
 _JUDGED = 16  # batches of held-out data

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unspool.train.scaling import Planned, Study
-from unspool.train.scaling_law import Law
+from unspool.train.scaling.law import Law
+from unspool.train.scaling.study import Planned, Study
 
 _WIDTH, _HEIGHT = 320, 250  # of a panel's inside
 _LEFT, _TOP, _BETWEEN, _BELOW = 62, 56, 34, 92

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from unspool.model.transformer import Transformer
-from unspool.train.cross_entropy import summed_loss
-from unspool.train.forward import Sight, everything, hidden, inside
+from unspool.train.learning.cross_entropy import summed_loss
+from unspool.train.learning.forward import Sight, everything, hidden, inside
 
 if TYPE_CHECKING:
     from unspool.train.data.batches import Batch

@@ -10,11 +10,11 @@ from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.train.events import Event, Logged
+from unspool.train.learning.shape import qwen3_config
 from unspool.train.new import NewSettings, begin, train
-from unspool.train.runs import Run
-from unspool.train.scaling import Planned
-from unspool.train.shape import qwen3_config
+from unspool.train.running.events import Event, Logged
+from unspool.train.running.runs import Run
+from unspool.train.scaling.study import Planned
 
 _NEVER = 1_000_000_000  # steps: at the end only
 

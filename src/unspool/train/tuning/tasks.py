@@ -13,7 +13,7 @@ from typing import Any
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.language_model import LanguageModel
-from unspool.train.preference import Judge
+from unspool.train.tuning.preference import Judge
 
 Entry = dict[str, Any]
 

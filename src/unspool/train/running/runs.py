@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.train.atomic import write_json
+from unspool.train.running.atomic import write_json
 
 KINDS = ("new", "tune", "dpo", "grpo")
 STATES = ("running", "paused", "done", "failed", "stopped", "broken off")

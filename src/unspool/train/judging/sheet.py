@@ -19,7 +19,7 @@ from unspool.decoding.progress import progress_bar
 from unspool.errors import SettingsError
 from unspool.loading import load
 from unspool.train.finding import model_path
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 DEFAULT_PROMPTS = ("Once upon a time", "The people of", "It is not")
 

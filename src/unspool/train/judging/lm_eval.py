@@ -1,7 +1,7 @@
 """Our models as one of lm-eval's: its tasks run on our engine, in this process.
 
     from lm_eval import simple_evaluate
-    from unspool.train.lm_eval import UnspoolLM
+    from unspool.train.judging.lm_eval import UnspoolLM
     simple_evaluate(UnspoolLM(lm), tasks=["hellaswag"], limit=100)
 
 Numbers are those of lm-eval's own class for transformers: the same cutting of long texts, the same
@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from unspool.decoding.progress import progress_bar
 from unspool.errors import UnspoolError
-from unspool.train.likelihood import likelihoods
+from unspool.train.judging.likelihood import likelihoods
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

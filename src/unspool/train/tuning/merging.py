@@ -11,7 +11,7 @@ from unspool.loading import open_tokenizer
 from unspool.model.adapters import base_of, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.hub import find_model
-from unspool.train.lora import merge
+from unspool.train.learning.lora import merge
 
 
 def merge_adapter(

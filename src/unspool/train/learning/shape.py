@@ -22,7 +22,7 @@ from unspool.model.weights import parameter_count
 
 if TYPE_CHECKING:
     from unspool.model.transformer import Transformer
-    from unspool.train.optimizers import Rates
+    from unspool.train.learning.optimizers import Rates
 
 DEEPEST = 128
 
@@ -114,7 +114,7 @@ def _power_of_two(wanted: float) -> int:
 def rates_for(config: ModelConfig) -> Rates:
     """Learning rates that fall with the root of the width, because the sum that a unit takes part
     in grows with it."""
-    from unspool.train.optimizers import Rates
+    from unspool.train.learning.optimizers import Rates
 
     matrices = 0.1 / math.sqrt(config.width)
     return Rates(matrices=matrices, embedding=matrices, head=matrices, vectors=matrices)

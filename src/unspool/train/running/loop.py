@@ -24,15 +24,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unspool.model.transformer import Transformer
-from unspool.train.checkpoints import Checkpoints, SaveModel, restore, training_state
-from unspool.train.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
-from unspool.train.faults import TrainingError, in_words
-from unspool.train.flops import device_peak, mfu
-from unspool.train.forward import recompute_activations
-from unspool.train.objectives import Objective
-from unspool.train.optimizers import Schedule, set_rates
-from unspool.train.parallel import Parallel, whole
-from unspool.train.runs import Run, film_steps
+from unspool.train.learning.flops import device_peak, mfu
+from unspool.train.learning.forward import recompute_activations
+from unspool.train.learning.objectives import Objective
+from unspool.train.learning.optimizers import Schedule, set_rates
+from unspool.train.running.checkpoints import Checkpoints, SaveModel, restore, training_state
+from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
+from unspool.train.running.faults import TrainingError, in_words
+from unspool.train.running.parallel import Parallel, whole
+from unspool.train.running.runs import Run, film_steps
 
 _ADVICE = "no number to learn from: try a lower learning rate, and look at the data"
 _PAUSE = 0.2  # seconds between two looks at whether a paused run may go on

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 from unspool.errors import SettingsError
-from unspool.train.events import Ended, Event, Judged, Logged, Sampled
-from unspool.train.runs import Run
+from unspool.train.running.events import Ended, Event, Judged, Logged, Sampled
+from unspool.train.running.runs import Run
 
 Listener = Callable[[Event], None]
 

@@ -7,7 +7,7 @@ import errno
 import torch
 
 from unspool.errors import UnspoolError
-from unspool.train.runs import Run
+from unspool.train.running.runs import Run
 
 
 class TrainingError(UnspoolError):

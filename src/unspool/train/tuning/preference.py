@@ -24,13 +24,13 @@ from torch.nn import functional
 from unspool.errors import DataError, SettingsError
 from unspool.model.transformer import Transformer
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.cross_entropy import token_losses
 from unspool.train.data.encoding import DocumentEncoder, Encoded
 from unspool.train.data.shapes import document_of
 from unspool.train.data.shuffle import permuted
-from unspool.train.forward import Sight, hidden
-from unspool.train.lora import lora_modules, switch_lora
-from unspool.train.objectives import Loss
+from unspool.train.learning.cross_entropy import token_losses
+from unspool.train.learning.forward import Sight, hidden
+from unspool.train.learning.lora import lora_modules, switch_lora
+from unspool.train.learning.objectives import Loss
 
 
 def log_probabilities(model: Transformer, ids: Tensor, counted: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from unspool.model.transformer import Transformer
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import Batch, Batches
 from unspool.train.data.shards import Packed
-from unspool.train.objectives import Objective
+from unspool.train.learning.objectives import Objective
 
 
 class HeldOut:

@@ -21,9 +21,9 @@ from typing import Any
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.train.atomic import write_json
-from unspool.train.flops import compute_parameters, training_flops
-from unspool.train.scaling_law import Law, Measured, fit
+from unspool.train.learning.flops import compute_parameters, training_flops
+from unspool.train.running.atomic import write_json
+from unspool.train.scaling.law import Law, Measured, fit
 
 ConfigOf = Callable[[int], ModelConfig]
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unspool.train.atomic import sync_folder, sync_tree, write_json
-from unspool.train.parallel import put, whole
-from unspool.train.runs import Run, RunError, Saved, film_steps
+from unspool.train.running.atomic import sync_folder, sync_tree, write_json
+from unspool.train.running.parallel import put, whole
+from unspool.train.running.runs import Run, RunError, Saved, film_steps
 
 SaveModel = Callable[[Mapping[str, Tensor], Path], None]  # weights by our names, into a folder
 

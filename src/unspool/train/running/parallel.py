@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unspool.errors import SettingsError
 from unspool.model.transformer import Transformer
-from unspool.train.objectives import Objective
+from unspool.train.learning.objectives import Objective
 
 
 class Computation(nn.Module):

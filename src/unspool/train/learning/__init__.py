@@ -1,0 +1,1 @@
+"""What is computed in a step of training: forward, loss, gradients, weights."""

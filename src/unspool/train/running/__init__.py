@@ -1,0 +1,1 @@
+"""A training from its first step to its last, in a folder that tells how it went."""

@@ -1,0 +1,1 @@
+"""Many small runs, and the law that they follow."""
