@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
-from unspool.backends.cuda.kernels.packed import packed_gemv, packed_rows, unpack_rows
+from unspool.backends.cuda.kernels.packed import packed_rows, unpack_rows
+from unspool.backends.cuda.kernels.packed_gemv import packed_gemv
 from unspool.backends.cuda.packing import Packing, Parts
 from unspool.backends.cuda.products import (
     Around,
