@@ -1,4 +1,4 @@
-"""Compiles what attention and experts launch for a GPU that need not be there; run by a test.
+"""Compiles what attention, experts and packed products launch, for a GPU that need not be there.
 
 The interpreter forgives what the compiler does not. Launches are caught, and each kernel is
 compiled for what it would have been launched with.
@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_support import a_layer, some_texts
+from packed_support import random_blocks
 from test_experts import made
 
 from unspool.backends.cuda.attention import (
@@ -29,12 +30,15 @@ from unspool.backends.cuda.attention import (
     store_keys,
 )
 from unspool.backends.cuda.experts import ExpertScratch, experts
+from unspool.backends.cuda.packed import PackedMatrix
+from unspool.backends.cuda.packing import PACKINGS, packed_parts
+from unspool.backends.cuda.products import Around, NormWeights
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
     int: "i32", float: "fp32",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 compiled: set[str] = set()
 
 
@@ -44,7 +48,9 @@ def compile_instead(kernel: Any, grid: Any) -> Any:
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
         signature, constants, known = {}, {}, {}
         for place, name in enumerate(kernel.arg_names):
-            value = given[name]
+            value = (
+                given[name] or name == "NATIVE" if isinstance(given[name], bool) else given[name]
+            )
             if name.isupper() and name in named:
                 signature[name], constants[(place,)] = "constexpr", value
                 continue
@@ -83,6 +89,16 @@ def routed(dtype: torch.dtype, tokens: int) -> None:
     experts(x, given, weights.config, x, scratch, pdl=True)
 
 
+def packed(kind: str, dtype: torch.dtype) -> None:
+    parts = packed_parts(kind, torch.from_numpy(random_blocks(kind, 64, 1024)))
+    matrix = PackedMatrix(PACKINGS[kind], parts, 64, 1024, dtype)
+    x, out = torch.zeros(1024, dtype=dtype), torch.zeros(64, dtype=dtype)
+    by = Around(1e-5, NormWeights(torch.ones(1024)), "silu", gated=True, pdl=True)
+    matrix.times_one(x, out[:32], by)
+    matrix.times_one(x, out, Around(1e-5, residual=out, pdl=True))
+    matrix.times_many(x[None], out[None])
+
+
 if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
     attention(torch.bfloat16, 1, heads=32, kv_heads=8, head_width=128, norm=True)
@@ -91,4 +107,7 @@ if __name__ == "__main__":
     attention(torch.float32, 1, heads=3, kv_heads=3, head_width=64)
     for dtype, tokens in ((torch.bfloat16, 2), (torch.bfloat16, 300), (torch.float32, 2)):
         routed(dtype, tokens)
+    for kind in ("Q4_0", "Q4_K", "Q6_K", "Q8_0"):
+        packed(kind, torch.bfloat16)
+    packed("Q4_1", torch.float32)
     print(*sorted(compiled))
