@@ -242,8 +242,11 @@ import numpy as np, unspool
 root = pathlib.Path(unspool.__file__).parent
 for file in root.rglob('*.py'):
     name = '.'.join(('unspool', *file.relative_to(root).with_suffix('').parts))
-    torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.transformer')
-    if not name.startswith(torches):
+    torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.transformer',
+               'unspool.train.')
+    # The server and the page read runs, whatever can train them.
+    without = ('unspool.train.data.', 'unspool.train.running.runs', 'unspool.train.judging.')
+    if not name.startswith(torches) or name.startswith(without):
         if not name.endswith(('__init__', '__main__')):
             importlib.import_module(name)
 assert 'unspool.cli.run' in sys.modules and 'unspool.lens.attribution' in sys.modules

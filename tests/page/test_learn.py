@@ -150,12 +150,12 @@ def test_the_picture_is_drawn_by_steps_tokens_or_time_and_smoothed(
 ) -> None:
     view = learn(page, served, "speeches")
     line = view.locator("path.lrn-train")
-    seen = {line.get_attribute("d")}
+    seen = {line.get_attribute("d") or ""}
 
     def another() -> None:
-        d = until(page, "document.querySelector('path.lrn-train').getAttribute('d')")
-        assert d not in seen
-        seen.add(d)
+        new = "seen => !seen.includes(document.querySelector('path.lrn-train').getAttribute('d'))"
+        page.wait_for_function(new, arg=sorted(seen))
+        seen.add(line.get_attribute("d") or "")
 
     view.locator("#lrn-smooth").select_option("0")
     expect(line).to_have_attribute("d", view.locator("path.lrn-raw").get_attribute("d") or "")

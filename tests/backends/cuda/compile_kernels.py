@@ -107,7 +107,7 @@ if __name__ == "__main__":
     attention(torch.float32, 1, heads=3, kv_heads=3, head_width=64)
     for dtype, tokens in ((torch.bfloat16, 2), (torch.bfloat16, 300), (torch.float32, 2)):
         routed(dtype, tokens)
-    for kind in ("Q4_0", "Q4_K", "Q6_K", "Q8_0"):
+    for kind in ("Q4_0", "Q4_K"):
         packed(kind, torch.bfloat16)
     packed("Q4_1", torch.float32)
     print(*sorted(compiled))

@@ -59,7 +59,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+# All of them run on a GPU (tests/gpu); by the interpreter those that have most in them.
+_LONG = ("as olmo", "as qwen", "as neox", "as llama")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in _LONG)) for name in MODELS],
+)
 def test_however_the_tokens_arrive(name: str):
     shape = config(**{"layers": 1, "context": 128, **MODELS[name]})
     theirs, mine = (

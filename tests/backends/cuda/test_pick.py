@@ -46,7 +46,7 @@ def check(picker: DevicePicker, wanted: list[Pick], logits: Any) -> None:
         assert peak - log_sum <= 1e-6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     options=st.lists(SETTINGS, min_size=1, max_size=4),
     width=st.sampled_from([3, 40, 700, 5_000]),
