@@ -18,10 +18,15 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from adapter_support import random_adapter
 from attention_support import a_layer, some_texts
 from packed_support import random_blocks
+from paged_texts import RandomCheckpoint
+from paged_texts import config as shape
 from test_experts import made
 
+from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
     attend,
     chunk_tiles,
@@ -33,6 +38,8 @@ from unspool.backends.cuda.experts import ExpertScratch, experts
 from unspool.backends.cuda.packed import PackedMatrix
 from unspool.backends.cuda.packing import PACKINGS, packed_parts
 from unspool.backends.cuda.products import Around, NormWeights
+from unspool.backends.cuda.weights import fused
+from unspool.model.checkpoint import load_transformer
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
@@ -99,6 +106,17 @@ def packed(kind: str, dtype: torch.dtype) -> None:
     matrix.times_many(x[None], out[None])
 
 
+def adapted(dtype: torch.dtype, rank: int) -> None:
+    config = shape(layers=1, width=128, head_width=32)
+    weights = fused(load_transformer(RandomCheckpoint(config)).to(dtype))
+    adapters = CudaAdapters(weights, lines=4)
+    adapters.set(1, random_adapter(config, rank, seed=0))
+    adapt = adapters.on_lines(torch.ones(4, dtype=torch.int32), pdl=True)
+    for matrix in weights.matrices():
+        rows, columns = matrix.rows, matrix.columns
+        adapt(matrix, torch.zeros(4, columns, dtype=dtype), torch.zeros(4, rows, dtype=dtype))
+
+
 if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
     attention(torch.bfloat16, 1, heads=32, kv_heads=8, head_width=128, norm=True)
@@ -110,4 +128,6 @@ if __name__ == "__main__":
     for kind in ("Q4_0", "Q4_K"):
         packed(kind, torch.bfloat16)
     packed("Q4_1", torch.float32)
+    for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 40)):
+        adapted(dtype, rank)
     print(*sorted(compiled))

@@ -72,10 +72,8 @@ class CudaBackend:
         return picker
 
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
-        raise UnspoolError(
-            "adapters cannot be loaded on the GPU's own kernels yet; load the model with "
-            "backend='torch', or merge the adapter into it: unspool train merge"
-        )
+        if self.program.adapters.set(number, adapter):
+            self._graphs.clear()
 
     def launch(self, batch: StepBatch) -> Flight:
         _check(batch, self)
@@ -83,6 +81,8 @@ class CudaBackend:
             if self.inputs.make_room(batch.slots):
                 self._graphs.clear()
             parts = _Parts(batch)
+            if len(batch.adapters):
+                parts.adapt(batch, self.program.adapters.slots_of(batch.adapters))
             changed = _NOTHING, _NOTHING
             if len(batch.updates.slots):
                 places = self.inputs.places(batch.updates.slots, batch.updates.columns)
@@ -111,8 +111,9 @@ class CudaBackend:
         if len(parts.prompts):  # first: the captured step overwrites what was picked before it
             wanted = np.concatenate((parts.sampled_prompts, parts.logits_of_prompts))
             prompts = self._prompts.prepared(
-                batch, parts.prompt_rows, parts.prompts, wanted, self._resolved(batch, parts)
-            )
+                batch, parts.prompt_rows, parts.prompts, wanted, self._resolved(batch, parts),
+                parts.prompt_adapters,
+            )  # fmt: skip
         if parts.count:
             found = self._captured(batch, parts, (_NOTHING, _NOTHING))
             logits += [] if found is None else [found]
@@ -153,15 +154,16 @@ class CudaBackend:
                 self.inputs.send_history(self._resolved_tokens(pick.history))
         self.inputs.send(
             count, size, self._resolved_tokens(batch.tokens[lines]), batch.positions[lines], ends,
-            parts.slots, changed, picks,
+            parts.slots, changed, picks, parts.line_adapters,
         )  # fmt: skip
         fresh, picker = parts.fresh, self._picker
+        adapted = parts.line_adapters is not None
 
         def launch() -> None:
-            self.program.step(size, room, fresh)
+            self.program.step(size, room, fresh, adapted)
             picker.launch(self.program.logits[:size], sampled=sampled, penalties=penalties)
 
-        self._graphs.run((size, room, fresh, sampled, penalties), launch)
+        self._graphs.run((size, room, fresh, sampled, penalties, adapted), launch)
         wanted = parts.logits_of_lines
         if not len(wanted):
             return None
@@ -210,6 +212,8 @@ class _Parts:
     lines: Ints | slice
     places: Ints | None  # of the picks, among those of lines and prompts; None: one a line
     mixed_logits: Ints | None
+    line_adapters: Ints | None = None  # the slots of their adapters; None: nobody has one
+    prompt_adapters: Ints | None = None
 
     def __init__(self, batch: StepBatch) -> None:
         # How far tokens see beyond themselves: nothing, in a text that is written left to right.
@@ -247,6 +251,13 @@ class _Parts:
         order[asked] = np.arange(asked.sum())
         order[~asked] = asked.sum() + np.arange((~asked).sum())
         self.mixed_logits = order
+
+    def adapt(self, batch: StepBatch, slots: Ints) -> None:
+        """Note the slots of the rows' adapters."""
+        of_tokens = np.repeat(slots, np.diff(batch.starts))
+        lines, prompts = of_tokens[self.lines], of_tokens[self.prompts]
+        self.line_adapters = lines if lines.any() else None
+        self.prompt_adapters = prompts if prompts.any() else None
 
     def _only_lines(self, batch: StepBatch, slots: Ints) -> None:
         self.lines, self.prompts = slice(None), _NOTHING

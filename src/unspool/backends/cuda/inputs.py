@@ -46,6 +46,7 @@ class _Fields:
     positions: Any
     ends: Any
     slots: Any
+    adapters: Any
     updates: Any
 
     @classmethod
@@ -59,7 +60,8 @@ class _Fields:
             positions=fours[:lines],
             ends=fours[lines : 2 * lines],
             slots=fours[2 * lines : 3 * lines],
-            updates=fours[3 * lines :],
+            adapters=fours[3 * lines : 4 * lines],
+            updates=fours[4 * lines :],
         )
 
 
@@ -70,13 +72,14 @@ class Inputs:
         self, lines: int, previous: Tensor, columns: int, spare: int, device: torch.device
     ) -> None:
         self.lines, self.device, self._spare_page = lines, device, spare
-        wide, narrow = 13 * lines * 8, (3 * lines + 1 + 2 * ROOM) * 4
+        wide, narrow = 13 * lines * 8, (4 * lines + 1 + 2 * ROOM) * 4
         self._memory = torch.zeros(wide + narrow, dtype=torch.uint8, device=device)
         fields = _Fields.of(
             self._memory[:wide].view(torch.int64), self._memory[wide:].view(torch.int32), lines
         )
         self.tokens, self.positions, self.ends = fields.tokens, fields.positions, fields.ends
         self.slots, self.updates, self.ints = fields.slots, fields.updates, fields.ints
+        self.adapters: Tensor = fields.adapters
         self.floats: Tensor = fields.floats.view(torch.float64)
         self.no_updates = torch.zeros(1, dtype=torch.int32, device=device)
         # What the step before picked: by its lines, then by the prompts beside them.
@@ -159,11 +162,13 @@ class Inputs:
         slots: Ints,
         changed: tuple[Ints, Ints],
         picks: tuple[Ints, npt.NDArray[np.float64], Ints] | None,
+        adapters: Ints | None = None,
     ) -> None:
         """Bring `count` lines to the device, and as many harmless ones as make it `padded`.
 
         `changed` are places in the table and their pages; `picks` says of some lines how they are
-        picked from: their numbers (ascending), floats and ints."""
+        picked from: their numbers (ascending), floats and ints; `adapters` are the lines' slots of
+        adapters, if any has one."""
         host, piece = self._hosts[self._turn], self._ring[self._turn]
         self._turn = (self._turn + 1) % _RING
         host.tokens[:count] = tokens
@@ -173,6 +178,8 @@ class Inputs:
         if count < padded:
             host.tokens[count:padded] = host.positions[count:padded] = 0
             host.ends[count:padded], host.slots[count:padded] = 1, _SPARE_LINE
+        if adapters is not None:
+            host.adapters[:count], host.adapters[count:padded] = adapters, 0
         places, pages = changed
         host.updates[0] = len(places)
         if len(places):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda import attention
+from unspool.backends.cuda.adapters import Adapt, CudaAdapters
 from unspool.backends.cuda.experts import ExpertScratch, experts
 from unspool.backends.cuda.inputs import ROOM, Inputs
 from unspool.backends.cuda.kernels import rows
@@ -82,6 +83,7 @@ class Program:
         self.pdl = supports_pdl(weights.device)
         lines = inputs.lines
         self.buffers = Activations(weights, lines)
+        self.adapters = CudaAdapters(weights, lines)
         shape = (lines, config.vocab_size)
         self.logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         self.turning = attention.attention_layers(weights, context)
@@ -95,15 +97,15 @@ class Program:
 
     # -- a captured step: the lines of `inputs` to the logits --------------------------------------
 
-    def step(self, count: int, longest: int, fresh: bool) -> None:
+    def step(self, count: int, longest: int, fresh: bool, adapted: bool = False) -> None:
         """The first `count` lines, none of which sees more than `longest` tokens; `fresh`: each is
-        the next token of a text of its own."""
-        if count == 1 and fresh and not self.exact:
+        the next token of a text of its own; `adapted`: some of them have an adapter."""
+        if count == 1 and fresh and not (self.exact or adapted):
             self._one(longest)
         else:
-            self._many(count, longest, fresh)
+            self._many(count, longest, fresh, adapted)
 
-    def _many(self, count: int, longest: int, fresh: bool) -> None:
+    def _many(self, count: int, longest: int, fresh: bool, adapted: bool) -> None:
         a = self.buffers.first(count)
         self._begin(a.h)
         lines = self.inputs.of(count)
@@ -118,8 +120,11 @@ class Program:
                 pieces=attention.pieces_for(turning, longest), pdl=self.pdl,
             )  # fmt: skip
 
-        self.layers(a, attend, self._expert_scratch)
-        self.head(a.x, self.logits[:count])
+        adapt = None
+        if adapted:
+            adapt = self.adapters.on_lines(self.inputs.adapters[:count], pdl=self.pdl)
+        self.layers(a, attend, self._expert_scratch, adapt=adapt)
+        self.head(a.x, self.logits[:count], adapt)
 
     def _one(self, longest: int) -> None:
         config, a = self.weights.config, self.buffers.first(1)
@@ -165,7 +170,12 @@ class Program:
     # -- what steps and prompts share ------------------------------------------------------------
 
     def layers(
-        self, a: Activations, attend: Attend, scratch: ExpertScratch, watch: Watch | None = None
+        self,
+        a: Activations,
+        attend: Attend,
+        scratch: ExpertScratch,
+        watch: Watch | None = None,
+        adapt: Adapt | None = None,
     ) -> None:
         """From embeddings in `a.h` to the final norm in `a.x`."""
         config = self.weights.config
@@ -175,12 +185,12 @@ class Program:
             self._add(a, first, second, post=behind, norm=layer.attention_norm, out=a.x)
             if watch:
                 watch.stream(a.h)
-            self._times(layer.qkv, a.x, a.qkv)
+            self._times(layer.qkv, a.x, a.qkv, adapt)
             self._norm_whole(a.qkv, layer)
             attend(number, a.qkv, a.mixed)
             if watch:
                 watch.queries(number, a.qkv)
-            self._times(layer.out, a.mixed, a.attended)
+            self._times(layer.out, a.mixed, a.attended, adapt)
             if config.parallel:
                 self._add(a, norm=layer.feed_norm, out=a.x)
                 first, second = a.attended, a.fed
@@ -189,7 +199,7 @@ class Program:
                     a, a.attended, post=layer.attention_post_norm, norm=layer.feed_norm, out=a.x
                 )
                 first, second = a.fed, None
-            self._feed(layer, a, a.x, a.fed, scratch)
+            self._feed(layer, a, a.x, a.fed, scratch, adapt)
             behind = layer.feed_post_norm
             if watch:
                 watch.added(a.attended, a.fed, layer)
@@ -197,9 +207,9 @@ class Program:
         if watch:
             watch.stream(a.h)
 
-    def head(self, x: Tensor, logits: Tensor) -> None:
+    def head(self, x: Tensor, logits: Tensor, adapt: Adapt | None = None) -> None:
         """What normed vectors say about the next token."""
-        self._times(self.weights.head, x, logits)
+        self._times(self.weights.head, x, logits, adapt)
         self._soften(logits)
 
     # -- single launches -----------------------------------------------------------------------
@@ -244,7 +254,13 @@ class Program:
         )  # fmt: skip
 
     def _feed(
-        self, layer: LayerWeights, a: Activations, x: Tensor, out: Tensor, scratch: ExpertScratch
+        self,
+        layer: LayerWeights,
+        a: Activations,
+        x: Tensor,
+        out: Tensor,
+        scratch: ExpertScratch,
+        adapt: Adapt | None = None,
     ) -> None:
         config, width = self.weights.config, self.weights.config.ff_width
         if layer.experts is not None:
@@ -253,13 +269,13 @@ class Program:
         assert layer.gate_up is not None and layer.down is not None
         both = a.both.view(-1)[: len(x) * width * (1 + config.gated)].view(len(x), -1)
         inner = a.inner.view(-1)[: len(x) * width].view(len(x), -1)
-        self._times(layer.gate_up, x, both)
+        self._times(layer.gate_up, x, both, adapt)
         rows.glu[(len(x), -(-width // _FEED_BLOCK))](
             both, inner, F=width, BF=_FEED_BLOCK, GATED=config.gated,
             ACTIVATION=ACTIVATIONS[config.activation], PDL=self.pdl, num_warps=4,
             launch_pdl=self.pdl,
         )  # fmt: skip
-        self._times(layer.down, inner, out)
+        self._times(layer.down, inner, out, adapt)
 
     def _norm_whole(self, qkv: Tensor, layer: LayerWeights) -> None:
         config = self.weights.config
@@ -272,8 +288,10 @@ class Program:
             num_warps=4, launch_pdl=self.pdl,
         )  # fmt: skip
 
-    def _times(self, matrix: Matrix, x: Tensor, out: Tensor) -> None:
+    def _times(self, matrix: Matrix, x: Tensor, out: Tensor, adapt: Adapt | None = None) -> None:
         matrix.times_many(x, out, exact=self.exact, pdl=self.pdl)
+        if adapt is not None:
+            adapt(matrix, x, out)
 
     def _soften(self, logits: Tensor) -> None:
         cap = self.weights.config.logit_softcap

@@ -7,12 +7,14 @@ computes; only attention takes many queries of one text at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unspool.backends.cuda import attention
+from unspool.backends.cuda.adapters import Adapt
 from unspool.backends.cuda.experts import ExpertScratch
 from unspool.backends.cuda.inputs import to_device
 from unspool.backends.cuda.program import Activations, Program, Watch
@@ -27,6 +29,7 @@ class Prepared:
     lines: attention.Lines
     tiles: Tensor  # the programs of attention
     wanted: Tensor  # of which of them logits are wanted
+    adapters: Ints | None  # the slot of each one's adapter, if any has one
 
 
 class Prompts:
@@ -36,9 +39,15 @@ class Prompts:
         self._program = program
 
     def prepared(
-        self, batch: StepBatch, rows: Ints, mine: Ints, wanted: Ints, tokens: Tensor
+        self,
+        batch: StepBatch,
+        rows: Ints,
+        mine: Ints,
+        wanted: Ints,
+        tokens: Tensor,
+        adapters: Ints | None = None,
     ) -> Prepared:
-        """The tokens `mine` of a step, which belong to its `rows`."""
+        """The tokens `mine` of a step, which belong to its `rows`; their adapters by the slot."""
         device, inputs = self._program.weights.device, self._program.inputs
         counts = np.diff(batch.starts)[rows]
         slots = np.repeat(batch.slots[rows], counts) + 1
@@ -53,7 +62,9 @@ class Prompts:
             self._program.weights.config,
             attention.prefill_rows(self._program.weights.dtype, self._program.exact),
         )
-        return Prepared(tokens, lines, to_device(tiles, device), to_device(wanted, device))
+        return Prepared(
+            tokens, lines, to_device(tiles, device), to_device(wanted, device), adapters
+        )
 
     def run(self, given: Prepared, watch: Watch | None = None) -> Tensor:
         """The logits that were wanted."""
@@ -70,11 +81,27 @@ class Prompts:
             )
 
         scratch = ExpertScratch.for_lines(len(a.h), weights.config, weights)
-        program.layers(a, attend, scratch, watch)
+        adapt, adapt_head = self._adapting(given)
+        program.layers(a, attend, scratch, watch, adapt)
         x = a.x[given.wanted]
         logits = torch.empty(
             len(x), weights.config.vocab_size, dtype=weights.dtype, device=weights.device
         )
         if len(x):
-            program.head(x, logits)
+            program.head(x, logits, adapt_head)
         return logits
+
+    def _adapting(self, given: Prepared) -> tuple[Adapt | None, Adapt | None]:
+        """What adds the adapters' share in the layers, and in the head."""
+        if given.adapters is None:
+            return None, None
+        adapters, slots = self._program.adapters, given.adapters
+        on_device = to_device(slots.astype(np.int32), given.tokens.device)
+        one_by_one = adapters.on_lines(on_device[given.wanted])
+        if self._program.exact:  # the sums of a line are those of a captured step
+            return adapters.on_lines(on_device), one_by_one
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(slots)) + 1, [len(slots)])).tolist()
+        runs = [
+            (first, last, int(slots[first])) for first, last in pairwise(starts) if slots[first]
+        ]
+        return adapters.on_runs(runs), one_by_one
