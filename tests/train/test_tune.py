@@ -102,7 +102,10 @@ def test_dpo_makes_the_chosen_answer_likelier(here: Path, lora: int) -> None:
     assert run.facts["kind"] == "dpo"
 
 
-def test_grpo_learns_what_its_judge_likes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lora", "rate"), [(4, 1e-2), (0, 3e-3)])
+def test_grpo_learns_what_its_judge_likes(
+    here: Path, monkeypatch: pytest.MonkeyPatch, lora: int, rate: float
+) -> None:
     (here / "my_judge.py").write_text(
         "def low(prompt, answer, row):\n"
         "    assert prompt == row['prompt']\n"
@@ -113,8 +116,8 @@ def test_grpo_learns_what_its_judge_likes(here: Path, monkeypatch: pytest.Monkey
     (here / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events: list[Event] = []
     wanted = settings(
-        here, kind="grpo", data=(str(here / "asked.jsonl"),), judge="my_judge:low", lora=4,
-        steps=12, rate=1e-2, groups=4, answers=8, max_tokens=8, kl=0.01,
+        here, kind="grpo", data=(str(here / "asked.jsonl"),), judge="my_judge:low", lora=lora,
+        steps=12, rate=rate, groups=4, answers=8, max_tokens=8, kl=0.01,
     )  # fmt: skip
     tune(wanted, new_run(wanted), events.append)
     rewards = [event.extra["reward"] for event in logged(events)]
@@ -191,7 +194,6 @@ def test_accuracy_counts_exact_answers() -> None:
         ({"data": ()}, "--data or --task"),
         ({"kind": "dpo", "data": (), "task": "aiw"}, "pairs"),
         ({"kind": "grpo"}, "judge"),
-        ({"kind": "grpo", "judge": "a:b", "lora": 0}, "adapter"),
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -61,7 +61,7 @@ class CudaAdapters:
             return False
         taken = {slot for slot, _ in self._loaded.values()}
         slot = next(one for one in range(1, len(taken) + 2) if one not in taken)
-        rank = max(part.rank for part in adapter.parts.values())
+        rank = max((part.rank for part in adapter.parts.values()), default=1)
         grows = slot >= self._slots or rank > self._rank
         if grows:
             self._slots = max(self._slots, power_of_two(slot + 1))

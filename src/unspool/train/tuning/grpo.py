@@ -11,7 +11,9 @@ p_ref/p - log(p_ref/p) - 1 of how far the model has gone from where it began. Th
 over an answer's tokens, then over answers.
 
 The adapter being trained is loaded into an engine anew before each group is written, so answers
-come at the engine's speed, from packed weights, as they will when the adapter is served.
+come at the engine's speed, from packed weights, as they will when the adapter is served. Where all
+weights are trained, the engine runs on those very weights; its adapter is empty then, and only sees
+to it that nothing computed before is found again.
 """
 
 from __future__ import annotations
@@ -90,12 +92,13 @@ class Grpo:
     low: float = 0.2
     high: float = 0.2
     kl_weight: float = 0.0
+    earlier: Transformer | None = None  # the model as it was, for `kl`; None: LoRA is switched off
 
     def __call__(self, model: Transformer, batch: AnswerBatch, rng: torch.Generator) -> Loss:
         now = log_probabilities(model, batch.ids, batch.counted)
         reference = None
         if self.kl_weight:
-            with torch.no_grad(), as_before(model, None) as earlier:
+            with torch.no_grad(), as_before(model, self.earlier) as earlier:
                 reference = log_probabilities(earlier, batch.ids, batch.counted)
         before = now.detach() if batch.before is None else batch.before
         losses = grpo_losses(

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unspool.backends.torch.loaded import TorchModel
 from unspool.errors import DataError, SettingsError
+from unspool.language_model import LanguageModel
 from unspool.loading import load, open_tokenizer
 from unspool.model.adapters import Adapter, LowRank, read_adapter, write_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
@@ -89,8 +91,6 @@ class TuneSettings:
             raise SettingsError(
                 "somebody must judge the answers: --judge module:function, or --task"
             )
-        if self.kind == "grpo" and not self.lora:
-            raise SettingsError("GRPO trains an adapter, which its engine loads; give --lora 16")
 
     @property
     def learning_rate(self) -> float:
@@ -198,14 +198,12 @@ class _Tuning:
                 _rows(settings.data), self.tokenizer, settings.batch, settings.length,
                 seed=settings.seed,
             )  # fmt: skip
-            before = None
-            if not settings.lora:
-                path = find_model(settings.model, progress=False)
-                before = load_transformer(open_checkpoint(path), device=device)
+            before = self._as_it_was(device)
             return pairs, Dpo(settings.beta, settings.smoothing, before), len(pairs)
         if settings.kind == "grpo":
             answers, count = self._answers(device)
-            return answers, Grpo(kl_weight=settings.kl), count
+            before = self._as_it_was(device) if settings.kl else None
+            return answers, Grpo(kl_weight=settings.kl, earlier=before), count
         source: Any = settings.data if len(settings.data) != 1 else settings.data[0]
         if settings.task:
             source = self._task_file(settings.task)
@@ -216,6 +214,13 @@ class _Tuning:
             self.held_out = self._batches(prepared.held_out)
         chat = prepared.train.counted is not None
         return batches, answers_only if chat else next_token, batches.rows
+
+    def _as_it_was(self, device: str) -> Transformer | None:
+        """A frozen copy of the model, where LoRA cannot be switched off to have it."""
+        if self.settings.lora:
+            return None
+        path = find_model(self.settings.model, progress=False)
+        return load_transformer(open_checkpoint(path), device=device)
 
     def _batches(self, packed: Packed) -> Batches:
         length = min(self.settings.length, self.model.config.context)
@@ -243,8 +248,10 @@ class _Tuning:
         questions = [
             Question(tuple(_ids(template, prompt)), _text(prompt), row) for prompt, row in asked
         ]
-        backend = "native" if device == "cpu" else "torch"
-        lm = load(settings.model, backend=backend, device=device, progress=False)
+        if settings.lora:
+            lm = load(settings.model, device=device, progress=False)
+        else:  # what is trained is what writes
+            lm = LanguageModel(TorchModel(self.model), self.tokenizer)
         batches = AnswerBatches(
             self.model, lm, questions, judge, groups=settings.groups, answers=settings.answers,
             max_tokens=settings.max_tokens, temperature=settings.temperature,
