@@ -129,8 +129,9 @@ def masked_folder(tmp_path: Path, name: str, **beside: Any) -> Path:
             "tokenizer_config": {"mask_token": "[MASK]"},
             "tokenizer": {"model": {"vocab": {"a": 1, "[MASK]": 201}}},
         },
+        {"tokenizer": {"added_tokens": [], "model": {"vocab": {"[MASK]": 201}}}},
     ],
-    ids=["config", "added", "vocabulary"],
+    ids=["config", "added", "vocabulary", "nobody"],
 )
 def test_the_vocabulary_names_the_mask_token(tmp_path: Path, beside: dict[str, Any]):
     assert open_checkpoint(masked_folder(tmp_path, "a2d-qwen2", **beside)).config.mask_id == 201
