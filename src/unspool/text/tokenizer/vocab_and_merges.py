@@ -35,7 +35,8 @@ def read_vocab_and_merges(folder: Path) -> Library:
             f"one these can be read: {known}"
         )
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    merges = [line.partition(" ") for line in lines if line and not line.startswith("#version")]
+    pairs = [(left, right) for left, _, right in merges]
     try:
         library = Library(models.BPE(_json(folder / "vocab.json"), pairs))
     except Exception as error:  # the library raises bare exceptions
