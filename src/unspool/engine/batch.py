@@ -218,7 +218,7 @@ def share_out(
         if not task.queued:
             continue  # it was cancelled while the step was running
         tree.advance(task.branch, share.until)
-        if error is not None or task.branch.computed >= task.end - task.ahead:
+        if error is not None or task.branch.computed >= task.goal - task.ahead:
             complete.append((task, error))
     return complete
 

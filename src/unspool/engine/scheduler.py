@@ -85,14 +85,14 @@ class Task:
         return -self.priority, self.number
 
     @property
-    def end(self) -> int:
+    def goal(self) -> int:
         """Up to where it is computed."""
         return self.branch.length if self.stop is None else self.stop
 
     @property
     def left(self) -> int:
         """Tokens still to compute."""
-        return self.end - self.branch.computed
+        return self.goal - self.branch.computed
 
     @property
     def first_needed(self) -> int:
@@ -199,7 +199,7 @@ class Scheduler:
                 prompts.append(task)
                 continue
             # Most often the page at hand has room: no need to ask for more.
-            launched, end = task.until, task.end
+            launched, end = task.until, task.goal
             room = branch.start + len(branch.pages) * self.tree.page_size
             if end <= room or self._reserve(task, end, rows):
                 task.first = launched if task.flights else branch.computed
@@ -215,7 +215,7 @@ class Scheduler:
     def _chunk_end(self, task: Task, count: int) -> int:
         """Up to where about so many tokens of a prompt reach, nothing cut that belongs together."""
         first = task.branch.computed
-        return min(task.end, task.branch.step_end(first, first + count))
+        return min(task.goal, task.branch.step_end(first, first + count))
 
     def _runs_ahead(self, task: Task) -> bool:
         """Whether a task's next step can be launched before the last one is settled."""
@@ -260,7 +260,7 @@ class Scheduler:
             else:
                 # A borrowed page may have been lost, and more is to be computed then than was said.
                 first = task.branch.computed
-                task.first, task.until = first, min(task.end, task.branch.step_end(first, until))
+                task.first, task.until = first, min(task.goal, task.branch.step_end(first, until))
                 return True
 
     def _preempt_last(self, task: Task, rows: list[Task]) -> bool:
