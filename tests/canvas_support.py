@@ -35,6 +35,23 @@ def oracle() -> Any:
     return tiny.make("llama")
 
 
+def with_vocabulary(folder: Path, **config: Any) -> Any:
+    """The same model with a vocabulary: 256 bytes, and three control tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    names = ("<|begin|>", "<|end|>", "<|mask|>")
+    made.add_special_tokens([AddedToken(name, special=True) for name in names])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    lm = seeing(folder, **config)
+    lm.end_ids = frozenset([257])
+    return lm
+
+
 def ends(length: int, sight: str, block: int, canvas: int | None = None) -> Any:
     """How far each token sees. A canvas behind causal text begins at position `canvas`."""
     positions = np.arange(length)
