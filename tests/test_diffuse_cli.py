@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 
-import canvas_support as support
 import pytest
 
+import canvas_support as support
 from unspool.cli.main import _exit_code
 from unspool.errors import SettingsError
 
@@ -95,9 +94,7 @@ def test_a_screen_shows_masked_places_as_they_fill(words: Any):
     assert any("taken back" in picture(words, one).plain for one in passes)
 
 
-def test_a_screen_is_drawn_pass_by_pass(
-    command: Any, words: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_screen_is_drawn_pass_by_pass(command: Any, words: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")

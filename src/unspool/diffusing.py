@@ -86,5 +86,7 @@ class Diffusing(Session):
         from unspool.engine.canvas import open_canvas
 
         asked = {"block": block, "twin": twin, "mask": mask, "shifted": shifted}
-        kind = canvas_kind(self, {name: value for name, value in asked.items() if value is not None})
+        kind = canvas_kind(
+            self, {name: value for name, value in asked.items() if value is not None}
+        )
         return open_canvas(self.engine, self.prompt_ids(prompt), length, kind)

@@ -103,9 +103,7 @@ def entropy_bounded(
         best, _ = guesses(logits)
         chances = logits.softmax(-1)
         entropy = -(chances * chances.clamp_min(1e-300).log()).sum(-1)
-        order = sorted(
-            (n for n in range(len(x)) if x[n] == mask), key=lambda n: float(entropy[n])
-        )
+        order = sorted((n for n in range(len(x)) if x[n] == mask), key=lambda n: float(entropy[n]))
         kept, total = 0, 0.0
         for n in order:
             total += float(entropy[n])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import canvas_support as support
-import numpy as np
 import pytest
 import reference_diffusion as reference
-from canvas_support import MASK
-from support import PROMPT, as_byte, pages_left
+from support import PROMPT, pages_left
 
+import canvas_support as support
+from canvas_support import MASK
 from unspool.errors import ContextError, SettingsError
 
 SHORT = PROMPT[:10]
@@ -96,21 +95,15 @@ def test_threshold_is_that_of_fast_dllm(whole: Any, threshold: float):
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])
 def test_factor_is_that_of_fast_dllm(whole: Any, factor: float):
-    expected = reference.fast_dllm(
-        seen_whole, SHORT, mask=MASK, length=16, block=8, factor=factor
-    )
-    found = whole.diffuse(
-        SHORT, max_tokens=16, block=8, order="factor", factor=factor, end=False
-    )
+    expected = reference.fast_dllm(seen_whole, SHORT, mask=MASK, length=16, block=8, factor=factor)
+    found = whole.diffuse(SHORT, max_tokens=16, block=8, order="factor", factor=factor, end=False)
     assert found.tokens == expected
 
 
 @pytest.mark.parametrize("bound", [0.0, 3.0, 8.0])
 def test_entropy_bound_is_that_of_its_paper(whole: Any, bound: float):
     expected = reference.entropy_bounded(seen_whole, SHORT, mask=MASK, length=12, bound=bound)
-    found = whole.diffuse(
-        SHORT, max_tokens=12, order="entropy", entropy_bound=bound, end=False
-    )
+    found = whole.diffuse(SHORT, max_tokens=12, order="entropy", entropy_bound=bound, end=False)
     assert found.tokens == expected
 
 
@@ -123,9 +116,7 @@ def test_entropy_bound_is_that_of_its_paper(whole: Any, bound: float):
         ("low_confidence_dynamic", {"order": "threshold", "threshold": 0.15}),
     ],
 )
-def test_blocks_are_those_of_sdar(
-    blocks: Any, block: int, strategy: str, options: dict[str, Any]
-):
+def test_blocks_are_those_of_sdar(blocks: Any, block: int, strategy: str, options: dict[str, Any]):
     """Also where a block is longer than a page of the cache, or does not fit into one."""
     steps = 2 if strategy != "low_confidence_static" else block  # as SDAR writes over its prompt
     steps = block if block == 24 or len(SHORT) % block else steps
@@ -188,7 +179,9 @@ def test_same_seed_same_text_whatever_else_runs(
 
 
 def test_each_pass_draws_anew_and_says_so(whole: Any):
-    found = whole.diffuse(SHORT, max_tokens=8, k=1, order="left", temperature=1.0, seed=3, end=False)
+    found = whole.diffuse(
+        SHORT, max_tokens=8, k=1, order="left", temperature=1.0, seed=3, end=False
+    )
     drawn = [step.draw.u for one in found.passes for step in one.steps if step.draw is not None]
     assert len(set(drawn)) == len(drawn) == 8
     for one in found.passes:

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import zlib
-from pathlib import Path
 from typing import Any
 
-import canvas_support as support
-import null_model
 import numpy as np
-import pytest
-from canvas_support import MASK
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,86 +16,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from unspool.backends.base import StepLimits
-from unspool.backends.step import StepResult
+from deep_null import MASK, SIGHTS, engine_with, fresh, said
 from unspool.engine.canvas import Canvas, CanvasKind, open_canvas, run_passes
-from unspool.engine.engine import Engine
 from unspool.engine.ending import Limits
 from unspool.engine.request import Request
-from unspool.errors import ContextError, SettingsError, UnspoolError
+from unspool.errors import UnspoolError
 from unspool.sampling import SamplingSettings
-from unspool.sampling.picker import pick
-
-VOCAB = 40
-NULL_MASK = 39
-SIGHTS = [("causal", 0), ("whole", 0), ("block", 2), ("block", 4), ("block", 6), ("block", 8)]
-FEW = StepLimits(max_rows=8, prefill_tokens=5, prefill_beside_decode=3)
-
-
-class DeepNull(null_model.NullModel):
-    """A null model of two layers: a page holds of each token what it saw when it was computed, and
-    with which adapter. So logits are right only if every token before was computed as it should."""
-
-    def set_adapter(self, number: int, adapter: Any) -> None:
-        pass
-
-    def _compute(self, batch: Any) -> Any:
-        if not hasattr(self, "seen"):
-            self.seen = np.full(self.slots.shape, -1, np.int64)
-        self.table.apply(batch.updates)
-        for source, target in batch.copies.tolist():
-            self.slots[target], self.seen[target] = self.slots[source], self.seen[source]
-        rows = [
-            (place, self.table.pages[batch.slots[row]], int(numbers))
-            for row, numbers in enumerate(batch.adapters if len(batch.adapters) else batch.slots * 0)
-            for place in range(batch.starts[row], batch.starts[row + 1])
-        ]
-        for place, pages, _ in rows:
-            self.slots[self._at(pages, int(batch.positions[place]))] = batch.tokens[place]
-        for place, pages, adapter in rows:
-            past = [self.slots[self._at(pages, n)] for n in range(batch.visible_end[place])]
-            self.seen[self._at(pages, int(batch.positions[place]))] = mixed(past, adapter)
-        wanted = np.concatenate((batch.sampled, batch.logits)).tolist()
-        logits = np.zeros((len(wanted), self.vocab_size), np.float32)
-        for number, place in enumerate(wanted):
-            _, pages, adapter = rows[place]
-            past = [self.seen[self._at(pages, n)] for n in range(batch.visible_end[place])]
-            assert min(past) >= 0, "a token of the past was never computed"
-            logits[number] = null_model.logits_after([mixed(past, adapter)], self.vocab_size)
-        count = len(batch.sampled)
-        if batch.pick is None:
-            return StepResult(np.empty(0, np.int64), np.empty(0), logits)
-        found = pick(logits[:count], batch.pick)
-        return StepResult(found.tokens, found.logprobs, logits[count:], None, found.failures)
-
-    def _at(self, pages: Any, position: int) -> tuple[int, int]:
-        return int(pages[position // self.page_size]), position % self.page_size
-
-
-def mixed(numbers: list[int], adapter: int) -> int:
-    """A number that tells whether any of these is another."""
-    return zlib.crc32(np.array([*numbers, adapter], np.int64).tobytes()) & 0x7FFFFFFF
-
-
-def fresh(tokens: list[int], sees: Any, adapters: Any, position: int) -> Any:
-    """What the model says at a position when everything is computed from the beginning."""
-    seen = [mixed(tokens[: sees[n]], adapters[n]) for n in range(len(tokens))]
-    return null_model.logits_after([mixed(seen[: sees[position]], adapters[position])], VOCAB)
-
-
-def engine_with(pages: int = 400, **options: Any) -> Engine:
-    engine = Engine(DeepNull(pages=pages, vocab_size=VOCAB, limits=FEW, **options))
-    engine.adapters.load("twin", None)  # type: ignore[arg-type]
-    return engine
-
-
-def said(text: list[int], places: list[int], kind: CanvasKind) -> Any:
-    """What is to be said of each place."""
-    tokens = [*text, *places]
-    sees = support.ends(len(tokens), kind.sight, kind.block, len(text))
-    twin = np.arange(len(tokens)) >= len(text) if kind.twin else np.zeros(len(tokens))
-    shifted = range(len(text) - kind.shifted, len(tokens) - kind.shifted)
-    return np.array([fresh(tokens, sees, twin.astype(int), max(0, n)) for n in shifted])
 
 
 class CanvasMachine(RuleBasedStateMachine):
@@ -120,7 +38,7 @@ class CanvasMachine(RuleBasedStateMachine):
         self.engine = engine_with(pages)
         name = "twin" if twin and sight[0] == "causal" else None
         self.kind = CanvasKind(
-            mask_id=NULL_MASK, sight=sight[0], block=sight[1], shifted=shifted, twin=name
+            mask_id=MASK, sight=sight[0], block=sight[1], shifted=shifted, twin=name
         )
         self.texts: dict[Canvas, tuple[list[int], list[int]]] = {}
         self.kept: list[tuple[Any, list[int], list[int]]] = []
@@ -129,7 +47,7 @@ class CanvasMachine(RuleBasedStateMachine):
           length=st.integers(1, 9))  # fmt: skip
     def open(self, text: list[int], length: int) -> Canvas:
         canvas = open_canvas(self.engine, text, length, self.kind)
-        self.texts[canvas] = (list(text), [NULL_MASK] * length)
+        self.texts[canvas] = (list(text), [MASK] * length)
         return canvas
 
     @rule(canvas=canvases, part=st.floats(0, 0.99), token=st.integers(0, 2))
@@ -145,14 +63,14 @@ class CanvasMachine(RuleBasedStateMachine):
         places = self.texts[canvas][1]
         if places:
             canvas.clear(int(part * len(places)))
-            places[int(part * len(places))] = NULL_MASK
+            places[int(part * len(places))] = MASK
 
     @rule(canvas=canvases, part=st.floats(0, 1))
     def commit(self, canvas: Canvas, part: float) -> None:
         text, places = self.texts[canvas]
         count = int(part * len(places))
         for place in range(count):
-            if places[place] == NULL_MASK:
+            if places[place] == MASK:
                 canvas.set(place, 1)
                 places[place] = 1
         canvas.commit(count)
@@ -164,7 +82,7 @@ class CanvasMachine(RuleBasedStateMachine):
         text, places = self.texts[canvas]
         if len(text) + len(places) < 40:
             canvas.append(count)
-            places += [NULL_MASK] * count
+            places += [MASK] * count
 
     @rule(target=canvases, canvas=canvases)
     def fork(self, canvas: Canvas) -> Canvas:
@@ -225,7 +143,7 @@ class CanvasMachine(RuleBasedStateMachine):
     def it_says_what_stands_there(self) -> None:
         for canvas, (text, places) in getattr(self, "texts", {}).items():
             assert canvas.tokens == places and canvas.start == len(text)
-            assert canvas.masked == [n for n, t in enumerate(places) if t == NULL_MASK]
+            assert canvas.masked == [n for n, t in enumerate(places) if t == MASK]
 
     def _check(self, canvases: list[Canvas]) -> None:
         asked = [canvas for canvas in canvases if self.texts[canvas][1]]

@@ -136,7 +136,9 @@ def picture(lm: LanguageModel, one: Pass) -> Text:
         place = changes.get(number)
         if token is None:
             struck = place is not None and place.change == "cleared"
-            drawn.append(place.text if struck and place else MASK, "red strike" if struck else "dim")
+            drawn.append(
+                place.text if struck and place else MASK, "red strike" if struck else "dim"
+            )
         else:
             fresh = place is not None and place.change is not None
             style = chance_style(place.probability) if fresh and place else ""

@@ -208,12 +208,11 @@ class CanvasText:
                     places[number] = self._guesser.place(number, pick, "edited")
         last = plan.steps is not None and self._count >= plan.steps - 1
         if plan.remask is not None and not last:
-            for number in kept:
+            for number in (number for number in kept if number not in edited):
                 often = self._cleared.get(number, 0)
                 if places[number].probability < plan.remask and often < _OFTEN:
-                    if number not in edited:
-                        self._cleared[number] = often + 1
-                        places[number] = replace(places[number], token=None, change="cleared")
+                    self._cleared[number] = often + 1
+                    places[number] = replace(places[number], token=None, change="cleared")
         return edited
 
     def _go_on(self, had_masked: bool, made: Pass) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from unspool.engine.request import Request
@@ -109,8 +110,7 @@ class Diffusion:
     def repeats(self) -> int:
         """How many tokens are the same as the one before them: where places that did not know of
         each other said the same word, a text stutters."""
-        tokens = self.tokens
-        return sum(one == other for one, other in zip(tokens, tokens[1:], strict=False))
+        return sum(one == other for one, other in pairwise(self.tokens))
 
     @property
     def seconds(self) -> float:

@@ -319,7 +319,9 @@ class Tree:
         if branch.provisional is not None and branch.provisional < final:
             final = branch.provisional
         whole, block = (final - branch.start) // size, branch.block
-        while block and whole and self.index.reach(branch.start + (whole - 1) * size, block) > final:
+        while (
+            block and whole and self.index.reach(branch.start + (whole - 1) * size, block) > final
+        ):
             whole -= 1  # its last block is not whole
         if whole <= 0:
             return
