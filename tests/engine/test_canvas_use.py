@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from unspool.sampling import SamplingSettings
 
 TEXT = [7, 41, 99, 3, 150, 12, 200, 64, 31, 5, 18, 77, 240, 9, 11, 120, 33, 8, 54]
 WHOLE = CanvasKind(mask_id=NULL_MASK, sight="whole")
+CAUSAL = CanvasKind(mask_id=NULL_MASK, sight="causal")
 
 
 def used(engine: Any) -> int:
@@ -96,7 +98,7 @@ def test_a_twin_fills_the_canvas_behind_the_text_of_the_model_itself(tmp_path: P
         np.testing.assert_allclose(np.array(canvas.logits()), expected, atol=2e-4)
     after = np.array(lm.engine.extend(branch := lm.engine.open(TEXT)))
     branch.release()
-    assert np.array_equal(before, after)
+    np.testing.assert_allclose(after, before, atol=1e-4)
 
 
 @torch.inference_mode()
@@ -172,7 +174,7 @@ def test_passes_over_some_places_are_the_same_when_their_pages_were_lost(lost: b
         if lost and place == 2:
             canvas = canvas.fork()
         elif lost:
-            engine.call(lambda: engine.tree.preempt(canvas.branch))
+            engine.call(partial(engine.tree.preempt, canvas.branch))
         found.append(canvas.logits(2, 5))
     assert [len(part) for part in found] == [3, 3]
     now = tokens.copy()
@@ -204,8 +206,7 @@ def approximate(old: list[int], new: list[int], window: range) -> Any:
 
 def test_what_is_dropped_from_a_canvas_is_found_by_nobody_as_text():
     engine = engine_with()
-    kind = CanvasKind(mask_id=NULL_MASK, sight="causal")
-    canvas = open_canvas(engine, [1, 2, 1], 3, kind)
+    canvas = open_canvas(engine, [1, 2, 1], 3, CAUSAL)
     for place in range(3):
         canvas.set(place, place)
     canvas.logits()
@@ -293,8 +294,7 @@ def _error(work: Any) -> Any:
          SettingsError, "holds nothing"),
         (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, twin="x")),
          SettingsError, "no adapter 'x'"),
-        (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, sight="causal")).logits(0, 2),
-         SettingsError, "sees the whole text"),
+        (lambda c: open_canvas(c.engine, [1], 4, CAUSAL).logits(0, 2), SettingsError, "the whole"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(work: Any, error: type[Exception], words: str):
