@@ -103,8 +103,9 @@ class Diffusion:
 
     @property
     def tokens_per_pass(self) -> float:
-        """How many tokens a run of the model gave."""
-        return len(self.steps) / len(self.passes) if self.passes else 0.0
+        """How many tokens a run of the model gave; those that only looked are not counted."""
+        runs = sum(one.kind != "look" for one in self.passes)
+        return len(self.steps) / runs if runs else 0.0
 
     @property
     def repeats(self) -> int:
