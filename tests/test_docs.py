@@ -42,6 +42,25 @@ def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
         exec(compile(block, "python.md", "exec"), {})
 
 
+@pytest.mark.real
+def test_beyond_left_to_right(default_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Read as one that sees the whole text the default model says nothing of worth, and runs."""
+    import unspool
+
+    page = (ROOT / "docs/beyond.md").read_text(encoding="utf-8")
+    section = page.split("## Diffusion")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(blocks) >= 4
+    monkeypatch.undo()
+    seeing = unspool.load(default_model)
+    for name, value in {"sight": "whole", "mask_id": seeing.vocab_size - 1}.items():
+        object.__setattr__(seeing.config, name, value)
+    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: seeing)
+    for block in blocks:
+        exec(compile(block, "beyond.md", "exec"), {})
+    seeing.close()
+
+
 def test_python_guide_names_every_method():
     import unspool
 

@@ -53,6 +53,18 @@ def test_many_at_once_are_the_same_numbers(rows: list[tuple[int, int, int]], str
     assert all(0 <= u < 1 for u in found)
 
 
+@pytest.mark.parametrize("count", [3, 12])
+def test_each_pass_over_a_canvas_has_numbers_of_its_own(count: int) -> None:
+    seeds, places = [7] * count, list(range(count))
+    plain = uniforms(seeds, [0] * count, places).tolist()
+    assert uniforms(seeds, [0] * count, places, 0, [None] * count).tolist() == plain, "as ever"
+    passes = [uniforms(seeds, [0] * count, places, 0, [n] * count).tolist() for n in range(3)]
+    passes += [uniforms(seeds, [0] * count, places, 1, [0] * count).tolist(), plain]
+    assert len({number for numbers in passes for number in numbers}) == 5 * count
+    mixed = uniforms(seeds, [0] * count, places, 0, [n % 2 or None for n in range(count)])
+    assert mixed[0] == plain[0] and mixed[1] == passes[1][1]
+
+
 def test_any_int_is_a_seed() -> None:
     seeds = [0, 1, -1, -2, 2**63, 2**63 + 1, 2**64, 2**64 + 1, -(2**64), 10**50, -(10**50)]
     assert len({seed_bits(seed) for seed in seeds}) == len(seeds)

@@ -1,0 +1,169 @@
+"""How good a text is at how many tokens a pass: python bench/diffuse.py [--model MODEL] [--tiny]
+
+    python bench/diffuse.py --model GSAI-ML/LLaDA-8B-Instruct --judge qwen3-0.6b
+    python bench/diffuse.py --twin FOLDER --mask 3 --block 8       a causal model's twin
+    python bench/diffuse.py --tiny                                 does the bench itself work?
+
+Each prompt is filled at several settings, from one place a pass to all at once. For each setting:
+tokens a pass, seconds, the perplexity of the texts under a judge (a causal model that reads prompt
+and text), how many runs of four tokens occurred before, and the entropy of the tokens used. A low
+perplexity with many repeats is a text that loops: read the columns together. At the end the
+threshold order is written down once more as a plain loop, which must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import unspool
+
+PROMPTS = (
+    "Why do leaves change color in fall?",
+    "Write a short story about a cat and the sea.",
+    "How do I make pancakes?",
+    "What is the difference between a frog and a toad?",
+    "Describe a busy market in one paragraph.",
+    "Give me three tips for sleeping better.",
+)
+SETTINGS: list[dict[str, Any]] = [
+    {"order": "fixed", "k": 1},
+    {"order": "threshold", "threshold": 0.95},
+    {"order": "threshold", "threshold": 0.9},
+    {"order": "threshold", "threshold": 0.7},
+    {"order": "threshold", "threshold": 0.5},
+    {"order": "left", "threshold": 0.9},
+    {"order": "left", "threshold": 0.7},
+    {"order": "factor", "factor": 1.0},
+    {"order": "entropy", "entropy_bound": 0.1},
+    {"order": "entropy", "entropy_bound": 0.5},
+    {"order": "margin", "k": 2},
+    {"order": "random", "k": 2},
+    {"order": "threshold", "steps": 1},
+]
+
+
+def measured(lm: Any, judge: Any, prompts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """One setting: all prompts, one after the other, so that seconds mean something."""
+    texts = [lm.diffuse(lm_prompt(lm, prompt), seed=0, **options) for prompt in prompts]
+    tokens = [text.tokens for text in texts]
+    runs = sum(one.kind != "look" for text in texts for one in text.passes)
+    return {
+        "passes": sum(len(text.passes) for text in texts),
+        "tokens": sum(map(len, tokens)),
+        "tokens_per_pass": round(sum(map(len, tokens)) / runs, 2),
+        "seconds": round(sum(text.seconds for text in texts), 2),
+        "judged_perplexity": round(perplexity(judge, prompts, texts), 2),
+        "repeated_4_grams": round(float(np.mean([repeated(one) for one in tokens])), 3),
+        "entropy_bits": round(float(np.mean([entropy(one) for one in tokens])), 2),
+        "example": texts[0].text[:80],
+    }
+
+
+def lm_prompt(lm: Any, question: str) -> Any:
+    return lm.chat_prompt(question).ids if lm.is_instruct else question
+
+
+def perplexity(judge: Any, prompts: list[str], texts: list[Any]) -> float:
+    """Of the texts behind their prompts, by a model that did not write them, a token on average."""
+    logprobs: list[float] = []
+    for question, text in zip(prompts, texts, strict=True):
+        if judge is None:
+            break
+        prompt = judge.prompt_ids(lm_prompt(judge, question))
+        behind = judge.tokenizer.encode(text.text)
+        if behind:
+            scored = judge.score([*prompt, *behind]).logprobs[len(prompt) :]
+            logprobs += [one for one in scored if one is not None]
+    return math.exp(-math.fsum(logprobs) / len(logprobs)) if logprobs else math.nan
+
+
+def repeated(tokens: list[int]) -> float:
+    """The share of runs of four tokens that occurred before."""
+    runs = [tuple(tokens[n : n + 4]) for n in range(len(tokens) - 3)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def entropy(tokens: list[int]) -> float:
+    counts = np.array(list(Counter(tokens).values()), float)
+    shares = counts / counts.sum() if len(counts) else counts
+    return float(-(shares * np.log2(shares)).sum()) if len(counts) else 0.0
+
+
+def plain_loop(lm: Any, prompt: list[int], length: int, threshold: float) -> list[int]:
+    """The threshold order, written down once more: a canvas by hand, and nothing else."""
+    with lm.canvas(prompt, length) as canvas:
+        while canvas.masked:
+            logits = np.array(canvas.logits(), np.float64)
+            logits[:, canvas.kind.mask_id] = -np.inf
+            logits -= logits.max(-1, keepdims=True)
+            chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+            order = sorted(canvas.masked, key=lambda place: -chances[place].max())
+            sure = [place for place in order if chances[place].max() >= threshold]
+            for place in sure or order[:1]:
+                canvas.set(place, int(chances[place].argmax()))
+        return canvas.tokens
+
+
+def tiny_model(folder: str) -> Any:
+    """Random weights that see the whole text."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    import canvas_support
+
+    return canvas_support.with_vocabulary(Path(folder), sight="whole")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a diffusion model; without it the default model")
+    parser.add_argument("--judge", help="a causal model that reads the texts (the default one)")
+    parser.add_argument("--twin", help="a folder with an adapter that fills the canvas")
+    parser.add_argument("--mask", type=int, help="the mask token, where the model does not say")
+    parser.add_argument("--block", type=int)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path, help="write the table there too")
+    parser.add_argument("--tiny", action="store_true", help="random weights and a few tokens")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        lm = tiny_model(folder) if given.tiny else unspool.load(given.model)
+        judge = None if given.tiny else unspool.load(given.judge)
+        run(lm, judge, given)
+
+
+def run(lm: Any, judge: Any, given: argparse.Namespace) -> None:
+    shared: dict[str, Any] = {"max_tokens": 8 if given.tiny else given.tokens}
+    shared |= {n: v for n, v in (("mask", given.mask), ("block", given.block)) if v is not None}
+    if given.twin:
+        lm.load_adapter("twin", given.twin)
+        shared |= {"twin": "twin", "shifted": True}
+    prompts = list(PROMPTS[:2] if given.tiny else PROMPTS)
+    rows = []
+    for options in SETTINGS:
+        row = {"setting": options, **measured(lm, judge, prompts, {**shared, **options})}
+        rows.append(row)
+        shown = ", ".join(f"{name} {value}" for name, value in options.items())
+        print(
+            f"{shown:<32} {row['tokens_per_pass']:>6} a pass  perplexity "
+            f"{row['judged_perplexity']:>9}  repeats {row['repeated_4_grams']:>5}  entropy "
+            f"{row['entropy_bits']:>5} bits  {row['seconds']:>7} s  {row['example']!r}",
+            flush=True,
+        )
+    if lm.config.sight == "whole" and not given.twin:
+        ids, length = lm.prompt_ids(lm_prompt(lm, prompts[0])), shared["max_tokens"]
+        ours = lm.diffuse(ids, threshold=0.7, end=False, **{**shared, "block": length})
+        same = ours.tokens == plain_loop(lm, ids, length, 0.7)
+        print("a plain loop over the same logits gives", "the same tokens" if same else "OTHERS")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
