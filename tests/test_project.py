@@ -29,7 +29,9 @@ MAY_IMPORT = {
     "session": {"errors", "text", "model", "sampling", "backends", "engine", "request_options"},
     "decoding": {"errors", "text", "sampling", "backends", "engine", "session", "notebook"},
     "lens": {"errors", "text", "model", "sampling", "backends", "engine", "session", "notebook"},
-    "language_model": {"backends", "engine", "request_options", "session", "decoding", "lens"},
+    "beyond": {"engine", "session", "decoding"},
+    "language_model": {"backends", "engine", "request_options", "session", "decoding", "lens",
+                       "beyond"},
     "loading": {"collecting", "errors", "text", "model", "backends", "native", "engine", "session",
                 "decoding", "language_model"},
     "train": {"errors", "collecting", "text", "model", "sampling", "backends", "engine", "session",
@@ -41,7 +43,7 @@ MAY_IMPORT = {
     "cli": {"collecting", "errors", "text", "model", "backends", "sampling", "engine", "session",
             "decoding", "lens", "language_model", "loading", "conversation", "request_options",
             "serve", "train", "__init__"},
-    "__init__": {"errors", "text", "engine", "language_model", "loading"},
+    "__init__": {"errors", "text", "engine", "decoding", "language_model", "loading"},
     "__main__": {"cli"},
 }  # fmt: skip
 

@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
+from unspool.beyond import BeyondLeftToRight
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options, tells_options
 from unspool.engine.stream import StepStream
 from unspool.request_options import strings
-from unspool.session import Messages, Prompt, Session
+from unspool.session import Messages, Prompt
 
 if TYPE_CHECKING:
     from unspool.backends.step import Floats
@@ -42,7 +43,7 @@ Conversations = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any
 Tools = Sequence[Mapping[str, Any]]
 
 
-class LanguageModel(Session):
+class LanguageModel(BeyondLeftToRight):
     """A model, ready to write; made by `unspool.load`."""
 
     # -- writing ----------------------------------------------------------------------------
