@@ -67,15 +67,19 @@ def proposals(
     """
     left, right = text[: unit.start], text[unit.start + len(unit.text) :]
     gap = Gap(1, unit.tokens + 1)
+    kind = _WORD if _WORD.fullmatch(unit.text) else _SIGNS
+
+    def fits(text: str) -> bool:
+        return kind.fullmatch(text) is not None
+
     found = [unit.text]
-    found += drafted(lm, left, beginning_of(lm, right, reach), gap, how)
+    found += drafted(lm, left, beginning_of(lm, right, reach), gap, how, fits)
     gapped = GappedText((left, right), (gap,))
     if twin is not None:
         near = GappedText((left[-_NEAR:], right[:_NEAR]), (Gap(1, min(3, gap.most)),))
         masked = fill_by_masks(twin, near, candidates=how.candidates)
         found += [filled.texts[0] for filled in masked]
-    kind = _WORD if _WORD.fullmatch(unit.text) else _SIGNS
-    pool = dict.fromkeys((one,) for one in found if kind.fullmatch(one))
+    pool = dict.fromkeys((one,) for one in found if fits(one))
     return rank(lm, gapped, pool, reach=reach, free=True)
 
 

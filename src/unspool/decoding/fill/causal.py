@@ -62,7 +62,11 @@ def _drafted(
     number = len(before)
     left = gapped.first(number).filled(before)
     right = beginning_of(lm, gapped.texts[number + 1], reach)
-    return drafted(lm, left, right, gap, how)
+
+    def fits(inside: str) -> bool:
+        return _Row.of(lm, gapped, (*before, inside), reach).fits(gapped.gaps)
+
+    return drafted(lm, left, right, gap, how, fits)
 
 
 def rank(

@@ -13,8 +13,9 @@ full.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from unspool.sampling.scoring import Floats, log_softmax
 from unspool.session import Session
 
 _KEY = 12  # characters of the right side that a draft is searched for
+_MORE = 2  # tokens that a draft may have too many: cut anew, they may be fewer
 _AGAIN = 240  # characters of the left side that are read again
 
 
@@ -54,14 +56,14 @@ class _Draft:
     logprob: float
 
 
-def drafted(lm: Session, left: str, right: str, gap: Gap, how: Drafting) -> list[str]:
-    """Texts for the gap, the most promising first."""
-    plain = _drafted(lm, left, right, gap, how)
-    if not right.strip():
-        return plain
-    seen = _drafted(lm, f"{left}___{right}\n{_end(left)}", right, gap, how)
-    turns = [text for pair in zip_longest(plain, seen) for text in pair if text is not None]
-    return list(dict.fromkeys(turns))[: how.candidates]
+def drafted(
+    lm: Session, left: str, right: str, gap: Gap, how: Drafting, fits: Callable[[str], bool]
+) -> list[str]:
+    """Texts for the gap that fit it, the most promising first."""
+    seen = f"{left}___{right}\n{_end(left)}" if right.strip() else None
+    ways = [_cuts(lm, text, right, gap, how) for text in (left, seen) if text is not None]
+    turns = dict.fromkeys(text for pair in zip_longest(*ways) for text in pair if text is not None)
+    return list(islice(filter(fits, turns), how.candidates))
 
 
 def _end(text: str) -> str:
@@ -69,8 +71,8 @@ def _end(text: str) -> str:
     return text if len(text) <= _AGAIN else text[-_AGAIN:].partition(" ")[2]
 
 
-def _drafted(lm: Session, left: str, right: str, gap: Gap, how: Drafting) -> list[str]:
-    """Texts that could follow the left side, and be followed by the right."""
+def _cuts(lm: Session, left: str, right: str, gap: Gap, how: Drafting) -> list[str]:
+    """Texts that could follow the left side, and be followed by the right; promising ones first."""
     cuts = _Cuts(lm, right, how.stop)
     ids = tuple(text_ids(lm, left))
     with Branches(lm.engine, lm.adapter) as held:
@@ -90,17 +92,18 @@ def _drafted(lm: Session, left: str, right: str, gap: Gap, how: Drafting) -> lis
             _Draft(branch, (ids[:-1] if one.instead else ids) + (one.token,), one.adds, one.logprob)
             for branch, one in zip(branches[-len(found) :], found, strict=True)
         ]
-        for length in range(1, gap.most + 1):
+        most = gap.most + (_MORE if gap.most > 1 else 0)
+        for length in range(1, most + 1):
             logits = joined(lm.engine.extend_all([(d.branch, d.history[-1:]) for d in alive]))
             rows = _own(logits)
             going = [n for n, d in enumerate(alive) if cuts.note(d.inside, d.logprob, rows[n])]
             going = going[: how.drafts]
-            if length == gap.most or not going:
+            if length == most or not going:
                 break
             alive = _further(lm, held, [alive[n] for n in going], logits[going], len(ids), how)
             if not alive:
                 break
-    return cuts.best(how.candidates)
+    return cuts.best()
 
 
 def _further(
@@ -154,8 +157,8 @@ class _Cuts:
     def _add(self, text: str, promise: float) -> None:
         self._found[text] = max(promise, self._found.get(text, promise))
 
-    def best(self, count: int) -> list[str]:
-        return sorted(self._found, key=lambda text: -self._found[text])[:count]
+    def best(self) -> list[str]:
+        return sorted(self._found, key=lambda text: -self._found[text])
 
 
 def _own(logits: Logits) -> Floats:
