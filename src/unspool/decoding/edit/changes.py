@@ -1,8 +1,8 @@
 """Changes to a text, each of which can be made, taken back and made again, in any order.
 
 A change knows where it stands in the text as it is now. Making or taking back one moves those
-behind it. One that reaches into the place of another covers it: the one below can be touched again
-when the one above it is taken back.
+behind it. Those that reach into its place were meant for the words that stood there: they can be
+touched again when these are back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Change:
     in_pass: int  # in which it was proposed
     alternatives: tuple[tuple[str, float], ...] = ()  # the candidates, with probabilities
     applied: bool = False
-    above: Change | None = field(default=None, repr=False)  # what covers it
+    above: Change | None = field(default=None, repr=False)  # what put other words there
 
     @property
     def text(self) -> str:
@@ -60,8 +60,8 @@ class ChangedText:
         self.changes: list[Change] = []
 
     def propose(self, start: int, old: str, new: str, **facts: Any) -> Change:
-        """A change that could be made here; it is not made yet."""
-        assert self.text[start : start + len(old)] == old
+        """A change that could be made here, words for words; it is not made yet."""
+        assert old and new and self.text[start : start + len(old)] == old
         change = Change(len(self.changes), start, old, new, **facts)
         self.changes.append(change)
         return change
@@ -90,36 +90,39 @@ class ChangedText:
         return self.changes[number]
 
     def _check_open(self, change: Change) -> None:
-        if change.above is not None:
-            raise SettingsError(
-                f"change {change.number} lies below change {change.above.number}, which was made "
-                f"later; take that back first: undo({change.above.number})"
-            )
+        above = change.above
+        if above is None:
+            return
+        what = f"take that back first: undo({above.number})"
+        if not above.applied:
+            what = f"make that first: apply({above.number})"
+        raise SettingsError(
+            f"change {change.number} was meant for other words than those that change "
+            f"{above.number} has left there; {what}"
+        )
 
     def _switch(self, change: Change) -> None:
         """Put the other words in the place of those that stand there."""
         start, end = change.start, change.end
         put = change.old if change.applied else change.new
-        covered = [] if change.applied else list(self._overlapping(change))
+        covered = list(self._overlapping(change))
+        freed = [other for other in self.changes if other.above is change]
         for other in self.changes:
             top = _top(other)
             if top is not change and top not in covered and top.start >= end:
                 other.start += len(put) - (end - start)
         self.text = self.text[:start] + put + self.text[end:]
         change.applied = not change.applied
-        for other in self.changes:
-            if other.above is change:  # which is taken back
-                other.above = None
         for other in covered:
             other.above = change
+        for other in freed:
+            other.above = None
 
     def _overlapping(self, change: Change) -> Iterator[Change]:
-        """The changes on top that share characters with this one, or its place."""
+        """The changes on top that share characters with this one."""
         for other in self.changes:
             if other is not change and other.above is None:
-                apart = other.end <= change.start or other.start >= change.end
-                same = other.start == change.start
-                if not apart or same:
+                if other.start < change.end and change.start < other.end:
                     yield other
 
 

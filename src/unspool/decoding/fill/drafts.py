@@ -14,7 +14,7 @@ full.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 
 import numpy as np
@@ -60,8 +60,10 @@ def drafted(
     lm: Session, left: str, right: str, gap: Gap, how: Drafting, fits: Callable[[str], bool]
 ) -> list[str]:
     """Texts for the gap that fit it, the most promising first."""
-    seen = f"{left}___{right}\n{_end(left)}" if right.strip() else None
-    ways = [_cuts(lm, text, right, gap, how) for text in (left, seen) if text is not None]
+    ways = [_cuts(lm, left, right, gap, how)]
+    if right.strip():
+        known = replace(how, singles=how.candidates)
+        ways.append(_cuts(lm, f"{left}___{right}\n{_end(left)}", right, gap, known))
     turns = dict.fromkeys(text for pair in zip_longest(*ways) for text in pair if text is not None)
     return list(islice(filter(fits, turns), how.candidates))
 
