@@ -45,17 +45,17 @@ def test_changes_can_be_made_and_taken_back_in_any_order(data):
             try:
                 (changed.undo if change.applied else changed.apply)(number)
             except SettingsError as error:
-                assert "was meant for other words" in str(error) and change.above is not None
+                assert "was meant for other words" in str(error) and change.above
         else:
             start = data.draw(st.integers(0, len(changed.text) - 1))
             end = data.draw(st.integers(start + 1, len(changed.text)))
             new = data.draw(st.text("XYZ", min_size=1, max_size=4))
             changed.propose(start, changed.text[start:end], new, **FACTS)
         for change in changed.changes:  # what is not covered stands where it says
-            if change.above is None:
+            if not change.above:
                 assert changed.text[change.start : change.end] == change.text
     while any(change.applied for change in changed.changes):
-        open_ones = [c for c in changed.changes if c.applied and c.above is None]
+        open_ones = [c for c in changed.changes if c.applied and not c.above]
         assert open_ones
         changed.undo(data.draw(st.sampled_from(open_ones)).number)
     assert changed.text == text
@@ -134,7 +134,7 @@ def test_a_text_gets_likelier_with_every_change(worded):
     now = "".join(piece for kind, piece in made.tracked() if kind != "removed")
     assert (kept, now) == (TEXT, made.text)
     while made.applied:
-        made.undo(next(c.number for c in made.applied if c.above is None))
+        made.undo(next(c.number for c in made.applied if not c.above))
     assert made.text == TEXT and made.after.total == pytest.approx(made.before.total)
     assert pages_left(worded) == 0
 

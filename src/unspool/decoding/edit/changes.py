@@ -7,7 +7,6 @@ touched again when these are back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,7 @@ class Change:
     in_pass: int  # in which it was proposed
     alternatives: tuple[tuple[str, float], ...] = ()  # the candidates, with probabilities
     applied: bool = False
-    above: Change | None = field(default=None, repr=False)  # what put other words there
+    above: list[Change] = field(default_factory=list)  # what has put other words there
 
     @property
     def text(self) -> str:
@@ -90,43 +89,37 @@ class ChangedText:
         return self.changes[number]
 
     def _check_open(self, change: Change) -> None:
-        above = change.above
-        if above is None:
+        if not change.above:
             return
-        what = f"take that back first: undo({above.number})"
-        if not above.applied:
-            what = f"make that first: apply({above.number})"
+        above = change.above[-1]
+        what = f"undo({above.number})" if above.applied else f"apply({above.number})"
         raise SettingsError(
             f"change {change.number} was meant for other words than those that change "
-            f"{above.number} has left there; {what}"
+            f"{above.number} has left there; first: {what}"
         )
 
     def _switch(self, change: Change) -> None:
         """Put the other words in the place of those that stand there."""
         start, end = change.start, change.end
         put = change.old if change.applied else change.new
-        covered = list(self._overlapping(change))
-        freed = [other for other in self.changes if other.above is change]
         for other in self.changes:
-            top = _top(other)
-            if top is not change and top not in covered and top.start >= end:
+            if change in other.above:
+                other.above.remove(change)
+                continue
+            first, last = _region(other)
+            if other is not change and first < end and start < last:
+                other.above.append(change)
+            elif first >= end:
                 other.start += len(put) - (end - start)
         self.text = self.text[:start] + put + self.text[end:]
         change.applied = not change.applied
-        for other in covered:
-            other.above = change
-        for other in freed:
-            other.above = None
-
-    def _overlapping(self, change: Change) -> Iterator[Change]:
-        """The changes on top that share characters with this one."""
-        for other in self.changes:
-            if other is not change and other.above is None:
-                if other.start < change.end and change.start < other.end:
-                    yield other
 
 
-def _top(change: Change) -> Change:
-    while change.above is not None:
-        change = change.above
-    return change
+def _region(change: Change) -> tuple[int, int]:
+    """Where a change's words stand, or those that others have put in their place."""
+    first, last = change.start, change.end
+    for above in change.above:
+        grown = len(above.new) - len(above.old)
+        last += grown if above.applied else -grown
+    reaches = [_region(above) for above in change.above]
+    return min([first, *(r[0] for r in reaches)]), max([last, *(r[1] for r in reaches)])
