@@ -33,10 +33,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             name, lambda: unspool.load(folder, backend="torch", memory=16 << 20), 1 << 20
         )
 
-    with running([entry(*each) for each in folders.items()]) as found:
-        with httpx.Client(base_url=found.url, timeout=60) as client:
-            client.get("/v1/models")
-            yield client, {n: unspool.load(f, backend="torch") for n, f in folders.items()}
+    with (
+        running([entry(*each) for each in folders.items()]) as found,
+        httpx.Client(base_url=found.url, timeout=60) as client,
+    ):
+        yield client, {n: unspool.load(f, backend="torch") for n, f in folders.items()}
 
 
 def test_a_suffix_is_ranked_with(served):
