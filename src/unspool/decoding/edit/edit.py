@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from unspool.decoding.edit.changes import Change, ChangedText
@@ -28,6 +29,7 @@ from unspool.session import Session
 
 Kind = Literal["same", "removed", "added"]
 _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
+_CERTAIN = 0.5  # nats of doubt below which nobody looks at a word
 _CONTEXT = 200  # characters around a word that, when they change, make it worth another look
 
 
@@ -150,7 +152,7 @@ def edit(
     reviser = _Reviser(
         lm,
         made,
-        drafting(lm, {}, candidates=candidates, drafts=3),
+        replace(drafting(lm, {}, candidates=candidates, drafts=2), singles=2 * candidates),
         masked_model(twin) if twin is not None else None,
         doubt,
         reach,
@@ -190,7 +192,7 @@ class _Reviser:
         shifts: list[tuple[int, int]] = []  # where changes were made in this pass, by how much
         looked, is_changed = 0, False
         for unit in units(made.text, found):
-            if looked == places or self._is_spent():
+            if looked == places or unit.doubt < _CERTAIN or self._is_spent():
                 break
             moved = unit.start + sum(by for at, by in shifts if at <= unit.start)
             if not self._is_new(unit, moved):
