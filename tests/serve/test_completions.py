@@ -112,7 +112,6 @@ def test_the_end_can_be_written_over(complete, lm):
         ({"best_of": 3, "stream": True}, "cannot be streamed"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [99999999]}, "not in the vocabulary"),
-        ({"suffix": "x"}, "suffix"),
         ({"logprobs": 50}, "20"),
         ({"prompt": ["a"] * 300}, "prompt"),
     ],

@@ -1,0 +1,201 @@
+"""Revision: changes that can be taken back in any order, doubt, proposals, passes and budgets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import unspool
+from decoding.support import pages_left
+from decoding.worded import save_worded
+from unspool import SettingsError, UnspoolError
+from unspool.decoding.edit.changes import ChangedText
+from unspool.decoding.edit.doubt import Doubt, document_score, doubts
+from unspool.decoding.edit.edit import Edit
+from unspool.decoding.edit.proposals import proposals, units
+from unspool.decoding.fill.fill import drafting
+
+TEXT = "The scheduler plans rows, and the tree builder makes a step of them. It's done."
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_worded(tmp_path_factory.mktemp("worded"))
+    return unspool.load(folder, backend="torch", memory=16 << 20)
+
+
+# -- changes -----------------------------------------------------------------------------------
+
+FACTS: dict[str, Any] = {"probability": 0.5, "gain": 1.0, "doubt": 1.0, "in_pass": 0}
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_changes_can_be_made_and_taken_back_in_any_order(data):
+    text = data.draw(st.text("abcdef ", min_size=1, max_size=20))
+    changed = ChangedText(text)
+    for _ in range(data.draw(st.integers(1, 14))):
+        if changed.changes and data.draw(st.booleans()):
+            number = data.draw(st.integers(0, len(changed.changes) - 1))
+            change = changed.changes[number]
+            try:
+                (changed.undo if change.applied else changed.apply)(number)
+            except SettingsError as error:
+                assert "was meant for other words" in str(error) and change.above
+        else:
+            start = data.draw(st.integers(0, len(changed.text) - 1))
+            end = data.draw(st.integers(start + 1, len(changed.text)))
+            new = data.draw(st.text("XYZ", min_size=1, max_size=4))
+            changed.propose(start, changed.text[start:end], new, **FACTS)
+        for change in changed.changes:  # what is not covered stands where it says
+            if not change.above:
+                assert changed.text[change.start : change.end] == change.text
+    while any(change.applied for change in changed.changes):
+        open_ones = [c for c in changed.changes if c.applied and not c.above]
+        assert open_ones
+        changed.undo(data.draw(st.sampled_from(open_ones)).number)
+    assert changed.text == text
+
+
+def test_what_cannot_be_changed_is_told():
+    changed = ChangedText("one two three")
+    changed.propose(4, "two", "2", **FACTS)
+    changed.propose(0, "one two", "1 and 2", **FACTS)
+    changed.apply(0)
+    with pytest.raises(SettingsError, match="made already"):
+        changed.apply(0)
+    with pytest.raises(SettingsError, match="there is no change 7"):
+        changed.undo(7)
+    with pytest.raises(SettingsError, match="not made"):
+        changed.undo(1)
+    assert changed.text == "one 2 three"
+
+
+# -- doubt and proposals -----------------------------------------------------------------------
+
+
+def test_doubt_of_each_token(worded):
+    found, score = doubts(worded, TEXT)
+    assert "".join(doubt.text for doubt in found) == TEXT
+    assert all(TEXT[d.start : d.end] == d.text for d in found)
+    own = [-(p.logprob or 0) for p in score.positions]
+    assert len(own) == len(found) and found[-1].surprise == pytest.approx(own[-1])
+    whole = worded.score([0, *worded.tokenizer.encode(TEXT)])
+    assert score.total == pytest.approx(whole.total)
+
+
+def test_words_and_signs_are_as_doubtful_as_their_worst_token():
+    text = "It's a test, no?"
+    levels = {"It's": 3.0, "a": 1.0, "test": 5.0, ",": 2.0, "no": 0.5, "?": 4.0}
+    told, at = [], 0
+    for word, level in levels.items():
+        start = text.index(word, at)
+        told.append(Doubt(0, text[at : start + len(word)], at, start + len(word), level))
+        at = start + len(word)
+    found = units(text, told)
+    assert [unit.text for unit in found] == ["test", "?", "It's", ",", "a", "no"]
+    assert all(text[u.start : u.start + len(u.text)] == u.text for u in found)
+
+
+def test_a_word_is_replaced_by_a_word(worded):
+    found, _ = doubts(worded, TEXT)
+    by_text = {unit.text: unit for unit in units(TEXT, found)}
+    how = drafting(worded, {}, candidates=12, drafts=2)
+    for word in ("tree", ","):
+        ranked = proposals(worded, TEXT, by_text[word], how, reach=None)
+        texts = [one.texts[0] for one in ranked]
+        assert word in texts and len({*texts}) == len(texts)
+        assert all(text.strip() == text and " " not in text for text in texts)
+        assert all(text[0].isalnum() == word.isalnum() for text in texts)
+        for one in ranked[:3]:  # ranked by the exact score of the whole text
+            start = by_text[word].start
+            assert one.text == TEXT[:start] + one.texts[0] + TEXT[start + len(word) :]
+            last = ranked[-1]
+            gain = document_score(worded, one.text).total - document_score(worded, last.text).total
+            assert one.score - last.score == pytest.approx(gain, abs=5e-3)
+
+
+# -- the whole ---------------------------------------------------------------------------------
+
+
+def test_a_text_gets_likelier_with_every_change(worded):
+    made = worded.edit(TEXT, threshold=0.5, passes=2, places=4, candidates=6, reach=None)
+    assert made.applied and made.passes <= 2
+    assert made.after.total > made.before.total
+    assert made.after.total == pytest.approx(document_score(worded, made.text).total)
+    for change in made.applied:
+        assert change.probability >= 0.5 and change.gain > 0
+        assert dict(change.alternatives)[change.new] == pytest.approx(change.probability)
+    kept = "".join(piece for kind, piece in made.tracked() if kind != "added")
+    now = "".join(piece for kind, piece in made.tracked() if kind != "removed")
+    assert (kept, now) == (TEXT, made.text)
+    while made.applied:
+        made.undo(next(c.number for c in made.applied if not c.above))
+    assert made.text == TEXT and made.after.total == pytest.approx(made.before.total)
+    assert pages_left(worded) == 0
+
+
+def test_it_ends_when_nothing_changes_and_never_goes_back_and_forth(worded):
+    made = worded.edit(TEXT, threshold=0.5, passes=12, places=3, candidates=4)
+    again = worded.edit(made.text, threshold=0.5, passes=12, places=3, candidates=4)
+    assert made.passes <= 12 and again.passes <= 12
+    gains = [change.gain for change in made.applied]
+    assert all(gain > 0 for gain in gains)
+
+
+def test_below_the_threshold_changes_are_only_proposed(worded):
+    made = worded.edit(TEXT, threshold=1.0, passes=1, places=4, candidates=6)
+    assert made.text == TEXT and made.passes == 1
+    proposed = [change for change in made.changes if change.probability < 1]
+    assert proposed
+    made.apply(proposed[0].number)
+    assert made.text != TEXT and proposed[0].new in made.text
+    assert proposed[0] in made.applied
+    made.undo(proposed[0].number)
+    assert made.text == TEXT
+
+
+def test_the_budget_ends_it(worded):
+    free = worded.edit(TEXT, threshold=0.5, passes=2, places=6, candidates=5)
+    short = worded.edit(TEXT, threshold=0.5, passes=2, places=6, candidates=5, budget=60)
+    none = worded.edit(TEXT, threshold=0.5, passes=2, places=6, candidates=5, budget=0)
+    assert none.weighed == 0 and not none.changes
+    assert 60 <= short.weighed < free.weighed
+
+
+def test_it_can_be_shown(worded):
+    made = Edit(worded, "one <two> three\nfour")
+    made.propose(5, "two", "2", **FACTS)
+    made.apply(0)
+    assert str(made) == "one <2> three\nfour"
+    assert list(made.tracked()) == [
+        ("same", "one <"), ("removed", "two"), ("added", "2"), ("same", "> three\nfour")
+    ]  # fmt: skip
+    assert made.diff("a.txt").splitlines()[:2] == ["--- a.txt", "+++ a.txt (edited)"]
+    assert "-one <two> three\n+one <2> three\n" in made.diff()
+    shown = made._repr_html_()
+    assert "&lt;<del>two</del><ins>2</ins>&gt;" in shown
+    told = made.to_dict()
+    assert told["changes"][0]["applied"] and math.isfinite(told["perplexity_after"])
+    assert "1 of 1 changes made" in repr(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("  ", {}, "nothing to edit"),
+        (TEXT, {"threshold": 2}, "from 0 to 1"),
+        (TEXT, {"passes": 0}, "from 1 up"),
+        (TEXT, {"budget": -1}, "from 0 up"),
+        (TEXT, {"doubt": "nobody"}, "causal, masked"),
+        (TEXT, {"doubt": "masked"}, "twin="),
+        ("word " * 2000, {}, "context"),
+    ],
+)
+def test_what_cannot_be_is_refused(worded, text, options, words):
+    with pytest.raises(UnspoolError, match=words):
+        worded.edit(text, **options)

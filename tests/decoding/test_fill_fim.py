@@ -1,0 +1,88 @@
+"""Gaps filled by FIM tokens: found by their texts, prompts as the models were trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import assets
+import pytest
+
+import unspool
+from decoding.support import pages_left
+from decoding.worded import FIM, save_worded
+from unspool import gap
+from unspool.decoding.fill.fim import OtherFile, fim_draft, fim_prompt, fim_tokens
+from unspool.text.tokenizer.tokenizer import Tokenizer
+
+LEFT, RIGHT = "def area(page):\n    return ", "\n\nprint(area(3))\n"
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_worded(tmp_path_factory.mktemp("coder"), FIM)
+    return unspool.load(folder, backend="torch", memory=16 << 20)
+
+
+@pytest.mark.parametrize(
+    ("family", "texts"),
+    [
+        ("qwen", ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")),
+        ("deepseek", ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")),
+        ("llama3", None),
+        ("mistral", None),
+    ],
+)
+def test_tokens_are_found_by_their_texts(family: str, texts: tuple[str, ...] | None):
+    tokenizer = Tokenizer.from_file(assets.tokenizer_json_folder() / family)
+    found = fim_tokens(tokenizer)
+    if texts is None:
+        assert found is None
+        return
+    assert found is not None
+    ids = [found.prefix, found.suffix, found.middle]
+    assert [tokenizer.token_text(token) for token in ids] == list(texts)
+    assert {*ids, *tokenizer.end_ids} <= found.ends
+
+
+def test_the_prompt_has_prefix_suffix_middle(coder):
+    tokens, tokenizer = fim_tokens(coder.tokenizer), coder.tokenizer
+    ids = fim_prompt(tokenizer, tokens, LEFT, RIGHT)
+    text = f"<|fim_prefix|>{LEFT}<|fim_suffix|>{RIGHT}<|fim_middle|>"
+    assert ids == tokenizer.encode(text, specials=True)
+    ids = fim_prompt(tokenizer, tokens, LEFT, RIGHT, [OtherFile("a.py", "x = 1\n")])
+    before = "<|repo_name|>myproject\n<|file_sep|>a.py\nx = 1\n<|file_sep|>filename\n"
+    assert tokenizer.decode(ids) == before + text
+    hidden = fim_prompt(tokenizer, tokens, "<|fim_middle|>", "")  # in a text it is no control token
+    assert hidden.count(tokens.middle) == 1
+
+
+def test_the_middle_ends_where_the_model_says_so(coder):
+    tokens = fim_tokens(coder.tokenizer)
+    prompt = fim_prompt(coder.tokenizer, tokens, LEFT, RIGHT)
+    for end in ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"):
+        bias = {coder.tokenizer.token_id(end): 100.0}
+        draft = fim_draft(coder, tokens, prompt, {"max_tokens": 5, "logit_bias": bias})
+        written = draft.resume()
+        assert (written.text, written.finish_reason) == ("", "stop"), end
+
+
+def test_candidates_come_with_their_scores(coder):
+    found = coder.fill(LEFT, gap(1, 6), RIGHT, drafts=4)
+    assert found.by == "fim" and 1 < len(found.candidates) <= 4
+    prompt = fim_prompt(coder.tokenizer, fim_tokens(coder.tokenizer), LEFT, RIGHT)
+    for one in found.candidates:
+        assert one.text == LEFT + one.texts[0] + RIGHT
+        assert "".join(step.text for step in one.gap_steps[0]) == one.texts[0]
+        written = [step.token for step in one.steps]
+        scored = coder.score([*prompt, *written]).logprobs[len(prompt) :]
+        assert one.score == pytest.approx(sum(scored), abs=1e-3)
+    greedy = coder.generate(prompt, max_tokens=6, temperature=0).text
+    assert greedy in [one.texts[0] for one in found.candidates]
+    assert pages_left(coder) == 0
+
+
+def test_several_gaps_and_ranking_all_the_same(coder):
+    found = coder.fill("a = ", gap(1, 3), "\nb = ", gap(1, 3), "\n", drafts=2)
+    for one in found.candidates:
+        assert one.text == f"a = {one.texts[0]}\nb = {one.texts[1]}\n"
+    assert coder.fill(LEFT, gap, RIGHT, choices=["page", "3"]).by == "ranking"

@@ -1,0 +1,137 @@
+"""Gaps filled by masked models, and doubt by them: against a model whose answers are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import unspool
+from decoding.support import pages_left
+from decoding.worded import save_worded
+from unspool import SettingsError, gap
+from unspool.decoding.edit.doubt import doubts, masked_surprise
+from unspool.decoding.fill.gaps import GappedText
+from unspool.decoding.fill.masked import MaskedModel, WholeText
+from unspool.decoding.fill.places import fill_by_masks
+
+TEXT = "The scheduler plans rows, and the batch builder makes a step of them."
+
+
+class Knows:
+    """A masked model that has one text by heart, and finds any other token unlikely."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self.tokenizer, self.mask_id = tokenizer, len(tokenizer)
+        self.ids = tokenizer.encode(text)
+
+    def logits(self, row: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Sure where the row is as long as the text; unsure where it is not."""
+        found = np.zeros((len(row), self.mask_id + 1), np.float32)
+        if len(row) == len(self.ids):
+            found[np.arange(len(row)), self.ids] = 12.0
+        return found
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_worded(tmp_path_factory.mktemp("worded"))
+    return unspool.load(folder, backend="torch", memory=16 << 20)
+
+
+@pytest.mark.parametrize(
+    "inside", ["batch", "batch builder", "scheduler plans rows", "The", "them", "step of them."]
+)
+@pytest.mark.parametrize("spaced", [False, True])
+def test_the_right_length_and_words_are_found(worded, inside: str, spaced: bool):
+    left, right = TEXT.split(inside, 1)
+    if spaced and left.endswith(" "):
+        left, inside = left[:-1], " " + inside  # the gap may begin with the space, too
+    knows = Knows(worded.tokenizer, TEXT)
+    assert isinstance(knows, MaskedModel)
+    found = fill_by_masks(knows, GappedText.of([left, gap, right]), candidates=5, top=2)
+    best = found[0]
+    assert (best.texts, best.text) == ((inside,), TEXT)
+    assert best.score == pytest.approx(0, abs=0.01)
+    assert "".join(step.text for step in best.gap_steps[0]) == inside
+    assert all(step.rank == 0 and len(step.candidates) == 2 for step in best.steps)
+    assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+
+
+def test_several_gaps_at_once(worded):
+    parts = GappedText(
+        ("The ", " plans rows, and the ", " builder makes a step of them."), (gap(1, 3), gap(1, 2))
+    )
+    best = fill_by_masks(Knows(worded.tokenizer, TEXT), parts, candidates=3)[0]
+    assert best.text == TEXT and best.texts[1] == "batch"
+
+
+def test_a_twin_proposes_and_the_causal_model_ranks(worded):
+    left, right = TEXT.split("batch")
+    knows = Knows(worded.tokenizer, TEXT)
+    found = worded.fill(left, gap(1, 4), right, twin=knows, candidates=300, reach=None)
+    texts = [one.texts[0] for one in found.candidates]
+    assert found.by == "ranking" and "batch" in texts
+    alone = worded.fill(left, gap, right, choices=sorted(texts), candidates=300, reach=None)
+    assert [one.texts[0] for one in alone.candidates] == texts
+
+
+def test_doubt_of_a_planted_word(worded):
+    """The masked model knows better than the surprise of a random one."""
+    knows = Knows(worded.tokenizer, TEXT)
+    ids = worded.tokenizer.encode(TEXT)
+    place = len(ids) // 2
+    wrong = [*ids[:place], worded.tokenizer.encode(" tree")[0], *ids[place + 1 :]]
+    text = worded.tokenizer.decode(wrong)
+    if worded.tokenizer.encode(text) == wrong:
+        _, surprise = masked_surprise(knows, text)
+        assert int(np.argmax(surprise)) == place
+    found, score = doubts(worded, text, by="masked", twin=knows)
+    worst = max(found, key=lambda doubt: doubt.surprise)
+    at = len(worded.tokenizer.decode(ids[:place]))
+    assert worst.start <= at + 1 < worst.end + 1 and math.isfinite(score.perplexity)
+    both, _ = doubts(worded, text, by="both", twin=knows)
+    causal, _ = doubts(worded, text, by="causal")
+    for one, two, mean in zip(found, causal, both, strict=True):
+        assert mean.surprise == pytest.approx((one.surprise + two.surprise) / 2)
+
+
+# -- a loaded model whose tokens see the whole text --------------------------------------------
+
+
+class SeesAll:
+    """A session that is said to look both ways: what a masked checkpoint will be."""
+
+    def __init__(self, lm: Any, **facts: Any) -> None:
+        self._lm, self.config = lm, dataclasses.replace(lm.config, **facts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_every_place_sees_the_whole_row(worded, shifted: bool):
+    from transformers import AutoModelForCausalLM
+
+    model = WholeText(SeesAll(worded, sight="whole", mask_id=3, shifted=shifted))  # type: ignore[arg-type]
+    row = worded.tokenizer.encode(TEXT)
+    oracle = AutoModelForCausalLM.from_pretrained(worded.path, attn_implementation="eager").eval()
+    seen = torch.zeros(1, 1, len(row), len(row))
+    with torch.no_grad():
+        wanted = oracle(torch.tensor([row]), attention_mask=seen).logits[0].numpy()
+    if shifted:
+        wanted = wanted[[0, *range(len(row) - 1)]]
+    assert np.asarray(model.logits(row)) == pytest.approx(wanted, abs=2e-3)
+    assert pages_left(worded) == 0
+
+
+def test_a_model_without_a_mask_token_is_refused(worded):
+    with pytest.raises(SettingsError, match="no mask token"):
+        WholeText(worded)
+    with pytest.raises(SettingsError, match="no mask token"):
+        worded.edit(TEXT, twin=worded)

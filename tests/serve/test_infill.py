@@ -1,0 +1,129 @@
+"""Gaps over HTTP: `suffix` of OpenAI's completions, and llama.cpp's `/infill`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running_server import running
+
+import unspool
+from decoding.worded import FIM, save_worded
+from unspool.decoding.fill.fim import OtherFile, fim_prompt, fim_tokens
+from unspool.serve.core.registry import ModelEntry
+
+LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A model without FIM tokens, and one with."""
+    folders = {
+        "plain": save_worded(tmp_path_factory.mktemp("plain")),
+        "coder": save_worded(tmp_path_factory.mktemp("coder"), FIM),
+    }
+
+    def entry(name: str, folder: Path) -> ModelEntry:
+        return ModelEntry(
+            name, lambda: unspool.load(folder, backend="torch", memory=16 << 20), 1 << 20
+        )
+
+    with (
+        running([entry(*each) for each in folders.items()]) as found,
+        httpx.Client(base_url=found.url, timeout=60) as client,
+    ):
+        yield client, {n: unspool.load(f, backend="torch") for n, f in folders.items()}
+
+
+def test_a_suffix_is_ranked_with(served):
+    client, lms = served
+    wanted = lms["plain"].fill(LEFT, unspool.gap(1, 4), RIGHT)
+    body = {"model": "plain", "prompt": LEFT, "suffix": RIGHT, "max_tokens": 4, "n": 2}
+    told = client.post("/v1/completions", json=body | {"logprobs": 2}).json()
+    assert [c["text"] for c in told["choices"]] == [c.texts[0] for c in wanted.candidates[:2]]
+    assert {c["finish_reason"] for c in told["choices"]} == {"stop"}
+    first = told["choices"][0]["logprobs"]
+    assert len(first["token_logprobs"]) == len(wanted.chosen.gap_steps[0])
+    assert told["usage"]["completion_tokens"] >= 2
+    # several prompts with one suffix
+    both = client.post("/v1/completions", json=body | {"prompt": [LEFT, "It "], "n": 1}).json()
+    assert both["choices"][0]["text"] == wanted.texts[0] and len(both["choices"]) == 2
+
+
+def test_a_suffix_streams(served):
+    client, lms = served
+    api = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+    for name in ("plain", "coder"):
+        body: dict[str, Any] = {"model": name, "prompt": LEFT, "suffix": RIGHT, "max_tokens": 6}
+        body |= {"temperature": 0, "seed": 1}
+        whole = api.completions.create(**body).choices[0].text
+        chunks = list(api.completions.create(**body, stream=True))
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+    tokens = fim_tokens(lms["coder"].tokenizer)
+    prompt = fim_prompt(lms["coder"].tokenizer, tokens, LEFT, RIGHT)
+    assert whole == lms["coder"].generate(prompt, max_tokens=6, temperature=0).text
+
+
+def test_infill_by_fim_tokens(served):
+    client, lms = served
+    body = {"model": "coder", "input_prefix": "a = ", "input_suffix": "\nprint(a)\n", "prompt": "b",
+            "input_extra": [{"filename": "c.py", "text": "c = 1\n"}], "n_predict": 5,
+            "temperature": 0, "seed": 1}  # fmt: skip
+    told = client.post("/infill", json=body).json()
+    tokenizer = lms["coder"].tokenizer
+    prompt = fim_prompt(
+        tokenizer, fim_tokens(tokenizer), "a = b", "\nprint(a)\n", [OtherFile("c.py", "c = 1\n")]
+    )
+    assert told["prompt"] == tokenizer.decode(prompt)
+    made = lms["coder"].generate(prompt, max_tokens=5, temperature=0)
+    assert told["content"] == made.text and told["tokens_evaluated"] == len(prompt)
+    streamed = client.post("/infill", json=body | {"stream": True}).text
+    lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: ")]
+    chunks = [json.loads(line) for line in lines]
+    assert "".join(chunk["content"] for chunk in chunks) == made.text
+    assert chunks[-1]["stop"] and chunks[-1]["timings"]
+
+
+def test_infill_without_fim_tokens_is_ranked(served):
+    client, lms = served
+    body = {"model": "plain", "input_prefix": LEFT, "input_suffix": RIGHT, "n_predict": 3}
+    told = client.post("/infill", json=body).json()
+    wanted = lms["plain"].fill(LEFT, unspool.gap(1, 3), RIGHT)
+    assert told["content"] == wanted.texts[0] and told["stop_type"] == "eos"
+    stopped = client.post("/infill", json=body | {"stop": [wanted.texts[0][:1]]}).json()
+    assert wanted.texts[0][0] not in stopped["content"]
+    empty = client.post("/infill", json=body | {"input_prefix": "", "n_predict": 2})
+    assert empty.status_code == 200 and empty.json()["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/infill", {"input_prefix": "a"}, "input_suffix"),
+        ("/infill", {"input_suffix": "a"}, "input_prefix"),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": [{}]}, "text"),
+        ("/infill", {"input_prefix": "a" * 99_999, "input_suffix": "b"}, "context"),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "grammar": 'root ::= "x"'}, "gap"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b", "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b" * 99_999}, "context"),
+    ],
+)
+def test_what_cannot_be_is_refused(served, path: str, body: dict[str, Any], words: str):
+    client, _ = served
+    refused = client.post(path, json={"model": "plain", **body})
+    assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+    # Those of llama.cpp have its shape.
+    assert (refused.json()["error"]["code"] == 400) == (path == "/infill")
+
+
+def test_an_empty_suffix_asks_for_nothing(served):
+    client, lms = served
+    body = {"model": "plain", "prompt": LEFT, "suffix": "", "max_tokens": 3, "temperature": 0}
+    told = client.post("/v1/completions", json=body).json()
+    wanted = lms["plain"].generate(LEFT, max_tokens=3, temperature=0).text
+    assert told["choices"][0]["text"] == wanted
