@@ -15,6 +15,7 @@ from typing import Any, Literal
 from unspool.errors import ModelFileError
 from unspool.model.positions import SCALINGS, Rotary
 
+SIGHTS = ("causal", "whole", "block")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 # Sizes beyond these are not models but damaged files.
@@ -78,6 +79,11 @@ class ModelConfig:
     head_bias: bool = False
     end_ids: tuple[int, ...] = ()  # tokens that end a text, as far as the file says
 
+    sight: Literal["causal", "whole", "block"] = "causal"  # back; the whole text; its block's end
+    block: int = 0  # tokens of a block, where sight is "block"; a request may choose another
+    mask_id: int | None = None  # the token that stands for "not known yet"; None: it has none
+    shifted: bool = False  # the vector at place p guesses the token at p + 1, also in a canvas
+
     def __post_init__(self) -> None:
         for name, largest in _LARGEST.items():
             self._need(_is_size(getattr(self, name), largest), name, f"1 to {largest:,}")
@@ -88,6 +94,7 @@ class ModelConfig:
             self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
+        self._check_sight()
         if self.positions == "rotary":
             self._need(self.rotary is not None, "rotary", "given for rotary positions")
         for rotary in (self.rotary, self.local_rotary):
@@ -100,6 +107,13 @@ class ModelConfig:
                 _is_size(self.experts_per_token, limit), "experts_per_token", f"1 to {limit}"
             )
             self._need(_is_size(self.expert_width, 10_000_000), "expert_width", "1 to 10,000,000")
+
+    def _check_sight(self) -> None:
+        self._need(self.sight in SIGHTS, "sight", ", ".join(SIGHTS))
+        blocked = _is_size(self.block, self.context) or (self.block == 0 and self.sight != "block")
+        self._need(blocked, "block", f"1 to {self.context:,} for a model that looks block by block")
+        known = self.mask_id in (None, 0) or _is_size(self.mask_id, self.vocab_size - 1)
+        self._need(known, "mask_id", f"a token of the {self.vocab_size:,} there are")
 
     def _check_rotary(self, rotary: Rotary) -> None:
         fits = _is_size(rotary.width, self.head_width) and rotary.width % 2 == 0
