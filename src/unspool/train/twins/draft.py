@@ -49,9 +49,16 @@ class HeadShape:
     """What a head's sizes are, beside those of its model."""
 
     layers: tuple[int, ...]  # whose inputs are read
-    tokens: int = 12288  # that can be drafted
-    inner: int = 512  # width of the change by the last tokens
-    recent: int = 256  # numbers that each of those brings
+    tokens: int  # that can be drafted
+    inner: int  # width of the change by the last tokens
+    recent: int  # numbers that each of those brings
+
+    @classmethod
+    def of(cls, config: ModelConfig, tokens: int) -> HeadShape:
+        """512 and 256 beside a width of 576, others in proportion."""
+        inner, recent = config.width * 8 // 9, config.width * 4 // 9
+        layers = feature_layers(config.layers)
+        return cls(layers, tokens, max(16, inner // 32 * 32), max(16, recent // 16 * 16))
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

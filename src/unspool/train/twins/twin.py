@@ -141,4 +141,4 @@ def _timed(settings: TwinSettings, parts: Parts, parallel: Parallel) -> TwinSett
         for name, value in trained.items():
             value.copy_(before[name])
     left = settings.minutes * 60 * _SHARE
-    return replace(settings, steps=max(1, int(left / min(seconds[1:]))))
+    return replace(settings, steps=max(1, int(left / min(seconds[1:]))), minutes=None)

@@ -18,7 +18,6 @@ from unspool.train.twins.draft import (
     DraftHead,
     DraftTwin,
     HeadShape,
-    feature_layers,
     most_written,
 )
 from unspool.train.twins.mixture import Mixture
@@ -37,7 +36,7 @@ def head_parts(
     config = clean.config
     source = train["written"] if "written" in train else next(iter(train.values()))
     ids = most_written(most_of(source[0]), config.vocab_size, settings.draft_tokens)
-    shape = HeadShape(feature_layers(config.layers), len(ids))
+    shape = HeadShape.of(config, len(ids))
     torch.manual_seed(settings.seed)
     head = DraftHead(config, shape, ids)
     head.begin_as(clean.cpu())
