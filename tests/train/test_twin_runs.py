@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,19 +178,17 @@ def test_what_cannot_be_is_refused_before_anything_is_made(here: Path):
 
 
 def test_the_mask_is_a_token_that_no_text_uses():
-    class Vocabulary:
-        bos_id, eos_id, unk_id, pad_id = 1, 2, None, 2
-        end_ids = frozenset({2})
-        chat_template = "<|im_start|>"
-        vocab_size = 20
-        special_tokens = {"<|im_start|>": 1, "<|im_end|>": 2, "<file>": 7, "<empty>": 16}
-
-    config = a_config(vocab_size=20)
-    assert mask_token(config, Vocabulary()) == 16  # type: ignore[arg-type]
-    Vocabulary.special_tokens = {"<mask>": 3, "<file>": 7}
-    assert mask_token(config, Vocabulary()) == 3  # type: ignore[arg-type]
-    Vocabulary.special_tokens = {"<|im_end|>": 2}
-    assert mask_token(a_config(vocab_size=64), Vocabulary()) == 63  # type: ignore[arg-type]
+    vocabulary: Any = SimpleNamespace(
+        bos_id=1, eos_id=2, unk_id=None, pad_id=2, end_ids=frozenset({2}), vocab_size=20,
+        chat_template="<|im_start|>",
+        special_tokens={"<|im_start|>": 1, "<|im_end|>": 2, "<file>": 7, "<empty>": 16},
+    )  # fmt: skip
+    assert mask_token(a_config(vocab_size=20), vocabulary) == 16
+    vocabulary.special_tokens = {"<mask>": 3, "<file>": 7}
+    assert mask_token(a_config(vocab_size=20), vocabulary) == 3
+    vocabulary.special_tokens = {"<|im_end|>": 2}
+    assert mask_token(a_config(vocab_size=64), vocabulary) == 63
+    assert mask_token(a_config(vocab_size=64, mask_id=9), vocabulary) == 9
 
 
 def a_config(**changes: Any) -> Any:

@@ -1,6 +1,6 @@
 """What a twin of a text model learns from: texts that the model wrote itself, and others.
 
-A tenth of the texts of its own (but at least a few) is held out, and what the other sources hold
+A tenth of the texts of its own, but no more than 160, is held out, and what the other sources hold
 out; the twin is judged by those, in the same shares.
 """
 
@@ -80,7 +80,9 @@ def learned_from(
         own, apart = _split(texts)
         train["written"] = own, settings.chat_share
         held_out["written"] = apart, settings.chat_share
-        told["written"] = {"tokens": len(own.ids), "share": settings.chat_share}
+        told["written"] = {
+            "texts": texts.documents, "tokens": len(own.ids), "share": settings.chat_share
+        }  # fmt: skip
     return train, held_out, {"source": list(told), "kind": "twin", "sources": told}
 
 
@@ -117,14 +119,14 @@ def _beginnings(sources: Sources) -> list[list[int]]:
 
 
 def _split(texts: Packed) -> tuple[Packed, Packed]:
-    """All but the last tenth of the texts, and that."""
+    """All but the first texts (a tenth, but not many), and those: with more texts later they are
+    the same."""
     assert texts.counted is not None
     apart = max(1, min(160, texts.documents // 10))
-    border = int(texts.borders[-1 - apart])
-    first = Packed(texts.ids[:border], texts.borders[: len(texts.borders) - apart],
-                   texts.counted[:border])  # fmt: skip
-    last = Packed(texts.ids[border:], texts.borders[-1 - apart :] - border, texts.counted[border:])
-    return first, last
+    border = int(texts.borders[apart])
+    first = Packed(texts.ids[:border], texts.borders[: apart + 1], texts.counted[:border])
+    rest = Packed(texts.ids[border:], texts.borders[apart:] - border, texts.counted[border:])
+    return rest, first
 
 
 def judged_by(

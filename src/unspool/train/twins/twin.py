@@ -70,6 +70,9 @@ def train_twin(
     )
     with _left_clean(run):
         parts = _parts(settings, parallel.device, tell)
+        own = parts.facts["data"].get("sources", {}).get("written")
+        if own is not None:  # going on must find the same texts
+            settings = replace(settings, chat=own["texts"], writing_minutes=None)
         settings = _timed(settings, parts, parallel)
         run.update(
             settings=asdict(settings), steps=settings.steps,

@@ -29,15 +29,21 @@ class Countdown:
     """So many numbers from 1 to 99, and a target from 10 to 100."""
 
     numbers: int = 4
-    name: str = "countdown"
-    letters: str = "0123456789+-*/=,; "
 
     @classmethod
-    def called(cls, more: str) -> Countdown:
+    def called(cls, name: str, more: str) -> Countdown:
         numbers = int(more) if more.isdigit() else 4 if not more else 0
         if not 2 <= numbers <= 6:
-            raise SettingsError(f"countdown:{more} has no such numbers; it may be 2 to 6 of them")
+            raise SettingsError(f"{name}:{more} has no such numbers; it may be 2 to 6 of them")
         return cls(numbers)
+
+    @property
+    def name(self) -> str:
+        return "countdown"
+
+    @property
+    def letters(self) -> str:
+        return "0123456789+-*/=,; "
 
     @property
     def prompt(self) -> int:

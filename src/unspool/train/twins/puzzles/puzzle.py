@@ -12,7 +12,6 @@ rows; the vocabulary has a mask in either case, so that they have as many weight
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +21,10 @@ import torch
 from unspool.errors import SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import Batch
+from unspool.train.twins.puzzles.countdown import Countdown
+from unspool.train.twins.puzzles.sudoku import Sudoku
 
-PUZZLES = ("sudoku", "countdown")
+PUZZLES = {"sudoku": Sudoku, "sudoku4": Sudoku, "countdown": Countdown}
 END, MASK = "<end>", "<mask>"
 HELD_OUT = 1 << 20  # the number of the first batch that is only judged by
 
@@ -31,10 +32,23 @@ HELD_OUT = 1 << 20  # the number of the first batch that is only judged by
 class Puzzle(Protocol):
     """A kind of puzzle."""
 
-    name: str
-    letters: str  # that its texts consist of
-    prompt: int  # letters of a prompt, of an answer
-    answer: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def letters(self) -> str:
+        """What its texts consist of."""
+        ...
+
+    @property
+    def prompt(self) -> int:
+        """Letters of a prompt."""
+        ...
+
+    @property
+    def answer(self) -> int:
+        """Letters of an answer."""
+        ...
 
     def made(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
         """So many prompts and their answers."""
@@ -50,9 +64,7 @@ def puzzle_named(name: str) -> Puzzle:
     kind, _, more = name.partition(":")
     if kind not in PUZZLES:
         raise SettingsError(f"there is no puzzle {name!r}; there are {', '.join(PUZZLES)}")
-    module = import_module(f"unspool.train.twins.puzzles.{kind}")
-    puzzle: Puzzle = getattr(module, kind.capitalize()).called(more)
-    return puzzle
+    return PUZZLES[kind].called(kind, more)
 
 
 def token_ids(puzzle: Puzzle) -> dict[str, int]:

@@ -6,7 +6,7 @@
 Full boards are made from a few that were found by search, by what changes no rule: other digits,
 other orders of rows in a band, of bands, and of columns likewise, and turning over. One board gives
 about a million million. Cells are emptied at random; some boards then have several solutions, and
-any of them is right.
+any of them is right. `sudoku4` is the small one: four digits, 16 cells.
 """
 
 from __future__ import annotations
@@ -23,54 +23,72 @@ from unspool.errors import SettingsError
 Boards = np.ndarray[Any, np.dtype[np.int64]]
 
 _FOUND = 64  # boards that all others are made from
-_CELL = np.arange(81)
-_UNITS = np.stack([
-    *(_CELL.reshape(9, 9)), *(_CELL.reshape(9, 9).T),
-    *(_CELL.reshape(3, 3, 3, 3).swapaxes(1, 2).reshape(9, 9)),
-])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Sudoku:
-    """Boards with so many empty cells."""
+    """Boards with so many empty cells; `box` cells along the side of a box."""
 
     fewest: int = 20
     most: int = 56
-    name: str = "sudoku"
-    letters: str = ".123456789"
-    prompt: int = 81
-    answer: int = 81
+    box: int = 3
 
     @classmethod
-    def called(cls, more: str) -> Sudoku:
+    def called(cls, name: str, more: str) -> Sudoku:
         """The empty cells: nothing, `48`, or `30-56`."""
+        box, usual, limit = (2, "4-11", 13) if name == "sudoku4" else (3, "20-56", 64)
         try:
-            fewest, most = _range(more)
+            fewest, most = _range(more or usual)
         except ValueError:
             raise SettingsError(
-                f"sudoku:{more} does not say how many cells are empty: sudoku:48, sudoku:30-56"
+                f"{name}:{more} does not say how many cells are empty: {name}:{usual}, for example"
             ) from None
-        if not 1 <= fewest <= most <= 64:
-            raise SettingsError(f"{fewest} to {most} empty cells; there may be 1 to 64")
-        return cls(fewest, most)
+        if not 1 <= fewest <= most <= limit:
+            raise SettingsError(f"{fewest} to {most} empty cells; there may be 1 to {limit}")
+        return cls(fewest, most, box)
+
+    @property
+    def name(self) -> str:
+        return "sudoku" if self.box == 3 else "sudoku4"
+
+    @property
+    def letters(self) -> str:
+        return ".123456789"[: 1 + self.box**2]
+
+    @property
+    def prompt(self) -> int:
+        return self.box**4
+
+    answer = prompt
 
     def made(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
-        boards = shuffled(found_boards()[rng.integers(_FOUND, size=count)], rng)
+        cells = self.box**4
+        boards = found_boards(self.box)[rng.integers(_FOUND, size=count)]
+        boards = shuffled(boards, self.box, rng)
         empty = rng.integers(self.fewest, self.most + 1, size=(count, 1))
-        order = rng.random((count, 81)).argsort(1).argsort(1)
-        shown = np.where(order < empty, 0, boards)
-        return _texts(shown), _texts(boards)
+        order = rng.random((count, cells)).argsort(1).argsort(1)
+        return _texts(np.where(order < empty, 0, boards)), _texts(boards)
 
     def solved(self, prompt: str, answer: str) -> bool:
-        if len(answer) != 81 or len(prompt) != 81 or not set(answer) <= set("123456789"):
+        cells, digits = self.box**4, self.letters[1:]
+        if len(answer) != cells or len(prompt) != cells or not set(answer) <= set(digits):
             return False
         given = all(p in (".", a) for p, a in zip(prompt, answer, strict=True))
-        digits = np.frombuffer(answer.encode(), np.uint8)
-        return given and bool((np.sort(digits[_UNITS], 1) == np.arange(9) + ord("1")).all())
+        numbers = np.frombuffer(answer.encode(), np.uint8)[_units(self.box)] - ord("0")
+        return given and bool((np.sort(numbers, 1) == np.arange(1, len(digits) + 1)).all())
+
+
+@cache
+def _units(box: int) -> Boards:
+    """The cells of each row, each column and each box."""
+    side, cells = box**2, np.arange(box**4)
+    square = cells.reshape(side, side)
+    boxes = cells.reshape(box, box, box, box).swapaxes(1, 2).reshape(side, side)
+    return np.concatenate((square, square.T, boxes))
 
 
 def _range(more: str) -> tuple[int, int]:
-    first, _, last = (more or "20-56").partition("-")
+    first, _, last = more.partition("-")
     return int(first), int(last or first)
 
 
@@ -79,44 +97,49 @@ def _texts(boards: Boards) -> list[str]:
     return [row.tobytes().decode("ascii") for row in letters]
 
 
-def shuffled(boards: Boards, rng: np.random.Generator) -> Boards:
-    """Another board for each [count, 81], by what changes no rule."""
-    count = len(boards)
-    digits = rng.random((count, 9)).argsort(1) + 1
-    square = np.take_along_axis(digits, boards - 1, 1).reshape(count, 9, 9)
-    square = np.take_along_axis(square, _order(count, rng)[:, :, None], 1)
-    square = np.take_along_axis(square, _order(count, rng)[:, None, :], 2)
+def shuffled(boards: Boards, box: int, rng: np.random.Generator) -> Boards:
+    """Another board for each [count, cells], by what changes no rule."""
+    count, side = len(boards), box**2
+    digits = rng.random((count, side)).argsort(1) + 1
+    square = np.take_along_axis(digits, boards - 1, 1).reshape(count, side, side)
+    square = np.take_along_axis(square, _order(count, box, rng)[:, :, None], 1)
+    square = np.take_along_axis(square, _order(count, box, rng)[:, None, :], 2)
     turned = rng.random((count, 1, 1)) < 0.5
-    return np.where(turned, square.swapaxes(1, 2), square).reshape(count, 81)
+    return np.where(turned, square.swapaxes(1, 2), square).reshape(count, -1)
 
 
-def _order(count: int, rng: np.random.Generator) -> Boards:
-    """Orders of nine lines that keep the three of a band together."""
-    bands = rng.random((count, 3)).argsort(1)
-    within = rng.random((count, 3, 3)).argsort(2)
-    return (bands[:, :, None] * 3 + within).reshape(count, 9)
+def _order(count: int, box: int, rng: np.random.Generator) -> Boards:
+    """Orders of all lines that keep those of a band together."""
+    bands = rng.random((count, box)).argsort(1)
+    within = rng.random((count, box, box)).argsort(2)
+    return (bands[:, :, None] * box + within).reshape(count, box**2)
 
 
 @cache
-def found_boards() -> Boards:
+def found_boards(box: int = 3) -> Boards:
     """The boards that all others are made from: always the same ones."""
     rng = random.Random(0)
-    return np.array([_searched(rng) for _ in range(_FOUND)])
+    return np.array([_searched(box, rng) for _ in range(_FOUND)])
 
 
-def _searched(rng: random.Random) -> list[int]:
+def _searched(box: int, rng: random.Random) -> list[int]:
     """A full board, by trying digits in the cell that has fewest left."""
-    board = [0] * 81
-    units = [[u for u in range(27) if cell in _UNITS[u]] for cell in range(81)]
-    used = [0] * 27  # digits of each row, column and box, as bits
+    cells, side = box**4, box**2
+    board = [0] * cells
+    units = [np.flatnonzero((_units(box) == cell).any(1)).tolist() for cell in range(cells)]
+    used = [0] * (3 * side)  # digits of each row, column and box, as bits
+
+    def put(cell: int, digit: int) -> None:
+        board[cell] ^= digit
+        for unit in units[cell]:
+            used[unit] ^= 1 << digit
 
     def fill() -> bool:
         best, options = -1, []
-        for cell in range(81):
-            if board[cell]:
-                continue
-            taken = used[units[cell][0]] | used[units[cell][1]] | used[units[cell][2]]
-            free = [digit for digit in range(1, 10) if not taken >> digit & 1]
+        for cell in (cell for cell in range(cells) if not board[cell]):
+            row, column, own = units[cell]
+            taken = used[row] | used[column] | used[own]
+            free = [digit for digit in range(1, side + 1) if not taken >> digit & 1]
             if best < 0 or len(free) < len(options):
                 best, options = cell, free
             if len(options) <= 1:
@@ -125,14 +148,10 @@ def _searched(rng: random.Random) -> list[int]:
             return True
         rng.shuffle(options)
         for digit in options:
-            board[best] = digit
-            for unit in units[best]:
-                used[unit] ^= 1 << digit
+            put(best, digit)
             if fill():
                 return True
-            board[best] = 0
-            for unit in units[best]:
-                used[unit] ^= 1 << digit
+            put(best, digit)  # takes it back
         return False
 
     fill()
