@@ -38,9 +38,11 @@ from twins.draft import opened_head, tokens_a_pass
 from twins.fill import holes, planted
 from twins.models import Pair, held_out_batches, tiny_causal
 from twins.puzzles import solved
+from unspool.errors import ModelFileError
 from unspool.train.export import export_folder
 from unspool.train.running.events import Event, Logged
 from unspool.train.running.runs import Run
+from unspool.train.twins.head_files import open_head, save_head
 from unspool.train.twins.settings import TwinSettings
 from unspool.train.twins.sources import Causal, learned_from
 from unspool.train.twins.twin import new_run, settings_of, train_twin
@@ -112,13 +114,28 @@ class Job:
         """The weights, in 16 bits."""
         assert run.final is not None
         target = self.out / "weights" / part
-        if (run.final / "config.json").exists():
+        if (run.final / "model.safetensors").exists():
             export_folder(run.final, target, dtype="bfloat16", force=True)
             if (run.final / "twin.json").exists():
                 shutil.copyfile(run.final / "twin.json", target / "twin.json")
             return
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(run.final, target, ignore=shutil.ignore_patterns("state"))
+
+    def packed_head(self, part: str, run: Run, causal: Causal) -> Path:
+        """A head as it is shipped: four bits a number, where its rows can be cut into blocks."""
+        assert run.final is not None
+        target = self.out / "weights" / part
+        told = json.loads((run.final / "config.json").read_text())
+        shape, weights = open_head(run.final)
+        who = {"base": told["base"], "fingerprint": told["fingerprint"]}
+        for kind in ("Q4_1", "F16"):
+            try:
+                save_head(weights, shape, causal.checkpoint.config, target, **who, type=kind)
+                break
+            except ModelFileError:
+                continue
+        return target
 
 
 def say(line: str) -> None:
@@ -187,11 +204,9 @@ def fill(job: Job) -> dict[str, Any]:
 def draft(job: Job) -> dict[str, Any]:
     settings = job.settings("draft", "draft", chat_share=1.0, data=(), shares=())
     run = job.trained("draft", settings)
-    job.keep("draft", run)
     causal = Causal.found(job.model)
-    assert run.final is not None
     clean = causal.frozen(job.device)
-    head = opened_head(clean, run.final, job.device)
+    head = opened_head(clean, job.packed_head("draft", run, causal), job.device)
     length, rows = (48, 4) if job.given.tiny else (384, 32)
     found = _held_out(job, settings, causal, length, rows)
     measured = {name: tokens_a_pass(clean, head, batches) for name, batches in found.items()}

@@ -7,29 +7,24 @@ likeliest everywhere, that is the very number of greedy drafting.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from unspool.model.transformer import Transformer
 from unspool.train.data.batches import Batch
-from unspool.train.twins.draft import DraftHead, Drafts, HeadShape, answers_ahead
+from unspool.train.twins.draft import DraftHead, Drafts, answers_ahead
+from unspool.train.twins.head_files import open_head
 
 AHEAD = 7
 
 
 def opened_head(clean: Transformer, folder: Path, device: torch.device) -> DraftHead:
-    told = json.loads((folder / "head.json").read_text())
-    weights = load_file(folder / "head.safetensors")
-    shape = HeadShape(tuple(told["layers"]), told["tokens"], told["inner"], told["recent"])
-    head = DraftHead(clean.config, shape, weights["ids"].long())
-    head.load_state_dict(
-        {name: value.to(head.state_dict()[name]) for name, value in weights.items()}
-    )
+    shape, weights = open_head(folder)
+    head = DraftHead(clean.config, shape, weights["ids"])
+    head.load_state_dict(weights)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return head.to(device, dtype).requires_grad_(False).eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from unspool.train.twins.draft import (
     most_written,
     rms,
 )
+from unspool.train.twins.head_files import open_head, save_head
 
 
 def rng(seed: int = 1) -> torch.Generator:
@@ -143,6 +145,21 @@ def test_the_loss_compares_with_what_the_causal_model_says():
     loss.total.backward()
     assert all(value.grad is not None for value in head.parameters())
     assert all(value.grad is None for value in model.parameters())
+
+
+@pytest.mark.parametrize("type", ["F16", "Q8_0", "Q4_1"])
+def test_a_head_comes_back_from_its_files(type: str, tmp_path: Path):
+    model = tiny_model(width=64, head_width=32, heads=2, kv_heads=1, ff_width=96)
+    head = DraftHead(model.config, HeadShape((0, 1), 20, 32, 32), torch.arange(3, 23))
+    save_head(
+        head.state_dict(), head.shape, head.config, tmp_path, base="it", fingerprint="f", type=type
+    )
+    shape, weights = open_head(tmp_path)
+    assert shape == head.shape
+    exactness = {"F16": 1e-3, "Q8_0": 2e-2, "Q4_1": 0.2}[type]
+    for name, value in head.state_dict().items():
+        far = (weights[name] - value).abs().max()
+        assert far <= exactness * float(value.abs().max()) + 1e-6, name
 
 
 def test_the_layers_that_are_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +145,14 @@ def test_a_causal_twin_writes_from_left_to_right():
     assert found.answers == decoded(puzzle, text[:, puzzle.prompt :].numpy())
     with pytest.raises(SettingsError, match="left to right"):
         solutions(model, puzzle, prompts, "confident")
+
+
+def test_the_guide(capsys: pytest.CaptureFixture[str]):
+    """The example of docs/beyond.md, section "Train a twin"."""
+    guide = (Path(__file__).parents[2] / "docs" / "beyond.md").read_text(encoding="utf-8")
+    section = guide.split("## Train a twin")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "beyond.md", "exec"), {})
+    assert "True" in capsys.readouterr().out

@@ -20,6 +20,8 @@ from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.train.data.tokenizer import TokenizerSettings, learn, save
 from unspool.train.running.events import Event, Logged
 from unspool.train.running.runs import Run
+from unspool.train.twins.draft import DraftHead
+from unspool.train.twins.head_files import open_head
 from unspool.train.twins.mask_token import mask_token
 from unspool.train.twins.settings import TwinSettings
 from unspool.train.twins.twin import new_run, settings_of, train_twin
@@ -59,9 +61,9 @@ def trained(wanted: TwinSettings) -> tuple[Run, list[float]]:
 def test_a_block_twin_is_a_model_that_says_how_it_looks(here: Path):
     run, losses = trained(settings(here, "block", steps=30, rate=3e-3, chat=0))
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
-    config = open_checkpoint(run.final).config
-    assert (config.sight, config.block, config.mask_id, config.shifted) == ("block", 8, 0, True)
-    assert config.family == "llama"
+    said = json.loads((run.final / "config.json").read_text())
+    assert said["unspool"] == {"sight": "block", "block": 8, "mask_id": 0, "shifted": True}
+    assert said["model_type"] == "llama"
     before, after = (
         load_transformer(open_checkpoint(path)).state_dict() for path in (here / "model", run.final)
     )
@@ -87,8 +89,8 @@ def test_as_an_adapter_it_is_peft_with_a_note(here: Path):
 def test_a_fill_twin_goes_on_from_a_block_twin(here: Path):
     first, _ = trained(settings(here, "block", chat=0))
     run, _ = trained(settings(here, "fill", start=str(first.folder), rate=1e-9))
-    config = open_checkpoint(run.final).config
-    assert (config.sight, config.block, config.shifted) == ("whole", 0, True)
+    said = json.loads((run.final / "config.json").read_text())["unspool"]
+    assert said == {"sight": "whole", "block": 0, "mask_id": 0, "shifted": True}
     one, other = (
         load_transformer(open_checkpoint(path.final)).state_dict() for path in (first, run)
     )
@@ -100,15 +102,17 @@ def test_a_fill_twin_goes_on_from_a_block_twin(here: Path):
 
 
 def test_a_drafting_head_learns_and_is_saved(here: Path):
-    from safetensors.torch import load_file
-
     wanted = settings(here, "draft", draft_tokens=64, steps=25, draft_steps=3, chat_share=1.0)
     run, losses = trained(wanted)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
-    told = json.loads((run.final / "head.json").read_text())
-    assert told["tokens"] == 64 and told["layers"] == [0, 1, 3]
-    weights = load_file(run.final / "head.safetensors")
-    assert weights["ids"].shape == (64,)
+    told = json.loads((run.final / "config.json").read_text())
+    assert told["format"] == "unspool-draft-head" and told["layers"] == [0, 1, 3]
+    with unspool.load(here / "model", backend="torch") as lm:
+        assert told["fingerprint"] == lm.model.fingerprint()
+    shape, weights = open_head(run.final)
+    assert shape.tokens == 64 and weights["ids"].shape == (64,)
+    config = open_checkpoint(here / "model").config
+    DraftHead(config, shape, weights["ids"]).load_state_dict(weights)  # all of them, as they were
 
 
 @pytest.mark.parametrize("sight", ["whole", "causal"])

@@ -237,8 +237,8 @@ def longrope_attention(factor: float, original: int) -> float:
 
 
 def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """A config.json from which transformers builds the same model, if it has such a one."""
-    if config.family not in FAMILIES or config.sight != "causal":
+    """A config.json from which transformers builds the same model."""
+    if config.family not in FAMILIES:
         return {"model_type": OUR_MODEL_TYPE, "settings": config.to_dict()}
     family = FAMILIES[config.family]
     raw: dict[str, Any] = {

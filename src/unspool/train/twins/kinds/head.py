@@ -6,13 +6,14 @@ head.safetensors      its weights, in 16 bits, and the tokens that it can draft
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from unspool.backends.torch.loaded import TorchModel
+from unspool.model.checkpoint import load_transformer
 from unspool.train.learning.optimizers import Rates
 from unspool.train.twins.draft import (
     DraftHead,
@@ -20,6 +21,7 @@ from unspool.train.twins.draft import (
     HeadShape,
     most_written,
 )
+from unspool.train.twins.head_files import save_head
 from unspool.train.twins.mixture import Mixture
 from unspool.train.twins.settings import Parts, TwinSettings
 from unspool.train.twins.sources import Causal, judged_by, learned_from, most_of
@@ -50,8 +52,13 @@ def head_parts(
     length = min(settings.length or (384 if cuda else 128), config.context)
     rate = settings.rate or _RATE
 
+    # Of the weights as they are in the file: the same on every device.
+    fingerprint = TorchModel(load_transformer(causal.checkpoint)).fingerprint()
+
     def save(weights: Mapping[str, Tensor], folder: Path) -> None:
-        save_head(weights, shape, causal, folder)
+        save_head(
+            weights, shape, config, folder, base=Path(causal.base).name, fingerprint=fingerprint
+        )
 
     return Parts(
         head,
@@ -64,22 +71,3 @@ def head_parts(
         "adamw" if settings.optimizer == "adamw" else "muon",
         {"base": causal.base, "data": told, "head": list(shape.layers)},
     )
-
-
-def save_head(
-    weights: Mapping[str, Tensor], shape: HeadShape, causal: Causal, folder: Path
-) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {
-        name: value.to("cpu", torch.int32 if name == "ids" else torch.float16).contiguous()
-        for name, value in weights.items()
-    }
-    save_file(kept, folder / "head.safetensors.part")
-    (folder / "head.safetensors.part").replace(folder / "head.safetensors")
-    told = {
-        "kind": "eagle-1", "base": causal.base, "layers": list(shape.layers),
-        "tokens": shape.tokens, "inner": shape.inner, "recent": shape.recent,
-    }  # fmt: skip
-    (folder / "head.json").write_text(json.dumps(told, indent=2) + "\n")

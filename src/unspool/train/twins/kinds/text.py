@@ -19,6 +19,7 @@ from unspool.errors import SettingsError
 from unspool.model.adapters import Adapter, LowRank, write_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.model.config import ModelConfig
+from unspool.model.config_hf import read_json
 from unspool.model.hub import find_model
 from unspool.model.transformer import Transformer
 from unspool.train.learning.lora import Lora, add_lora
@@ -33,6 +34,7 @@ from unspool.train.twins.settings import Parts, TwinSettings
 from unspool.train.twins.sources import Causal, judged_by, learned_from
 
 TWIN = "twin.json"
+_SIGHT = ("sight", "block", "mask_id", "shifted")
 _RATES = {"block": 4e-4, "fill": 3e-4}  # of all weights
 _LORA_RATE = 1e-3
 
@@ -97,10 +99,8 @@ def _model(
     first = causal.checkpoint
     if settings.start:
         first = open_checkpoint(_path(settings.start))
-        if (
-            first.config.mask_id != mask
-            or first.config.vocab_size != causal.checkpoint.config.vocab_size
-        ):
+        same = first.config.vocab_size == causal.checkpoint.config.vocab_size
+        if not same or _mask_of(first.path) != mask:
             raise SettingsError(f"{settings.start} is no twin of this model with the same mask")
     model = load_transformer(first, device=str(device)).requires_grad_(True)
     model.embed.requires_grad_(False)
@@ -108,6 +108,12 @@ def _model(
         model.head.requires_grad_(False)
     own_mask_vector(model, mask, fresh=settings.start is None)
     return model
+
+
+def _mask_of(folder: Path) -> int | None:
+    """The mask of another twin."""
+    file = folder / TWIN
+    return None if not file.is_file() else read_json(file).get("mask_id")
 
 
 def _path(name: str) -> Path:
@@ -140,15 +146,15 @@ def _saver(
         save_weights(config, with_mask(weights, mask), folder)
         causal.tokenizer.save(folder)
         (folder / TWIN).write_text(json.dumps(_told(config, causal), indent=2) + "\n")
+        said = read_json(folder / "config.json")
+        said["unspool"] = {name: getattr(config, name) for name in _SIGHT}
+        (folder / "config.json").write_text(json.dumps(said, indent=2))
 
     return save_adapter if settings.lora else save_whole
 
 
 def _told(config: ModelConfig, causal: Causal) -> dict[str, Any]:
-    return {
-        "base": causal.base, "sight": config.sight, "block": config.block,
-        "mask_id": config.mask_id, "shifted": config.shifted,
-    }  # fmt: skip
+    return {"base": causal.base, **{name: getattr(config, name) for name in _SIGHT}}
 
 
 def _numbers(tensor: Tensor) -> Any:
