@@ -32,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+import torch._dynamo
 
 from twins.block import agreement, perplexities
 from twins.draft import opened_head, tokens_a_pass
@@ -274,11 +275,13 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64  # each measure has masks of its own
     given.out.mkdir(parents=True, exist_ok=True)
     job, file = Job(given), given.out / "results.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for part in given.parts or PARTS:
         say(f"{part}:")
+        torch._dynamo.reset()  # what was compiled for one part is of no use to the next
         try:
             results[part] = PARTS[part](job)
         except UnfinishedError as error:

@@ -30,13 +30,14 @@ from unspool.model.transformer import Attend, Attention, Transformer
 Positions = npt.NDArray[np.int64]
 # Row of the batch, head, query, key -> may this query see this key? Numbers or tensors of numbers.
 Allowed = Callable[[Any, Any, Any, Any], Any]
+ALL = "all"  # the mask of those who see everything: none is needed
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Which tokens each token sees, and how that is computed; one mask for each window."""
 
-    masks: dict[int, Any]  # window -> None (plain causal), a tensor, or a GPU's block mask
+    masks: dict[int, Any]  # window -> None (plain causal), ALL, a tensor, or a GPU's block mask
 
     @classmethod
     def of(cls, config: ModelConfig, tokens: Tensor, allowed: Allowed | None = None) -> Sight:
@@ -46,6 +47,8 @@ class Sight:
         for window in {config.window(layer) for layer in range(config.layers)}:
             if allowed is None and (window == 0 or window >= length):
                 masks[window] = None
+            elif allowed is everything and not (window or config.attention_softcap):
+                masks[window] = ALL
             else:
                 whole = _within(window, allowed or causal)
                 masks[window] = looking(whole, rows, length, length, tokens.device, config)
@@ -56,6 +59,10 @@ class Sight:
         if config.attention_softcap:
             return _capped(config, query, key, value, mask)
         grouped = config.heads != config.kv_heads
+        if mask is ALL:
+            return functional.scaled_dot_product_attention(
+                query, key, value, scale=config.scale, enable_gqa=grouped
+            )
         if mask is not None and not isinstance(mask, Tensor):
             mixed: Tensor = _flex()(
                 query, key, value, block_mask=mask, scale=config.scale, enable_gqa=grouped

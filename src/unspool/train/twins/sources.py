@@ -6,6 +6,7 @@ out; the twin is judged by those, in the same shares.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +96,15 @@ def _written(
         questions=_questions(settings.questions),
     )  # fmt: skip
     seconds = None if settings.writing_minutes is None else settings.writing_minutes * 60
-    with load(causal.path, device=str(device), progress=False) as lm:
-        return written_texts(lm, wanted, beginnings=beginnings, seconds=seconds, tell=tell)
+    texts = written_texts(
+        causal.path, causal.checkpoint.config, wanted,
+        lambda: load(causal.path, device=str(device), progress=False),
+        beginnings=beginnings, seconds=seconds, tell=tell,
+    )  # fmt: skip
+    if device.type == "cuda":  # what the engine had is needed for training
+        gc.collect()
+        torch.cuda.empty_cache()
+    return texts
 
 
 def _questions(file: str | None) -> tuple[str, ...]:

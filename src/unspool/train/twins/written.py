@@ -1,6 +1,6 @@
 """Texts that a model wrote itself, by our own engine: what its twins learn from first of all.
 
-    packed = written_texts(lm, 16000, seed=0)       # written once, kept, and found again
+    packed = written_texts(path, config, WritingSettings(texts=16000), load)   # written once, kept
 
 A model with a chat template first writes what a user might ask (it is given the template's words up
 to the user's own, arXiv 2406.08464), and then answers that, and the questions that it was given
@@ -15,7 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from unspool.decoding.together import write_all
 from unspool.engine.generation import Generation
 from unspool.errors import DataError
 from unspool.language_model import LanguageModel
+from unspool.model.config import ModelConfig
 from unspool.model.packaged import cache_folder
 from unspool.text.chat.template import ChatTemplate
 from unspool.train.data.shards import Packed
@@ -51,47 +52,53 @@ class WritingSettings:
 
 
 def written_texts(
-    lm: LanguageModel,
+    path: Path,
+    config: ModelConfig,
     settings: WritingSettings,
+    load: Callable[[], LanguageModel],
     *,
     beginnings: Sequence[Sequence[int]] = (),
     seconds: float | None = None,
     tell: Tell = lambda done: None,
 ) -> Packed:
-    """The texts that this model wrote; those that are still missing are written first, for at most
-    so many seconds (what is there then must do)."""
-    folder = _folder(lm, settings)
+    """The texts that the model at `path` wrote; if some are still missing, it is loaded and writes
+    them, for at most so many seconds (what is there then must do)."""
+    folder = _folder(path, config, settings)
     folder.mkdir(parents=True, exist_ok=True)
+    parts = [folder / f"{number:05}.npz" for number in range(-(-settings.texts // PART))]
     since = time.monotonic()
-    parts = -(-settings.texts // PART)
-    for number in range(parts):
-        file = folder / f"{number:05}.npz"
-        if file.exists():
-            continue
-        if seconds is not None and time.monotonic() - since > seconds and number:
-            break
-        count = min(PART, settings.texts - number * PART)
-        texts = _Writer(lm, settings, number, beginnings).write(count)
-        _save(texts, file)
-        tell((number + 1) * PART)
-    return _open(sorted(folder.glob("[0-9]*.npz"))[:parts], lm.config.vocab_size)
+    missing = [number for number, file in enumerate(parts) if not _is_whole(file, number, settings)]
+    if missing:
+        with load() as lm:
+            for number in missing:
+                late = seconds is not None and time.monotonic() - since > seconds
+                if late and number:
+                    break
+                count = min(PART, settings.texts - number * PART)
+                _save(_Writer(lm, settings, number, beginnings).write(count), parts[number], count)
+                tell(number * PART + count)
+    return _open([file for file in parts if file.exists()], config.vocab_size)
 
 
-def _folder(lm: LanguageModel, settings: WritingSettings) -> Path:
+def _is_whole(file: Path, number: int, settings: WritingSettings) -> bool:
+    """Whether a part is there, with all the texts that are wanted of it."""
+    if not file.exists():
+        return False
+    with np.load(file, allow_pickle=False) as kept:
+        return int(kept["asked"]) >= min(PART, settings.texts - number * PART)
+
+
+def _folder(path: Path, config: ModelConfig, settings: WritingSettings) -> Path:
     """By what the texts depend on; how many there are to be is no part of that."""
-    facts = {**asdict(settings), "texts": 0, "model": lm.config.to_dict(), "weights": _facts(lm)}
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    return cache_folder() / "written" / name
-
-
-def _facts(lm: LanguageModel) -> list[Any]:
-    """Which weights these are: the files' names and sizes."""
-    path = lm.path
-    if path is None:
-        raise DataError("a model that is no file cannot be written with for its twin; save it")
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    known = [file for file in files if file.suffix in (".safetensors", ".gguf")]
-    return [str(path.resolve()), [(file.name, file.stat().st_size) for file in known]]
+    weights = [
+        (file.name, file.stat().st_size)
+        for file in files
+        if file.suffix in (".safetensors", ".gguf")
+    ]
+    known = [asdict(replace(settings, texts=0)), config.to_dict(), str(path.resolve()), weights]
+    name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "written" / name
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +184,14 @@ def _is_question(draft: Generation) -> bool:
     return draft.finish_reason == "stop" and len(draft.text.strip()) >= _FEWEST
 
 
-def _save(texts: list[_Text], file: Path) -> None:
+def _save(texts: list[_Text], file: Path, asked: int) -> None:
     part = file.with_name(f".{file.name}.part.npz")
     np.savez(
         part,
         ids=np.concatenate([np.array(text.ids, np.uint32) for text in texts]),
         lengths=np.array([len(text.ids) for text in texts]),
         prompts=np.array([text.prompt for text in texts]),
+        asked=np.array(asked),
     )
     part.replace(file)
 
