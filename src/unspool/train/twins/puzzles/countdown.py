@@ -102,7 +102,8 @@ def _played(numbers: Numbers, rng: np.random.Generator) -> tuple[Numbers, Number
     was nothing that is allowed)."""
     left, sums, good = numbers, [], np.ones(len(numbers), bool)
     while left.shape[1] > 1:
-        mixed = np.take_along_axis(left, rng.random(left.shape).argsort(1), 1)
+        order = np.argsort(rng.random(left.shape), axis=1)
+        mixed = np.take_along_axis(left, order, 1)
         one, other = mixed[:, 0], mixed[:, 1]
         results = np.stack([one + other, one - other, one * other, one // other], 1)
         allowed = (results >= 1) & (results <= _LARGEST)

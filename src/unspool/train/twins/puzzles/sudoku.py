@@ -135,7 +135,7 @@ def _searched(box: int, rng: random.Random) -> list[int]:
             used[unit] ^= 1 << digit
 
     def fill() -> bool:
-        best, options = -1, []
+        best, options = -1, list[int]()
         for cell in (cell for cell in range(cells) if not board[cell]):
             row, column, own = units[cell]
             taken = used[row] | used[column] | used[own]
