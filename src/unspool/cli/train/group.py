@@ -9,8 +9,8 @@ import typer
 
 # Each lies in the file of its name.
 COMMANDS = (
-    "new", "tune", "dpo", "grpo", "merge", "task", "runs", "data", "tokenizer", "judge", "export",
-    "scaling",
+    "new", "tune", "dpo", "grpo", "twin", "merge", "task", "runs", "data", "tokenizer", "judge",
+    "export", "scaling",
 )  # fmt: skip
 
 train = typer.Typer(

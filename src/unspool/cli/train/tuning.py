@@ -85,7 +85,7 @@ def carry_out(settings: dict[str, Any], name: str | None, resume: str | None, qu
     else:
         wanted = TuneSettings(**settings)
         run = new_run(wanted, runs_folder() / name if name else None)
-    with _Telling(run, quiet) as telling:
+    with Telling(run, quiet) as telling:
         tune(wanted, run, telling)
     _close(run, bool(wanted.lora), wanted.model)
 
@@ -104,7 +104,7 @@ def _close(run: Run, adapter: bool, model: str | None) -> None:
         o.say(f'write with it:  unspool "..." --model {run.final}')
 
 
-class _Telling:
+class Telling:
     """A bar where somebody looks, a line now and then where nobody does."""
 
     def __init__(self, run: Run, quiet: bool) -> None:
@@ -113,7 +113,7 @@ class _Telling:
         self._task: Any = None
         self._next = 0
 
-    def __enter__(self) -> _Telling:
+    def __enter__(self) -> Telling:
         if not self._quiet and sys.stderr.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -10,7 +10,8 @@ that the logits of all tokens are never in memory together (`cross_entropy.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,18 +25,19 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unspool.model.config import ModelConfig
-from unspool.model.transformer import Attention, Transformer
+from unspool.model.transformer import Attend, Attention, Transformer
 
 Positions = npt.NDArray[np.int64]
 # Row of the batch, head, query, key -> may this query see this key? Numbers or tensors of numbers.
 Allowed = Callable[[Any, Any, Any, Any], Any]
+ALL = "all"  # the mask of those who see everything: none is needed
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Which tokens each token sees, and how that is computed; one mask for each window."""
 
-    masks: dict[int, Any]  # window -> None (plain causal), a tensor, or a GPU's block mask
+    masks: dict[int, Any]  # window -> None (plain causal), ALL, a tensor, or a GPU's block mask
 
     @classmethod
     def of(cls, config: ModelConfig, tokens: Tensor, allowed: Allowed | None = None) -> Sight:
@@ -47,9 +49,11 @@ class Sight:
         for window in {config.window(layer) for layer in range(config.layers)}:
             if plain and (window == 0 or window >= length):
                 masks[window] = None
+            elif allowed is everything and not (window or config.attention_softcap):
+                masks[window] = ALL
             else:
                 whole = _within(window, allowed or _usual(config), config.sight == "whole")
-                masks[window] = _mask(whole, rows, length, tokens.device, config)
+                masks[window] = looking(whole, rows, length, length, tokens.device, config)
         return cls(masks)
 
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -57,6 +61,10 @@ class Sight:
         if config.attention_softcap:
             return _capped(config, query, key, value, mask)
         grouped = config.heads != config.kv_heads
+        if mask is ALL:
+            return functional.scaled_dot_product_attention(
+                query, key, value, scale=config.scale, enable_gqa=grouped
+            )
         if mask is not None and not isinstance(mask, Tensor):
             mixed: Tensor = _flex()(
                 query, key, value, block_mask=mask, scale=config.scale, enable_gqa=grouped
@@ -112,18 +120,24 @@ def _within(window: int, allowed: Allowed, both_ways: bool) -> Allowed:
     return near
 
 
-def _mask(
-    allowed: Allowed, rows: int, length: int, device: torch.device, config: ModelConfig
+def looking(
+    allowed: Allowed,
+    rows: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    config: ModelConfig,
 ) -> Any:
-    """On a GPU the blocks that anybody sees, so that the others are not computed."""
+    """The mask of so many queries that look at so many keys: on a GPU the blocks that anybody sees,
+    so that the others are not computed."""
     if device.type == "cuda" and not config.attention_softcap:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        return create_block_mask(allowed, rows, None, length, length, device=device)
+        return create_block_mask(allowed, rows, None, queries, keys, device=device)
     row = torch.arange(rows, device=device)[:, None, None, None]
-    places = torch.arange(length, device=device)
-    seen: Tensor = allowed(row, 0, places[:, None], places[None, :])
-    return seen.expand(rows, 1, length, length)
+    ours, theirs = (torch.arange(count, device=device) for count in (queries, keys))
+    seen: Tensor = allowed(row, 0, ours[:, None], theirs[None, :])
+    return seen.expand(rows, 1, queries, keys)
 
 
 @cache
@@ -148,26 +162,45 @@ def _capped(
 
 
 def hidden(
-    model: Transformer, tokens: Tensor, sight: Sight, positions: Positions | None = None
+    model: Transformer,
+    tokens: Tensor,
+    sight: Attend | Sequence[Attend],
+    positions: Positions | None = None,
 ) -> Tensor:
     """The vectors of `tokens` [batch, length] behind the last layer."""
+    return deque(residuals(model, tokens, sight, positions), maxlen=1)[0]
+
+
+def residuals(
+    model: Transformer,
+    tokens: Tensor,
+    sight: Attend | Sequence[Attend],
+    positions: Positions | None = None,
+) -> Iterator[Tensor]:
+    """What goes into each layer, one after the other, and what comes out of the last. `sight` is
+    one for all layers, or one for each."""
     if positions is None:
         positions = np.arange(tokens.shape[1])
     x = model.embedded(tokens, positions)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    for layer, angles in zip(model.layers, _angles(model, positions, x), strict=True):
-        x = layer(x, angles, None, sight)
-    return x
+    yield x
+    each = sight if isinstance(sight, Sequence) else [sight] * model.config.layers
+    for layer, angles, look in zip(
+        model.layers, angle_tables(model, positions, x), each, strict=True
+    ):
+        x = layer(x, angles, None, look)
+        yield x
 
 
 # The tables of angles are the same in every step: made once for each set of positions.
 _TABLES: WeakKeyDictionary[Transformer, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def _angles(
+def angle_tables(
     model: Transformer, positions: Positions, x: Tensor
 ) -> list[tuple[Tensor, Tensor] | None]:
+    """Cosine and sine of these positions for each layer, where `x` lies and as exact."""
     made = _TABLES.setdefault(model, {})
     key = (positions.tobytes(), x.dtype, x.device)
     if key not in made:

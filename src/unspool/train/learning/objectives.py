@@ -35,7 +35,8 @@ class Loss:
     extra: dict[str, float] = field(default_factory=dict)  # goes into the log as it is
 
 
-Objective = Callable[[Transformer, "Batch", torch.Generator], Loss]
+# Of a model (a Transformer, or a head that has a config and layers too), a batch, random numbers.
+Objective = Callable[[Any, Any, torch.Generator], Loss]
 
 
 def next_token(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
@@ -51,19 +52,22 @@ def next_token(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
 class Masked:
     """Hidden tokens from all that is visible around them; nothing comes first.
 
-    In each row a share t of the tokens, drawn evenly from 0 to 1, is replaced by `mask_id`. What is
-    guessed counts 1/t, which makes the loss a bound on the text's log-likelihood. With `shifted` a
-    token's vector guesses the one behind it, as in models that were causal before.
+    In each row a share t of the tokens, drawn evenly from 0 to 1, is replaced by `mask_id`. With
+    `shifted` a token's vector guesses the one behind it, as in models that were causal before.
+
+    `weighting`: "bound" counts a guess 1/t, which makes the loss a bound on the text's
+    log-likelihood; "plain" counts every guess alike, which is steadier.
     """
 
     mask_id: int
     shifted: bool = False
+    weighting: Literal["bound", "plain"] = "bound"
 
     def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
         tokens = batch.ids[:, :-1]
         share = _shares(tokens.shape[0], 1, rng, tokens.device)
         hide = _drawn(tokens, share, rng) & _may_hide(batch)
-        weights = hide / share
+        weights = hide / share if self.weighting == "bound" else hide.float()
         noisy = tokens.masked_fill(hide, self.mask_id)
         allowed = everything if batch.documents is None else _together(batch.documents)
         sight = Sight.of(model.config, tokens, allowed)
@@ -71,7 +75,8 @@ class Masked:
         if self.shifted:  # nobody stands before the first token, so nobody guesses it
             x, tokens, weights = x[:, :-1], tokens[:, 1:], weights[:, 1:]
         summed = summed_loss(model, x, tokens, weights)
-        return _mean(summed, _may_hide(batch).sum())
+        bound = self.weighting == "bound"
+        return _mean(summed, _may_hide(batch).sum() if bound else weights.sum().clamp(min=1))
 
 
 @dataclass(frozen=True, slots=True)

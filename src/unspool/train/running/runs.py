@@ -30,7 +30,7 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.train.running.atomic import write_json
 
-KINDS = ("new", "tune", "dpo", "grpo")
+KINDS = ("new", "tune", "dpo", "grpo", "twin")
 STATES = ("running", "paused", "done", "failed", "stopped", "broken off")
 WANTS = ("go", "pause", "stop")
 FILM = (0, 1, 3, 10, 30, 100)  # per cent of the steps of which a checkpoint is always kept

@@ -1,0 +1,1 @@
+"""The parts of each kind of twin."""

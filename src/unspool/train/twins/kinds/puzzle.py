@@ -1,0 +1,95 @@
+"""A small model from scratch on a puzzle: a causal twin, or one that fills in any order.
+
+Both have the same shape, the same rows at every step, and the same number of steps. Positions are
+learned, not turned: a cell must know where it stands, and nothing before it tells.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unspool.model.checkpoint import save_weights
+from unspool.model.config import ModelConfig
+from unspool.model.transformer import Transformer
+from unspool.model.weights import parameter_count
+from unspool.train.learning.objectives import Masked, Objective, next_token
+from unspool.train.learning.shape import new_model, rates_for
+from unspool.train.running.held_out import on_device
+from unspool.train.twins.puzzles.puzzle import (
+    END,
+    HELD_OUT,
+    MASK,
+    Puzzle,
+    PuzzleBatches,
+    puzzle_named,
+    save_tokenizer,
+    token_ids,
+)
+from unspool.train.twins.settings import Parts, TwinSettings
+from unspool.train.twins.solving import solutions
+
+FAMILY = "unspool-puzzle"  # no family of others: its files say everything in our words
+_JUDGED = 4  # batches
+
+
+def puzzle_config(puzzle: Puzzle, sight: str, depth: int, width: int, heads: int) -> ModelConfig:
+    """Of either twin; they differ in how far a token looks, and in nothing else."""
+    ids = token_ids(puzzle)
+    return ModelConfig(
+        family=FAMILY, vocab_size=len(ids), width=width, layers=depth, heads=heads, kv_heads=heads,
+        head_width=width // heads, ff_width=-(-8 * width // 3 // 32) * 32,
+        context=puzzle.prompt + puzzle.answer + 1, positions="learned", qk_norm="head", tied=True,
+        end_ids=(ids[END],), sight="causal" if sight == "causal" else "whole",
+        mask_id=None if sight == "causal" else ids[MASK],
+    )  # fmt: skip
+
+
+def puzzle_objective(puzzle: Puzzle, sight: str) -> Objective:
+    if sight == "causal":
+        return next_token
+    return Masked(token_ids(puzzle)[MASK], weighting="plain")
+
+
+def puzzle_parts(settings: TwinSettings, device: torch.device) -> Parts:
+    puzzle = puzzle_named(settings.kind)
+    config = puzzle_config(puzzle, settings.sight, settings.depth, settings.width, settings.heads)
+    objective = puzzle_objective(puzzle, settings.sight)
+    usual = 1024 if device.type == "cuda" else 64
+    batches = PuzzleBatches(puzzle, settings.batch or usual, settings.seed)
+    rates = rates_for(config)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = save_tokenizer(puzzle, Path(folder))
+
+    def save(weights: Mapping[str, Tensor], folder: Path) -> None:
+        save_weights(config, weights, folder)
+        tokenizer.save(folder)
+
+    def judge(model: Transformer) -> tuple[float, float | None]:
+        total = count = 0.0
+        for number in range(_JUDGED):
+            batch = on_device(batches.batch(HELD_OUT + number), device)
+            loss = objective(model, batch, torch.Generator().manual_seed(number))
+            total += float(loss.total) * float(loss.tokens)
+            count += float(loss.tokens)
+        return total / max(1.0, count), None
+
+    def sample(model: Transformer) -> list[tuple[str, int, str]]:
+        asked, _ = puzzle.made(1, PuzzleBatches(puzzle, 1, settings.seed).rng(HELD_OUT))
+        return [(asked[0], 0, solutions(model, puzzle, asked).answers[0])]
+
+    return Parts(
+        new_model(config, settings.seed).to(device), batches, objective, save, judge, sample,
+        rates if settings.rate is None else rates.times(settings.rate / rates.matrices),
+        "adamw" if settings.optimizer == "adamw" else "muon",
+        {"parameters": parameter_count(config), "config": config.to_dict(), **_facts(puzzle)},
+    )  # fmt: skip
+
+
+def _facts(puzzle: Puzzle) -> dict[str, Any]:
+    return {"data": {"source": [puzzle.name], "kind": "puzzle"}}

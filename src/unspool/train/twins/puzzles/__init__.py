@@ -1,0 +1,1 @@
+"""Puzzles with exact judges, where the order in which an answer is written decides."""

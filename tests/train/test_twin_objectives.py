@@ -1,0 +1,267 @@
+"""Block and fill twins against plain loops that say what they mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import tiny_model
+from torch import Tensor
+from torch.nn import functional
+
+from unspool.model.transformer import Transformer
+from unspool.train.data.batches import Batch
+from unspool.train.learning import forward
+from unspool.train.learning.lora import Lora, add_lora
+from unspool.train.twins import block, fill, noise
+from unspool.train.twins.block import BlockTwin
+from unspool.train.twins.fill import FillTwin, rows_of_each
+from unspool.train.twins.halves import Halves, block_starts, document_starts
+from unspool.train.twins.mask_token import own_mask_vector
+
+MASK = 28
+
+
+def rng(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def a_batch(rows: int = 4) -> Batch:
+    """Two documents a row; the end of the first row belongs to none."""
+    ids = torch.randint(0, MASK, (rows, 41), generator=rng(3))
+    documents = torch.zeros(rows, 40, dtype=torch.int32)
+    documents[:, 17:] = 1
+    documents[0, 35:] = -1
+    counted = torch.ones(rows, 40, dtype=torch.bool)
+    counted[:, :9] = False
+    return Batch(ids, counted, documents)
+
+
+def a_pair() -> tuple[Transformer, Transformer]:
+    """The frozen causal model, and a twin that is not the same any more."""
+    twin = tiny_model(seed=5)
+    twin.embed.requires_grad_(False)
+    own_mask_vector(twin, MASK, fresh=True)
+    return tiny_model().requires_grad_(False), twin
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the objectives drew."""
+    seen: dict[str, Any] = {}
+
+    def watch(module: Any, name: str) -> None:
+        inner = getattr(module, name)
+
+        def watched(*given: Any) -> Any:
+            seen[name] = inner(*given)
+            return seen[name]
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(block, "drawn_grid")
+    watch(block, "hidden_in_blocks")
+    watch(fill, "wrong_places")
+    watch(FillTwin, "_drawn")
+    watch(FillTwin, "_sampled")
+    return seen
+
+
+def looking_at(
+    model: Transformer, x: Tensor, layer: int, angles: Any, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer over one row of tokens that all see each other, and others' keys before them."""
+    part: Any = model.layers[layer]
+    attention = part.attention
+    query, own_key, own_value = attention.project(part.attention_norm(x), angles)
+    keys, values = torch.cat((key, own_key), 2), torch.cat((value, own_value), 2)
+    group = model.config.heads // model.config.kv_heads
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    weights = (query @ keys.mT * model.config.scale).softmax(-1)
+    x = x + attention.out((weights @ values).transpose(1, 2).flatten(2))
+    return x + part.feed(part.feed_norm(x)), own_key, own_value
+
+
+def block_vectors(
+    clean: Transformer, twin: Transformer, text: Tensor, tokens: Tensor, first: int
+) -> Tensor:
+    """The twin's vectors of a block at position `first` + len(text), behind a text that the causal
+    model reads token by token."""
+    places = torch.arange(first, first + len(text) + len(tokens)).numpy()
+    none = torch.zeros(1, clean.config.kv_heads, 0, clean.config.head_width)
+    kept = [(none, none) for _ in clean.layers]
+    for place, token in enumerate(text):
+        x = clean.embed(token[None, None])
+        angles = clean.angles(places[place : place + 1], 64)
+        for layer in range(len(kept)):
+            x, key, value = looking_at(clean, x, layer, angles[layer], *kept[layer])
+            kept[layer] = torch.cat((kept[layer][0], key), 2), torch.cat((kept[layer][1], value), 2)
+    x = twin.embed(tokens[None])
+    angles = twin.angles(places[len(text) :], 64)
+    for layer in range(len(kept)):
+        x, _, _ = looking_at(twin, x, layer, angles[layer], *kept[layer])
+    return x[0]
+
+
+def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(drawn: dict[str, Any]):
+    batch, (clean, twin) = a_batch(), a_pair()
+    loss = BlockTwin(MASK, clean)(twin, batch, rng())
+    grid, (hide, _) = drawn["drawn_grid"], drawn["hidden_in_blocks"]
+    total, count = torch.tensor(0.0), 0
+    for row in range(4):
+        tokens, size, shift = batch.inputs[row], int(grid.sizes[row]), int(grid.offsets[row])
+        for begin, end in ((0, 17), (17, 35 if row == 0 else 40)):
+            border = begin + size - shift
+            starts = [begin, *(s for s in range(border, end, size) if s > begin)]
+            for start, stop in zip(starts, [*starts[1:], end], strict=True):
+                for place in range(start + 1, stop):
+                    shown = hide[row] if hide[row, place] else ~hide[row]
+                    noisy = tokens[start:stop].masked_fill(shown[start:stop], MASK)
+                    noisy[0] = tokens[start]  # the causal model's own
+                    x = block_vectors(clean, twin, tokens[begin:start], noisy, begin)
+                    guess = twin.logits(x[place - 1 - start])
+                    total += functional.cross_entropy(guess, tokens[place])
+                    count += 1
+    assert int(loss.tokens) == count
+    assert torch.allclose(loss.total, total / count, rtol=1e-4)
+
+
+def test_the_causal_model_reads_as_it_always_did():
+    """Logits of the clean half are the causal model's own, whatever the twin is."""
+    clean, twin = a_pair()
+    tokens = a_batch().inputs
+    halves = Halves(clean.config, 4, 40, tokens.device)
+    halves.place(torch.zeros(4, 40))
+    assert torch.allclose(clean.logits(halves.read(clean, tokens)), clean(tokens), atol=1e-4)
+    before = {name: value.clone() for name, value in clean.state_dict().items()}
+    loss = BlockTwin(MASK, clean)(twin, a_batch(), rng())
+    loss.total.backward()
+    assert all(value.grad is None for value in clean.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in clean.state_dict().items())
+    trained = {name for name, value in twin.named_parameters() if value.grad is not None}
+    assert "embed.mask" in trained and "norm.weight" in trained and "embed.weight" not in trained
+
+
+def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, Any]):
+    """With LoRA the loss is that of a frozen copy beside the adapted model."""
+    adapted = tiny_model()
+    add_lora(adapted, Lora(rank=2))
+    for name, value in adapted.named_parameters():
+        if name.endswith(".up"):
+            torch.nn.init.normal_(value, 0, 0.1, generator=rng(7))
+    alone = BlockTwin(MASK)(adapted, a_batch(), rng())
+    beside = BlockTwin(MASK, tiny_model().requires_grad_(False))(adapted, a_batch(), rng())
+    assert torch.allclose(alone.total, beside.total, rtol=1e-5)
+    alone.total.backward()
+    assert all(v.grad is None for n, v in adapted.named_parameters() if not v.requires_grad)
+
+
+def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(drawn: dict[str, Any]):
+    batch, (clean, twin) = a_batch(), a_pair()
+    loss = FillTwin(MASK, clean)(twin, batch, rng())
+    tokens, quarter = batch.inputs, rows_of_each(4)
+    assert [part.start for part in quarter] == [0, 1, 2, 3]
+    wrong, others = drawn["wrong_places"][0], drawn["_sampled"][0]
+    hidden_total = shown_total = torch.tensor(0.0)
+    count = shown = 0
+    for row in range(4):
+        for begin, end in ((0, 17), (17, 35 if row == 0 else 40)):
+            counts = [p for p in range(begin + 1, end) if row != 1 or p > 9]
+            noisy = tokens[row].clone()
+            if row == 3:
+                for p in counts:
+                    noisy[p] = others[p] if wrong[p] else tokens[row, p]
+            for p in counts:
+                hide = drawn["_drawn"][row]
+                for side in (True, False):  # hidden, and where it is seen
+                    if not side and row != 3:
+                        continue
+                    copy = hide if bool(hide[p]) == side else ~hide
+                    seen = noisy.clone()
+                    for q in counts:
+                        seen[q] = MASK if copy[q] else noisy[q]
+                    none = torch.zeros(0, dtype=torch.int64)
+                    x = block_vectors(clean, twin, none, seen[begin:end], begin)
+                    found = functional.cross_entropy(twin.logits(x[p - 1 - begin]), tokens[row, p])
+                    if side:
+                        hidden_total, count = hidden_total + found, count + 1
+                    else:
+                        shown_total, shown = shown_total + found, shown + 1
+    assert int(loss.tokens) == count
+    assert loss.extra["hidden"] == pytest.approx(float((hidden_total / count).detach()), rel=1e-4)
+    assert loss.extra["shown"] == pytest.approx(float((shown_total / shown).detach()), rel=1e-4)
+    wanted = hidden_total / count + 0.25 * shown_total / shown
+    assert torch.allclose(loss.total, wanted, rtol=1e-4)
+
+
+def test_wrong_tokens_are_what_the_causal_model_might_have_written():
+    clean, twin = a_pair()
+    batch = a_batch(64)
+    with torch.no_grad():  # one token is far likelier than all others
+        clean.norm.weight.mul_(30)
+    found = FillTwin(MASK, clean)._sampled(
+        twin, batch.inputs, document_starts(torch.zeros(64, 40)), rng()
+    )
+    likeliest = clean(batch.inputs)[:, :-1].argmax(-1)
+    assert torch.equal(found[:, 0], batch.inputs[:, 0])
+    assert (found[:, 1:] == likeliest).float().mean() > 0.95
+
+
+def test_blocks_are_counted_from_the_start_of_their_document():
+    starts = document_starts(torch.tensor([[4, 4, 4, 4, 4, 9, 9, 9, 9, 9, 9, -1]]))
+    assert starts.tolist() == [[0] * 5 + [5] * 6 + [11]]
+    found = block_starts(starts, torch.tensor([[4]]), torch.tensor([[1]]))
+    assert found.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5, 8, 8, 8, 11]]
+
+
+def test_every_size_and_level_is_drawn():
+    grid = noise.drawn_grid(2000, rng())
+    assert set(grid.sizes.flatten().tolist()) == {4, 8, 16, 32}
+    assert ((grid.offsets >= 0) & (grid.offsets < grid.sizes)).all()
+    share = (grid.sizes == 8).float().mean()
+    assert 0.3 < share < 0.4
+    starts = torch.arange(0, 800, 8).repeat_interleave(8)[None].expand(50, -1)
+    hide, level = noise.hidden_in_blocks(starts, rng())
+    assert not hide[:, ::8].any()  # a block's first is never hidden
+    blocks = hide.view(50, 100, 8)[:, :, 1:]
+    assert 0.2 < blocks.all(2).float().mean() < 0.35  # 20 %, and by chance
+    assert level.view(50, 100, 8).std(2).max() == 0  # one level for each block
+    assert 0.5 < level.mean() < 0.7
+
+
+def test_spans_are_spans():
+    hide = noise.hidden_spans(200, 300, rng())
+    assert 0.15 < hide.float().mean() < 0.5
+    runs = [len(run) for run in "".join("x" if h else "." for h in hide[0]).split(".") if run]
+    assert len(set(runs)) <= 4 or max(runs) > 1
+
+
+def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU masks are compiled: what changes from batch to batch must only be numbers in tensors
+    that stay. Here the same code is traced without a GPU (which flex attention allows forward)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    clean, twin = a_pair()
+    twin.requires_grad_(False)
+    wanted = BlockTwin(MASK, clean)(twin, a_batch(), rng(2))
+    filled = FillTwin(MASK, clean)(twin, a_batch(), rng(2))
+
+    def looking(allowed: Any, rows: int, queries: int, keys: int, device: Any, config: Any) -> Any:
+        return create_block_mask(allowed, rows, None, queries, keys, device=device)
+
+    monkeypatch.setattr("unspool.train.twins.halves.looking", looking)
+    monkeypatch.setattr(forward, "_flex", lambda: flex_attention)
+    torch._dynamo.reset()
+    for layer in (*clean.layers, *twin.layers):
+        layer.compile(backend="eager", dynamic=False)
+    block_twin, fill_twin = BlockTwin(MASK, clean), FillTwin(MASK, clean)
+    with torch.no_grad():
+        block_twin(twin, a_batch(), rng(1))
+        fill_twin(twin, a_batch(), rng(1))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = block_twin(twin, a_batch(), rng(2))
+            again = fill_twin(twin, a_batch(), rng(2))
+    torch._dynamo.reset()
+    assert torch.allclose(found.total, wanted.total, rtol=1e-4)
+    assert torch.allclose(again.total, filled.total, rtol=1e-4)
