@@ -182,9 +182,9 @@ class Session:
 
     def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
-        self.config.check_left_to_right()
         request = build_request(self._facts, self.prompt_ids(prompt), dict(options))
         reason = "length" if request.limits.max_tokens == 0 else "context"
+        self.config.check_left_to_right()
         return Generation(request, empty_reason=reason, source=self)
 
     # -- going on with what was written (see `engine/generation.py`) ---------------------------
