@@ -178,6 +178,18 @@ def test_same_seed_same_text_whatever_else_runs(
     assert len(set(map(tuple, alone))) == 3
 
 
+def test_more_texts_than_there_is_memory_for(folder: Path):
+    lm = support.seeing(folder, sight="whole", memory=160 << 10)
+    prompts = [[*SHORT, n] for n in range(12)]
+    assert lm.engine.tree.pool.count < 12 * 3, "or all fit at once"
+    given = {"max_tokens": 24, "threshold": 0.1, "seed": 1, "end": False}
+    together = lm.diffuse(prompts, **given)
+    assert [one.tokens for one in together[::5]] == [
+        lm.diffuse(prompt, **given).tokens for prompt in prompts[::5]
+    ]
+    assert pages_left(lm) == 0
+
+
 def test_each_pass_draws_anew_and_says_so(whole: Any):
     found = whole.diffuse(
         SHORT, max_tokens=8, k=1, order="left", temperature=1.0, seed=3, end=False

@@ -164,5 +164,5 @@ class CanvasMachine(RuleBasedStateMachine):
             self.engine.close()
 
 
-CanvasMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+CanvasMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestCanvas = CanvasMachine.TestCase

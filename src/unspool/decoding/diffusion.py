@@ -14,6 +14,7 @@ gives the same text, whatever else the engine computes in the same steps.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from time import perf_counter
 from typing import Any
@@ -24,6 +25,9 @@ from unspool.decoding.passes import Diffusion, Diffusions, Pass
 from unspool.decoding.progress import progress_bar
 from unspool.engine.canvas import first_guesses, run_passes
 from unspool.session import Prompt, Session
+
+_AT_ONCE = 64  # texts: more rows make a pass longer, and each of them hardly cheaper
+_SHARE = 0.9  # of all pages, for their canvases
 
 
 def diffuse(lm: Session, prompt: Prompt, **options: Any) -> Diffusion:
@@ -77,25 +81,46 @@ def stream_diffusion(lm: Session, prompt: Prompt, **options: Any) -> DiffusionSt
 def _passes(
     lm: Session, plans: Sequence[DiffusionPlan], results: Sequence[Diffusion]
 ) -> Generator[tuple[int, Pass], None, None]:
-    """Run diffusions side by side; each pass comes with the number of its text."""
-    texts: list[CanvasText] = []
+    """Run diffusions side by side, as many as there is memory for; each pass comes with the number
+    of its text."""
+    going: list[tuple[int, CanvasText]] = []
+    waiting = deque(enumerate(zip(plans, results, strict=True)))
     try:
-        for plan, result in zip(plans, results, strict=True):
-            texts.append(CanvasText(lm, plan, result))
-        while going := [text for text in texts if not text.finished]:
-            for text in going:
-                text.since = perf_counter()
-            fresh = [text for text in going if text.begins]
-            guessed = first_guesses([text.canvas for text in fresh])
-            for text, ahead in zip(fresh, guessed, strict=True):
-                text.begins = False
-                if ahead is not None:
-                    yield texts.index(text), text.take_first(ahead)
-            going = [text for text in going if not (text.finished or text.begins)]
-            wanted = [(canvas, text.window) for text in going for canvas in text.canvases]
-            found = iter(run_passes(wanted))
-            for text in going:
-                yield texts.index(text), text.take([next(found) for _ in text.canvases])
+        while going or waiting:
+            while waiting and _fits(lm, [text.plan for _, text in going], waiting[0][1][0]):
+                number, (plan, result) = waiting.popleft()
+                going.append((number, CanvasText(lm, plan, result)))
+            yield from _round(going)
+            for _, text in (one for one in going if one[1].finished):
+                text.close()
+            going = [one for one in going if not one[1].finished]
     finally:
-        for text in texts:
+        for _, text in going:
             text.close()
+
+
+def _round(going: Sequence[tuple[int, CanvasText]]) -> Iterator[tuple[int, Pass]]:
+    """One pass of every text; where a block begins, its first place may be guessed before that."""
+    for _, text in going:
+        text.since = perf_counter()
+    fresh = [(number, text) for number, text in going if text.begins]
+    guessed = first_guesses([text.canvas for _, text in fresh])
+    for (number, text), ahead in zip(fresh, guessed, strict=True):
+        text.begins = False
+        if ahead is not None:
+            yield number, text.take_first(ahead)
+    ready = [(number, text) for number, text in going if not (text.finished or text.begins)]
+    wanted = [(canvas, text.window) for _, text in ready for canvas in text.canvases]
+    found = iter(run_passes(wanted))
+    for number, text in ready:
+        yield number, text.take([next(found) for _ in text.canvases])
+
+
+def _fits(lm: Session, running: Sequence[DiffusionPlan], more: DiffusionPlan) -> bool:
+    """Whether the pages are enough for one more: between two passes a canvas keeps its own."""
+    tree, size = lm.engine.tree, lm.engine.tree.page_size
+    needed = 0
+    for plan in (*running, more):
+        tokens = len(plan.request.prompt) + plan.length + plan.kind.block
+        needed += (-(-tokens // size) + 1) * (2 if plan.guidance else 1)
+    return not running or (len(running) < _AT_ONCE and needed <= tree.pool.count * _SHARE)

@@ -153,8 +153,7 @@ class Canvas:
             place = self._places.index(self.kind.mask_id)
             raise SettingsError(f"place {place} is still masked; set it before it is committed")
         end = self.start + count
-        if self.kind.sight != "whole":
-            self._call(lambda: self._commit(end))
+        self._call(lambda: self._commit(end))
         del self._places[:count]
         self.start, self._found, self._ahead = end, None, None
 
@@ -236,7 +235,7 @@ class Canvas:
             if branch.twin is not None and branch.provisional is not None:  # ... by the same model
                 branch.computed = min(branch.computed, branch.provisional)
             tree.commit(branch, self._held(end))
-        else:
+        elif self.kind.sight == "causal":
             self._restore(branch.tokens, end)
 
     def _restore(self, tokens: list[int], start: int) -> None:
@@ -282,7 +281,7 @@ def _check_room(engine: Engine, before: int, length: int) -> None:
 class _Pass(Task):
     """A canvas that is computed, from one position on."""
 
-    __slots__ = ("canvas", "future", "lost", "span")
+    __slots__ = ("canvas", "future", "span", "tokens")
 
     def __init__(self, canvas: Canvas, first: int, stop: int | None = None) -> None:
         super().__init__(canvas.branch, canvas.branch.length - first)
@@ -290,10 +289,12 @@ class _Pass(Task):
         self.decoding = True
         self.stop = stop
         self.span: tuple[int, int] | None = None  # of a pass that computes only these positions
-        self.lost = False  # what the others had in the last whole pass; it is computed again first
+        # If what the others had in the last whole pass was lost, that is computed again first, and
+        # these are the tokens to go on with.
+        self.tokens: list[int] | None = None
 
     def begin(self) -> None:
-        if self.span is not None and not self.lost:
+        if self.span is not None and self.tokens is None:
             self.branch.computed = self.span[0]
         self.canvas.engine.scheduler.add(self)
 
@@ -304,17 +305,22 @@ class _Pass(Task):
     def _see_again(self) -> None:
         """First the last whole pass, as it was; then what is wanted."""
         assert self.canvas._seen is not None
-        self.lost, self.stop, self.wanted = True, None, 1
+        if self.tokens is None:
+            self.tokens = self.branch.tail.copy()
+        self.stop, self.wanted = None, 1
         self.branch.tail[:] = self.canvas._seen
         self.branch.computed = 0
 
+    def _go_on(self) -> None:
+        """With the tokens that the canvas has now."""
+        assert self.tokens is not None
+        self.branch.tail[:], self.tokens = self.tokens, None
+
     def complete(self) -> None:
-        if self.lost and self.span is not None:
-            self.lost, (first, self.stop) = False, self.span
-            self.wanted = self.branch.length - first
-            places = self.canvas._places
-            self.branch.tail[len(self.branch.tail) - len(places) :] = places
-            self.branch.computed = first
+        if self.tokens is not None and self.span is not None:
+            self._go_on()
+            self.branch.computed, self.stop = self.span
+            self.wanted = self.branch.length - self.span[0]
             self.logits.clear()
             return
         self.canvas.engine.scheduler.remove(self)
@@ -323,6 +329,9 @@ class _Pass(Task):
         self.future.set_result(joined(self.logits))
 
     def fail(self, error: BaseException) -> None:
+        if self.tokens is not None:
+            self._go_on()
+            self.branch.computed = 0
         self.future.set_exception(error)
 
 
