@@ -259,11 +259,34 @@ def load_weights(
     dtype = wanted.dtype
     if dtype == "auto":
         dtype = "bfloat16" if choice.device.startswith("cuda") else "float32"
-    if choice.backend == "cuda":
+    if choice.backend == "cuda" and _fits_kernels(checkpoint, wanted):
         return _on_gpu(checkpoint, wanted, choice.device, dtype, progress)
     from unspool.backends.torch.loaded import TorchModel
 
     return TorchModel(load_transformer(checkpoint, dtype=dtype, device=choice.device))
+
+
+def _fits_kernels(checkpoint: Checkpoint, wanted: Placement) -> bool:
+    """Whether our kernels for GPUs can run this model; plain torch does where they were not asked
+    for by name, nor what only they can do."""
+    from unspool.backends.cuda.available import lacking
+
+    reason = lacking(checkpoint.config)
+    if reason is None:
+        return True
+    asked = {
+        "backend": wanted.backend == "cuda",
+        "exact": wanted.exact,
+        "quantize": wanted.quantize is not None,
+    }
+    for name in (name for name, given in asked.items() if given):
+        raise UnspoolError(
+            f"the kernels for GPUs cannot run this model, because {reason}; leave {name} out, and "
+            "plain torch runs it"
+        )
+    remark = f"running on plain torch, which is slower: {reason}, which our kernels cannot do"
+    warnings.warn(remark, UnspoolWarning, stacklevel=3)
+    return False
 
 
 def _on_gpu(
@@ -293,7 +316,10 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
         if "tokenizer.ggml.model" not in checkpoint.file.metadata:
             return None
         return Tokenizer.from_gguf(checkpoint.file.metadata)
-    if not (checkpoint.path / "tokenizer.json").exists():
+    from unspool.text.tokenizer.vocab_and_merges import has_vocab_and_merges
+
+    folder = checkpoint.path
+    if not (folder / "tokenizer.json").exists() and not has_vocab_and_merges(folder):
         return None
     return Tokenizer.from_file(checkpoint.path)
 

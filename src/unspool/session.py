@@ -182,6 +182,7 @@ class Session:
 
     def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
+        self.config.check_left_to_right()
         request = build_request(self._facts, self.prompt_ids(prompt), dict(options))
         reason = "length" if request.limits.max_tokens == 0 else "context"
         return Generation(request, empty_reason=reason, source=self)
@@ -206,6 +207,7 @@ class Session:
         self, tokens: Sequence[int], top: int, adapter: str | None = None
     ) -> tuple[Candidate, ...]:
         """The likeliest tokens behind these."""
+        self.config.check_left_to_right()
         with self.opened(tokens, adapter) as branch:
             logits = self.engine.extend(branch)
         found = score_logits(logits[-1:], [0], top)
@@ -340,6 +342,7 @@ class Session:
 
         With `top`, also the likeliest candidates at each position.
         """
+        self.config.check_left_to_right()
         ids = self.prompt_ids(text)
         # A start token that the model wants before every text is read but not judged.
         lead = isinstance(text, str) and self.tokenizer.add_bos

@@ -21,6 +21,7 @@ class OneText:
 
     def __init__(self, model: Loaded, capacity: int) -> None:
         config = model.config
+        config.check_left_to_right()
         # 32 bits a number are the widest that a backend keeps; untouched pages cost nothing.
         widest = 2 * config.layers * config.kv_width * 4
         memory = (capacity + _LARGEST_PAGE) * widest

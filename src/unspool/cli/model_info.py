@@ -13,6 +13,7 @@ from unspool.cli.table import print_columns
 if TYPE_CHECKING:
     from unspool.model.checkpoint import Checkpoint
     from unspool.model.config import ModelConfig
+    from unspool.text.tokenizer.tokenizer import Tokenizer
 
 Model = Annotated[
     str | None,
@@ -51,10 +52,13 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
         "layers": f"{config.layers} of width {config.width}, {heads}",
         "feed-forward": f"{config.ff_width} ({config.activation}{', gated' * config.gated})",
         "positions": _positions(config),
+        "sight": _sight(config),
         "keys and values": f"{cache:,} bytes a token in 16 bits",
         "vocabulary": "none in this folder",
         "chat template": "none",
     }
+    if config.sight != "causal" or config.mask_id is not None:
+        rows["mask token"] = _mask(config, tokenizer)
     if config.experts:
         rows["experts"] = f"{config.experts}, {config.experts_per_token} a token"
     if tokenizer is not None:
@@ -83,6 +87,22 @@ def find_checkpoint(model: str | None, offline: bool) -> Checkpoint:
     from unspool.model.hub import find_model
 
     return open_checkpoint(find_model(model, offline=offline))
+
+
+def _sight(config: ModelConfig) -> str:
+    """How far a token looks."""
+    if config.sight == "causal":
+        return "back, from left to right"
+    far = f"to the end of its block of {config.block}" if config.block else "over the whole text"
+    return f"{far}; guesses the token {'behind it' if config.shifted else 'in its own place'}"
+
+
+def _mask(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
+    if config.mask_id is None:
+        return "none is named; the model's tokenizer_config.json would say it"
+    if tokenizer is None or config.mask_id >= len(tokenizer):
+        return str(config.mask_id)
+    return f"{config.mask_id} {tokenizer.token_text(config.mask_id)}"
 
 
 def _positions(config: ModelConfig) -> str:

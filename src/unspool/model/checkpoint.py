@@ -29,6 +29,7 @@ from unspool.model.families import FAMILIES
 from unspool.model.float8 import SCALES, block_of
 from unspool.model.gguf import GGUFFile, part_paths
 from unspool.model.hub_files import PICKLES
+from unspool.model.mask_token import mask_id_in, named_block, says_mask
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.stored import Stored
 from unspool.model.weights import Rule, parameter_count, read_weights, shapes, write_weights
@@ -118,7 +119,7 @@ class SafetensorsCheckpoint:
         self.path, self.files = folder, files
         if not (folder / "config.json").exists():
             raise ModelFileError(f"{folder}: has no config.json, which says what the model is")
-        raw = read_json(folder / "config.json")
+        raw = named_block(read_json(folder / "config.json"), folder)
         self.config = config_from_hf(raw)
         self._block = block_of(raw.get("quantization_config") or {})
         self._file_of: dict[str, SafetensorsFile] = {}
@@ -126,6 +127,9 @@ class SafetensorsCheckpoint:
             self._file_of.update(dict.fromkeys(file.tensors, file))
         if not self.config.tied and not self._has("head.weight"):
             self.config = replace(self.config, tied=True)
+        if self.config.sight != "causal" and not says_mask(raw):
+            known = mask_id_in(folder)
+            self.config = replace(self.config, mask_id=known) if known is not None else self.config
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -138,7 +142,8 @@ class SafetensorsCheckpoint:
         return ""
 
     def _has(self, ours: str) -> bool:
-        return any(rule.theirs in self._file_of for rule in self.rules if ours in rule.ours)
+        found = (rule.theirs for rule in self.rules if ours in rule.ours)
+        return any(name.replace("{p}", self._prefix()) in self._file_of for name in found)
 
     def weights(self) -> Iterator[tuple[str, Stored]]:
         prefix = self._prefix()

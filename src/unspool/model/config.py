@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.positions import SCALINGS, Rotary
 
 SIGHTS = ("causal", "whole", "block")
@@ -48,8 +48,11 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_plus_one: bool = False  # the stored weight w means 1 + w
+    norm_bias: bool = True  # a norm of kind "layer" adds a bias
     norm_before: bool = True  # normalize what goes into attention and feed-forward
     norm_after: bool = False  # normalize what comes out of them
+    norm_sums: bool = False  # normalize x itself once it has been added (BERT)
+    embedding_norm: bool = False  # normalize x before the layers; the first attention reads it so
     parallel: bool = False  # attention and feed-forward both read the layer's input
 
     positions: Literal["rotary", "learned", "sinusoidal", "none"] = "rotary"
@@ -57,7 +60,8 @@ class ModelConfig:
     local_rotary: Rotary | None = None  # for layers with a window, where it differs
     unrotated_layers: tuple[int, ...] = ()  # layers that see no positions at all
 
-    windows: tuple[int, ...] = ()  # per layer, how many last tokens it sees; 0 or empty: all
+    # Per layer, how many last tokens it sees (and as many ahead, where sight is "whole"); 0: all.
+    windows: tuple[int, ...] = ()
     qk_norm: Literal["none", "head", "whole"] = "none"
     qkv_bias: bool = False
     out_bias: bool = False
@@ -77,6 +81,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     tied: bool = False  # the output head is the embedding table
     head_bias: bool = False
+    head_transform: bool = False  # a matrix and the activation before the last norm (BERT)
+    head_transform_bias: bool = False
     end_ids: tuple[int, ...] = ()  # tokens that end a text, as far as the file says
 
     sight: Literal["causal", "whole", "block"] = "causal"  # back; the whole text; its block's end
@@ -92,6 +98,8 @@ class ModelConfig:
         self._need(0 < self.norm_eps < 1, "norm_eps", "between 0 and 1")
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
             self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
+        once = self.norm_sums + self.norm_after + self.parallel <= 1
+        self._need(once, "norm_sums", "False where norm_after or parallel is True")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
         self._check_sight()
@@ -139,11 +147,34 @@ class ModelConfig:
                 f"the model's settings make no sense: {name} is {value!r}, and must be {wanted}"
             )
 
+    def check_left_to_right(self) -> None:
+        """Refuse to write or read token by token with a model whose tokens look ahead."""
+        if self.sight == "causal":
+            return
+        far = "over the whole text" if self.sight == "whole" else f"over {self.block} at a time"
+        raise UnspoolError(
+            f"this {self.family} model does not go from left to right, because its tokens look "
+            f"both ways, {far}: lm.diffuse(prompt) writes with it, and lm.fill(before, gap, after) "
+            "fills gaps"
+        )
+
     # -- what a layer needs to know ---------------------------------------------------------
 
     def window(self, layer: int) -> int:
         """How many last tokens this layer sees; 0 means all."""
         return self.windows[layer] if self.windows else 0
+
+    def normed_attention(self, layer: int) -> bool:
+        """Whether this layer normalizes what goes into its attention."""
+        return self.norm_before and not (self.embedding_norm and layer == 0)
+
+    def visible_end(self, position: int, length: int) -> int:
+        """A token of a finished text of `length` tokens sees the positions before this one."""
+        if self.sight == "whole":
+            return length
+        if self.sight == "block":
+            return min(length, (position // self.block + 1) * self.block)
+        return position + 1
 
     def layer_rotary(self, layer: int) -> Rotary | None:
         """How this layer turns its queries and keys, or None if it does not."""

@@ -15,14 +15,15 @@ import numpy as np
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import longrope_attention
-from unspool.model.families import Family, family_of_gguf
+from unspool.model.families import family_of_gguf
+from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
 from unspool.model.positions import Rotary
 from unspool.model.tensor_names import gguf as gguf_rules
 from unspool.model.weights import Rule
 
 # Families whose query and key rows llama.cpp stores for a rotation of neighbouring numbers.
-_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3")
+_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "llada")
 
 
 def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
@@ -95,6 +96,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         "activation": {"gpt2": "gelu_tanh", "gpt-neox": "gelu"}.get(family.name, "silu"),
         "end_ids": _end_ids(file),
         **family.fixed,
+        **_sight(file, keys, family, embedding.shape[0]),
     }
     if values.get("positions", "rotary") == "rotary":
         values["rotary"] = _rotary(file, keys, head_width)
@@ -119,6 +121,17 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:
     found = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     return tuple(dict.fromkeys(int(i) for i in found if isinstance(i, int)))
+
+
+def _sight(file: GGUFFile, keys: _Keys, family: Family, vocab_size: int) -> dict[str, Any]:
+    """A file says that its tokens look both ways, and llama.cpp takes it that guesses are shifted
+    unless it also says that they are not."""
+    if keys.get("attention.causal", family.fixed.get("sight") != "whole"):
+        return {"sight": "causal", "shifted": False}
+    mask = file.metadata.get("tokenizer.ggml.mask_token_id", family.mask_id)
+    shifted = file.metadata.get("diffusion.shift_logits", family.name != "llada")
+    known = isinstance(mask, int) and mask < vocab_size
+    return {"sight": "whole", "mask_id": mask if known else None, "shifted": bool(shifted)}
 
 
 def _windows(family: Family, keys: _Keys, layers: int) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
-from unspool.model.families import FAMILIES, Family, family_of_model_type
+from unspool.model.families import FAMILIES, family_of_model_type
+from unspool.model.family import Family
 from unspool.model.float8 import is_float8
 from unspool.model.positions import Rotary
 
@@ -30,6 +31,9 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 OUR_MODEL_TYPE = "unspool"  # checkpoints of our own say everything in our words
+ROBERTA_RESERVED = 2  # positions that no text has: the table's count begins behind the padding's
+# How far tokens look: what transformers has no words for stands in our own, under "unspool".
+_SIGHT = ("sight", "block", "mask_id", "shifted")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -72,6 +76,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
 
 def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     """Every field of ModelConfig but the family's name."""
+    raw = _usual_names(family, raw)
     full = {**family.defaults, **{key: v for key, v in raw.items() if v is not None}}
     if "num_experts" not in full and "num_local_experts" in full:
         full["num_experts"] = full["num_local_experts"]
@@ -79,6 +84,12 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
         if key in raw and raw[key] is None:  # silence means the default, null means none
             full[key] = 0.0
     values: dict[str, Any] = {ours: full[key] for ours, key in family.keys.items() if key in full}
+    for key, wanted in family.only.items():
+        if full.get(key, wanted) != wanted:
+            raise ModelFileError(
+                f"config.json says {key} is {full[key]!r}; a {family.name} model is supported only "
+                + (f"where it is {wanted!r}" if wanted is not None else "without it")
+            )
     for needed in ("vocab_size", "width", "layers", "heads", "context"):
         if needed not in values:
             raise ModelFileError(f"config.json lacks {family.keys[needed]!r}; it is incomplete")
@@ -96,9 +107,12 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
         raise ModelFileError(
             f"the activation {activation!r} is not supported; these are: {', '.join(_ACTIVATIONS)}"
         )
+    if full.get("classifier_activation", activation) != activation:
+        raise ModelFileError("config.json names two activations, and one is supported")
     values["activation"] = _ACTIVATIONS[activation]
     values["windows"] = _windows(family, full, values["layers"])
     values["end_ids"] = _end_ids(raw)
+    values.update(_sight(family, raw, values))
     if values.get("positions", "rotary") == "rotary":
         values.update(_rotations(family, full, values))
     if family.name.startswith("gemma"):
@@ -108,7 +122,37 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
         values["unrotated_layers"] = _unrotated(full, values["layers"])
     if family.name == "qwen3-moe":
         values["dense_layers"] = _dense_layers(full, values["layers"])
+    if family.name == "roberta":
+        values["context"] -= ROBERTA_RESERVED
     return values
+
+
+def _sight(family: Family, raw: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
+    """How far tokens look, and the mask token; a checkpoint of our own says it in our words."""
+    found: dict[str, Any] = {}
+    if "block" in family.keys:
+        found["sight"] = "block" if values.get("block") else "whole"
+    if values.get("mask_id") is None and (family.mask_id or 0) < values["vocab_size"]:
+        found["mask_id"] = family.mask_id
+    return found | {name: v for name, v in raw.get("unspool", {}).items() if name in _SIGHT}
+
+
+def _usual_names(family: Family, raw: Raw) -> Raw:
+    """What a few families say in words of their own, in those of the others."""
+    if family.name == "llada":
+        ratio = raw.get("mlp_ratio", 4)
+        size = {"embedding_size": raw.get("embedding_size") or raw.get("vocab_size")}
+        width = {"mlp_hidden_size": raw.get("mlp_hidden_size") or ratio * raw.get("d_model", 0)}
+        return {**raw, **size, **width}
+    if family.name == "modernbert":
+        full = {**family.defaults, **raw}
+        return {
+            **raw,
+            "sliding_window": full["local_attention"] // 2 + 1,
+            "rope_theta": full["global_rope_theta"],
+            "rope_local_base_freq": full["local_rope_theta"],
+        }
+    return raw
 
 
 def _end_ids(raw: Raw) -> tuple[int, ...]:
@@ -150,6 +194,8 @@ def _windows(family: Family, full: Raw, layers: int) -> tuple[int, ...]:
             return layer % 2 == 0
         if family.window_layers == "five of six":
             return (layer + 1) % pattern != 0
+        if family.window_layers == "but every nth":
+            return layer % int(full["global_attn_every_n_layers"]) != 0
         return family.window_layers == "all" or layer in unrotated
 
     found = tuple(int(window) if has_window(layer) else 0 for layer in range(layers))
@@ -257,7 +303,10 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     if config.windows:
         kinds = {0: "full_attention"}
         raw["layer_types"] = [kinds.get(w, "sliding_attention") for w in config.windows]
-        raw["sliding_window"] = max(config.windows)
+        if family.name == "modernbert":
+            raw["local_attention"] = 2 * (max(config.windows) - 1)
+        else:
+            raw["sliding_window"] = max(config.windows)
         if family.window_needs_switch:
             raw["use_sliding_window"] = True
     elif "sliding_window" in family.defaults:
@@ -277,6 +326,13 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         ]
     if family.name == "qwen3-moe":
         raw["mlp_only_layers"] = list(config.dense_layers)
+    if family.name == "roberta":
+        raw[family.keys["context"]] = config.context + ROBERTA_RESERVED
+    if family.name in ("bert", "roberta"):
+        raw["type_vocab_size"] = 1  # the table of positions holds the type's vector already
+    raw.update({key: v for key, v in family.only.items() if v is not None})
+    if config.sight != "causal" or config.mask_id is not None:
+        raw["unspool"] = {name: getattr(config, name) for name in _SIGHT}
     if config.end_ids:
         raw["eos_token_id"] = list(config.end_ids) if len(config.end_ids) > 1 else config.end_ids[0]
     return raw

@@ -1,23 +1,21 @@
 """The model families, as tables: what their files call our settings and our weights.
 
-A new family is a new entry at the end: which `model_type` names it, which of our settings are
-fixed for it, where its config.json differs from Llama's, and where its tensors' names do.
+A new family is a new entry at the end (of `masked_families.py` if its tokens look ahead): which
+`model_type` names it, which of our settings are fixed for it, where its config.json differs from
+Llama's, and where its tensors' names do.
 GGUF files use one set of names for all families (`GGUF` in `tensor_names.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
 from unspool.errors import ModelFileError
+from unspool.model.family import BIASES, Family, like_llama
+from unspool.model.masked_families import MASKED
 from unspool.model.tensor_names import (
     ATTENTION,
     ENDS,
     FEED,
     IN_LAYER,
-    LLAMA,
     NORMS_AFTER,
     NORMS_AROUND,
     NORMS_BEFORE,
@@ -27,49 +25,8 @@ from unspool.model.tensor_names import (
 )
 from unspool.model.weights import Rule
 
-Table = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How one family's Hugging Face checkpoints are read and written."""
-
-    name: str
-    model_type: str  # what config.json says
-    architecture: str  # the class that transformers builds from it
-    gguf: str  # general.architecture in a GGUF file
-    keys: Table  # our setting -> their key
-    defaults: Table  # their key -> value where config.json is silent
-    fixed: Table = field(default_factory=dict)  # our setting -> what it always is here
-    window_layers: Literal["all", "later", "every second", "five of six", "unrotated"] = "all"
-    window_needs_switch: bool = False  # only with use_sliding_window
-    prefixes: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.", "")
-    rules: tuple[Rule, ...] = ()
-
-
-_LLAMA_KEYS = {
-    "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_width": "head_dim",
-    "ff_width": "intermediate_size",
-    "context": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "activation": "hidden_act",
-    "tied": "tie_word_embeddings",
-}
-_LLAMA_DEFAULTS = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-}
-_BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 _GEMMA_KEYS = {
-    **_BIASES,
+    **BIASES,
     "activation": "hidden_activation",
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
@@ -84,29 +41,10 @@ _GEMMA_DEFAULTS = {
 }
 
 
-def _like_llama(
-    name: str,
-    architecture: str,
-    *,
-    keys: Table | None = None,
-    defaults: Table | None = None,
-    **more: Any,
-) -> Family:
-    """A family by what it has beyond Llama's, or instead of it."""
-    usual = {"model_type": name, "gguf": name, "rules": LLAMA}
-    return Family(
-        name=name,
-        architecture=architecture,
-        keys={**_LLAMA_KEYS, **(keys or {})},
-        defaults={**_LLAMA_DEFAULTS, **(defaults or {})},
-        **{**usual, **more},
-    )  # fmt: skip
-
-
-_ALL = (
-    _like_llama("llama", "LlamaForCausalLM", keys={**_BIASES, "ff_bias": "mlp_bias"}),
-    _like_llama("mistral", "MistralForCausalLM", gguf="llama", defaults={"sliding_window": 4096}),
-    _like_llama(
+_CAUSAL = (
+    like_llama("llama", "LlamaForCausalLM", keys={**BIASES, "ff_bias": "mlp_bias"}),
+    like_llama("mistral", "MistralForCausalLM", gguf="llama", defaults={"sliding_window": 4096}),
+    like_llama(
         "qwen2",
         "Qwen2ForCausalLM",
         defaults={"max_window_layers": 28},
@@ -114,16 +52,16 @@ _ALL = (
         window_layers="later",
         window_needs_switch=True,
     ),
-    _like_llama(
+    like_llama(
         "qwen3",
         "Qwen3ForCausalLM",
-        keys=_BIASES,
+        keys=BIASES,
         defaults={"head_dim": 128, "max_window_layers": 28},
         fixed={"qk_norm": "head"},
         window_layers="later",
         window_needs_switch=True,
     ),
-    _like_llama(
+    like_llama(
         "gemma2",
         "Gemma2ForCausalLM",
         keys=_GEMMA_KEYS,
@@ -136,7 +74,7 @@ _ALL = (
         window_layers="every second",
         rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
     ),
-    _like_llama(
+    like_llama(
         "gemma3",
         "Gemma3ForCausalLM",
         model_type="gemma3_text",
@@ -154,7 +92,7 @@ _ALL = (
         window_layers="five of six",
         rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
     ),
-    _like_llama(
+    like_llama(
         "phi3",
         "Phi3ForCausalLM",
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
@@ -167,18 +105,18 @@ _ALL = (
             NORMS_BEFORE,
         ),
     ),
-    _like_llama(
+    like_llama(
         "olmo2",
         "Olmo2ForCausalLM",
-        keys=_BIASES,
+        keys=BIASES,
         defaults={"rms_norm_eps": 1e-5},
         fixed={"norm_before": False, "norm_after": True, "qk_norm": "whole"},
         rules=rules(ENDS, ATTENTION, NORMS_AFTER, FEED),
     ),
-    _like_llama(
+    like_llama(
         "smollm3",
         "SmolLM3ForCausalLM",
-        keys={**_BIASES, "ff_bias": "mlp_bias"},
+        keys={**BIASES, "ff_bias": "mlp_bias"},
         defaults={
             "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
@@ -188,7 +126,7 @@ _ALL = (
         window_layers="unrotated",
         window_needs_switch=True,
     ),
-    _like_llama(
+    like_llama(
         "mixtral",
         "MixtralForCausalLM",
         gguf="llama",
@@ -210,13 +148,13 @@ _ALL = (
             experts("block_sparse_moe", "w1", "w3", "w2"),
         ),
     ),
-    _like_llama(
+    like_llama(
         "qwen3-moe",
         "Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         gguf="qwen3moe",
         keys={
-            **_BIASES,
+            **BIASES,
             "experts": "num_experts",
             "experts_per_token": "num_experts_per_tok",
             "expert_width": "moe_intermediate_size",
@@ -340,6 +278,7 @@ _ALL = (
     ),
 )
 
+_ALL = (*_CAUSAL, *MASKED)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
@@ -359,7 +298,7 @@ def family_of_gguf(architecture: object, experts: int) -> Family:
         has_experts = "experts" in family.keys
         if family.gguf == architecture and has_experts == (experts > 0):
             return family
-    known = ", ".join(sorted({family.gguf for family in _ALL}))
+    known = ", ".join(sorted({family.gguf for family in _ALL if family.gguf}))
     raise ModelFileError(
         f"GGUF files of architecture {architecture!r} are not supported; these are: {known}"
     )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # What a file of each type calls itself (`general.file_type`).
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
-WRITABLE = ("llama", "mistral", "qwen2", "qwen3")
+WRITABLE = ("llama", "mistral", "qwen2", "qwen3", "dream", "llada")
 # With 4 bits the head would lose most: llama.cpp's own quantizer gives it more, and so do we.
 _HEADS = ("token_embd.weight", "output.weight")
 
@@ -91,6 +91,11 @@ def check_writable(config: ModelConfig, type: str) -> None:
             "this model's attention has a window, which llama.cpp does not know for "
             f"{config.family}: its file would write other texts"
         )
+    if config.sight == "block":
+        raise ModelFileError(
+            "this model looks block by block, which llama.cpp does not know: a folder for "
+            "transformers can be written instead"
+        )
     if config.rotary is not None and config.rotary.scaling == "dynamic":
         raise ModelFileError("llama.cpp does not know the position scaling 'dynamic'")
 
@@ -116,6 +121,11 @@ def _describe(writer: GGUFWriter, config: ModelConfig, type: str, name: str) -> 
     writer.add_value_length(config.head_width)
     if config.rotary is not None:
         _describe_rotation(writer, config.rotary)
+    if config.sight == "whole":
+        writer.add_causal_attention(False)
+        writer.add_diffusion_shift_logits(config.shifted)
+        if config.mask_id is not None:
+            writer.add_mask_token_id(config.mask_id)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(TYPES[type])
     writer.add_quantization_version(GGML_QUANT_VERSION)

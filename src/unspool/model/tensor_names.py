@@ -27,6 +27,7 @@ ENDS = (
     Rule("lm_head.weight", ("head.weight",)),
     Rule("language_model.lm_head.weight", ("head.weight",)),
     Rule("lm_head.bias", ("head.bias",)),
+    Rule("lm_head.bias", ("head_bias",)),
 )
 IN_LAYER = "{p}layers.{i}."
 ATTENTION = rules(
@@ -86,6 +87,7 @@ def gguf(*, interleaved: bool, plus_one: bool) -> tuple[Rule, ...]:
             Rule("output_norm.bias", ("norm.bias",)),
             Rule("output.weight", ("head.weight",)),
             Rule("output.bias", ("head.bias",)),
+            Rule("output.bias", ("head_bias",)),
         ),
         layer("blk.{i}.attn_norm", "attention_norm", layout=norm),
         layer("blk.{i}.attn_q", "attention.q", layout=turned),

@@ -54,12 +54,14 @@ class Norm(nn.Module):
     def __init__(self, config: ModelConfig, size: int, kind: str) -> None:
         super().__init__()
         self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
+        self.centred = kind == "layer"
         self.weight = nn.Parameter(torch.full((size,), 0.0 if self.plus_one else 1.0))
-        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layer" else None
+        has_bias = self.centred and config.norm_bias
+        self.bias = nn.Parameter(torch.zeros(size)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        if self.bias is not None:
+        if self.centred:
             wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         weight = self.weight.float()
@@ -78,7 +80,8 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Each position gathers from itself and the positions before it what it needs."""
+    """Each position gathers from the positions it sees (itself and those before it, mostly) what
+    it needs."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -141,16 +144,25 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         """Softmax-weighted values for queries at positions `start`, `start + 1`, ..."""
-        count = query.shape[2]
+        count, length = query.shape[2], key.shape[2]
+        ends = [self.config.visible_end(at, length) for at in range(start, start + count)]
         # What no query here may see is not even read.
-        oldest = max(0, start + 1 - self.window) if self.window else 0
-        key, value = key[:, :, oldest : start + count], value[:, :, oldest : start + count]
+        oldest, newest = self.reach(start, count, max(ends))
+        key, value = key[:, :, oldest:newest], value[:, :, oldest:newest]
         ours = torch.arange(start, start + count, device=key.device)
-        theirs = torch.arange(oldest, start + count, device=key.device)
-        weights = self.weights(query, key, ours, theirs).to(value.dtype)
+        theirs = torch.arange(oldest, newest, device=key.device)
+        visible_end = torch.tensor(ends, device=key.device)
+        weights = self.weights(query, key, ours, theirs, visible_end).to(value.dtype)
         group = self.config.heads // self.config.kv_heads
         mixed = weights.unflatten(1, (-1, group)).flatten(2, 3) @ value
         return mixed.unflatten(2, (group, count)).flatten(1, 2)
+
+    def reach(self, start: int, count: int, end: int) -> tuple[int, int]:
+        """From where up to where so many queries from `start` on see, the keys ending at `end`."""
+        if not self.window:
+            return 0, end
+        ahead = start + count - 1 + self.window if self.config.sight == "whole" else end
+        return max(0, start + 1 - self.window), min(end, ahead)
 
     def weights(
         self,
@@ -189,7 +201,8 @@ def attention_weights(
     theirs: Tensor,
     visible_end: Tensor,
 ) -> Tensor:
-    """`Attention.weights`, for a layer that sees the last `window` tokens (0: all)."""
+    """`Attention.weights`, for a layer that sees the last `window` tokens (0: all), and as many
+    ahead in a model that sees the whole text."""
     # Several query heads share one key head: put them side by side as more queries.
     group = config.heads // config.kv_heads
     grouped = query.unflatten(1, (-1, group)).flatten(2, 3)
@@ -200,6 +213,8 @@ def attention_weights(
     hidden = theirs[..., None, :] >= visible_end[..., :, None]  # causal: nobody sees ahead
     if window:
         hidden = hidden | (theirs[..., None, :] <= ours[..., :, None] - window)
+        if config.sight == "whole":
+            hidden = hidden | (theirs[..., None, :] >= ours[..., :, None] + window)
     if hidden.ndim == 3:  # one mask for each text of a batch, the same for all heads
         hidden = hidden[:, None]
     return scores.masked_fill(hidden, -math.inf).softmax(-1)
@@ -265,22 +280,23 @@ class Experts(nn.Module):
         return total.view_as(x)
 
 
+def norm_or_not(config: ModelConfig, wanted: bool) -> nn.Module:
+    return Norm(config, config.width, config.norm) if wanted else nn.Identity()
+
+
 class Layer(nn.Module):
     """Attention, then feed-forward, each adding to the vector that passes through."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.parallel = config.parallel
-
-        def norm(wanted: bool) -> nn.Module:
-            return Norm(config, config.width, config.norm) if wanted else nn.Identity()
-
-        self.attention_norm = norm(config.norm_before)
+        self.parallel, self.norm_sums = config.parallel, config.norm_sums
+        after = config.norm_after or config.norm_sums
+        self.attention_norm = norm_or_not(config, config.normed_attention(layer))
         self.attention = Attention(config, layer)
-        self.attention_post_norm = norm(config.norm_after)
-        self.feed_norm = norm(config.norm_before)
+        self.attention_post_norm = norm_or_not(config, after)
+        self.feed_norm = norm_or_not(config, config.norm_before)
         self.feed = Experts(config) if config.has_experts(layer) else FeedForward(config)
-        self.feed_post_norm = norm(config.norm_after)
+        self.feed_post_norm = norm_or_not(config, after)
 
     def forward(
         self,
@@ -290,10 +306,34 @@ class Layer(nn.Module):
         attend: Attend | None = None,
     ) -> Tensor:
         attended = self.attention(self.attention_norm(x), angles, cache, attend)
-        attended = self.attention_post_norm(attended)
-        between = x if self.parallel else x + attended
-        fed = self.feed_post_norm(self.feed(self.feed_norm(between)))
-        return x + attended + fed if self.parallel else between + fed
+        between = self.with_attended(x, attended)
+        return self.with_fed(x, between)
+
+    def with_attended(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The vector with what attention found."""
+        return self._sum(x, attended, self.attention_post_norm)
+
+    def with_fed(self, x: Tensor, between: Tensor) -> Tensor:
+        """That with what the feed-forward says to it, or (`parallel`) to the layer's own input."""
+        fed = self.feed(self.feed_norm(x if self.parallel else between))
+        return self._sum(between, fed, self.feed_post_norm)
+
+    def _sum(self, x: Tensor, more: Tensor, norm: nn.Module) -> Tensor:
+        summed: Tensor = norm(x + more) if self.norm_sums else x + norm(more)
+        return summed
+
+
+class HeadTransform(nn.Module):
+    """One more matrix between the layers and the last norm, as BERT has it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.norm = norm_or_not(config, config.norm_before)
+        self.dense = nn.Linear(config.width, config.width, bias=config.head_transform_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return activate(self.activation, self.dense(self.norm(x)))
 
 
 class Transformer(nn.Module):
@@ -306,11 +346,16 @@ class Transformer(nn.Module):
         self.position_embed: nn.Embedding | None = None
         if config.positions == "learned":
             self.position_embed = nn.Embedding(config.context, config.width)
+        self.embed_norm = norm_or_not(config, config.embedding_norm)
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.layers))
+        self.transform = HeadTransform(config) if config.head_transform else None
         self.norm = Norm(config, config.width, config.norm)
         self.head: nn.Linear | None = None
+        self.head_bias: nn.Parameter | None = None  # of a head that is the table of tokens
         if not config.tied:
             self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
+        elif config.head_bias:
+            self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def new_cache(self, capacity: int, batch: int = 1) -> Cache:
         weight = self.embed.weight
@@ -333,9 +378,13 @@ class Transformer(nn.Module):
         return self.logits(x[:, -1:] if last_only else x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """What a vector that has passed the layers says about the next token."""
-        x = self.norm(x)
-        scores = self.head(x) if self.head else functional.linear(x, self.embed.weight)
+        """What a vector that has passed the layers says about the next token, or (in a model that
+        looks ahead and is not `shifted`) about the token at its own place."""
+        x = self.norm(x if self.transform is None else self.transform(x))
+        if self.head is not None:
+            scores = self.head(x)
+        else:
+            scores = functional.linear(x, self.embed.weight, self.head_bias)
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
             scores = torch.tanh(scores / cap) * cap
@@ -352,7 +401,8 @@ class Transformer(nn.Module):
             x = x + self.position_embed(torch.from_numpy(positions).to(tokens.device))
         elif self.config.positions == "sinusoidal":
             x = x + torch.from_numpy(sinusoidal(positions, self.config.width)).to(x)
-        return x
+        normed: Tensor = self.embed_norm(x)
+        return normed
 
     def angles(
         self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], length: int

@@ -33,19 +33,21 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
     if config.positions == "learned":
         found["position_embed.weight"] = (config.context, width)
 
-    def norm(name: str, size: int = width) -> None:
-        found[f"{name}.weight"] = (size,)
-        if config.norm == "layer":
-            found[f"{name}.bias"] = (size,)
+    def norm(name: str) -> None:
+        found[f"{name}.weight"] = (width,)
+        if config.norm == "layer" and config.norm_bias:
+            found[f"{name}.bias"] = (width,)
 
     def linear(name: str, rows: int, columns: int, bias: bool) -> None:
         found[f"{name}.weight"] = (rows, columns)
         if bias:
             found[f"{name}.bias"] = (rows,)
 
+    if config.embedding_norm:
+        norm("embed_norm")
     for layer in range(config.layers):
         at = f"layers.{layer}"
-        if config.norm_before:
+        if config.normed_attention(layer):
             norm(f"{at}.attention_norm")
         linear(f"{at}.attention.q", out, width, config.qkv_bias)
         linear(f"{at}.attention.k", config.kv_width, width, config.qkv_bias)
@@ -57,7 +59,7 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
                 config.kv_width if whole else config.head_width,
             )
         linear(f"{at}.attention.out", width, out, config.out_bias)
-        if config.norm_after:
+        if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
         if config.norm_before:
             norm(f"{at}.feed_norm")
@@ -72,11 +74,17 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
                 linear(f"{at}.feed.gate", config.ff_width, width, config.ff_bias)
             linear(f"{at}.feed.up", config.ff_width, width, config.ff_bias)
             linear(f"{at}.feed.down", width, config.ff_width, config.ff_bias)
-        if config.norm_after:
+        if config.norm_after or config.norm_sums:
             norm(f"{at}.feed_post_norm")
+    if config.head_transform:
+        if config.norm_before:
+            norm("transform.norm")
+        linear("transform.dense", width, width, config.head_transform_bias)
     norm("norm")
     if not config.tied:
         linear("head", config.vocab_size, width, config.head_bias)
+    elif config.head_bias:
+        found["head_bias"] = (config.vocab_size,)
     return found
 
 
@@ -95,6 +103,8 @@ class Rule:
     theirs: str
     ours: tuple[str, ...]
     layout: Layout = "plain"
+    plus: str = ""  # another of their tensors, whose first row is added to every row
+    reserved: int = 0  # rows at the top that no token reads
 
     @property
     def for_experts(self) -> bool:
@@ -122,6 +132,7 @@ def read_weights(
             whole = _fetch(theirs, config, fetch)
             if whole is None:
                 continue
+            whole = _readable_rows(rule, whole, fetch)
             pieces = _split(rule, whole, [wanted[part] for part in parts], config)
             for part, piece in zip(parts, pieces, strict=True):
                 if piece.shape != wanted[part]:
@@ -143,6 +154,8 @@ def write_weights(
     config: ModelConfig, rules: tuple[Rule, ...], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The same weights under their names: the first rule that fits each one."""
+    import torch
+
     wanted = shapes(config)
     found: dict[str, torch.Tensor] = {}
     done: set[str] = set()
@@ -159,7 +172,10 @@ def write_weights(
             for expert, piece in enumerate(whole):
                 found[theirs.replace("{e}", str(expert))] = piece.contiguous()
         else:
-            found[theirs] = whole.contiguous()
+            nothing = whole.new_zeros(rule.reserved, *whole.shape[1:])
+            found[theirs] = (torch.cat((nothing, whole)) if rule.reserved else whole).contiguous()
+            if rule.plus:
+                found[rule.plus] = whole.new_zeros(1, *whole.shape[1:])
     return found
 
 
@@ -181,6 +197,14 @@ def _fetch(name: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
     experts = [fetch(name.replace("{e}", str(expert))) for expert in range(config.experts)]
     found = [expert for expert in experts if expert is not None]
     return Stored.stacked(found) if len(found) == config.experts else None
+
+
+def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:
+    """What of their tensor is ours, with what they add to it when it is used."""
+    if rule.reserved:
+        whole = whole.rows(rule.reserved, whole.shape[0])
+    more = fetch(rule.plus) if rule.plus else None
+    return whole if more is None else Stored.of(whole.float32() + more.float32()[0])
 
 
 def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -> list[Stored]:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unspool.backends.cpu.operations import Plan
 from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error
-from unspool.backends.cpu.plan import Plan, build_plan
+from unspool.backends.cpu.plan import build_plan
 from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
 from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError
@@ -197,7 +198,7 @@ class CpuModel:
     def normed(self, vectors: Floats) -> Floats:
         weight, bias = self.vector("norm.weight"), self.vector("norm.bias")
         x = np.asarray(vectors, np.float32)
-        if bias is not None:
+        if self.config.norm == "layer":
             x = x - x.mean(-1, keepdims=True)
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self.config.norm_eps))
         x = x * weight
@@ -205,6 +206,8 @@ class CpuModel:
 
     def vector(self, name: str) -> Floats | None:
         """A vector as it is used: where a norm's weight w means 1 + w, that."""
+        if name == "head.bias" and self.config.tied:
+            name = "head_bias"
         found = self.wait().vectors.get(name)
         plus_one = self.config.norm_plus_one and name.endswith("norm.weight")
         return found + 1 if found is not None and plus_one else found
@@ -253,8 +256,7 @@ class Runner:
         matrices = (Matrix * len(names))()
         for number, name in enumerate(names):
             matrices[number] = model.packed[name].matrix
-            bias = plan.bias(name) if name != "embed.weight" or not config.tied else ""
-            matrices[number].bias = numbers.get(bias, -1)
+            matrices[number].bias = numbers.get(plan.bias(name), -1)
         arrays = [model.effective(name) for name in vectors]
         every = [Vector(address(array), array.size) for array in arrays]
         widths = np.array([width for width, _ in plan.buffers.values()], np.int64)

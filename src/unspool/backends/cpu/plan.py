@@ -3,154 +3,24 @@
     plan = build_plan(config)
     print(plan)                  # also: unspool models plan
 
-An operation reads and writes numbered buffers, one row a token. A layer of a Llama is six:
+A layer of a Llama is six operations (what they are made of is in `operations.py`):
 
     linear   qkv     = q, k, v * normed x           place    qkv turned, keys and values to pages
     attend   mixed   = heads over pages             linear   x += out * mixed
     linear   hidden  = gate, up * normed x          linear   x += down * activated hidden
-
-`native/plan.h` has the same words for the same things.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from unspool.backends.cpu.structures import (
-    ACTIVATIONS,
-    ADD,
-    CENTRED,
-    GATED,
-    KINDS,
-    NORMALIZE,
-    PREPARE,
-    ROWS,
-    Op,
-)
+from unspool.backends.cpu.operations import Operation, Plan
 from unspool.errors import ModelFileError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
-from unspool.model.positions import Rotary
 
 MOST_SHARING = 64  # query heads of one key head: the kernels' room for them
 WIDEST_HEAD = 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One step. Weights are named, buffers too; the numbers come when the plan is encoded."""
-
-    kind: str
-    source: str = ""
-    target: str = ""
-    rows: str = "tokens"
-    matrices: tuple[str, ...] = ()  # those with the same input; for experts, "name[e]"
-    offset: int = 0
-    width: int = 0
-    vector: str = ""
-    second_vector: str = ""
-    layer: int = 0
-    window: int = 0
-    rotary: int = -1
-    prepare: str = "as is"
-    activation: str = "silu"
-    add: bool = False
-    gated: bool = False
-    centred: bool = False
-    normalize: bool = False
-    experts: int = 0
-    chosen: int = 0
-    scale: float = 1.0
-    cap: float = 0.0
-    epsilon: float = 0.0
-
-    def __str__(self) -> str:
-        words = [f"{self.kind:<9}"]
-        if self.target:
-            words.append(f"{self.target:<8} {'+=' if self.add else ' ='}")
-        if self.matrices:
-            shown = ", ".join(name.removesuffix(".weight") for name in self.matrices[:4])
-            words.append(shown + (", ..." if len(self.matrices) > 4 else "") + " *")
-        if self.prepare != "as is":
-            words.append(self.prepare)
-        words.append(self.source)
-        if self.kind == "place":
-            words.append(f"-> pages of layer {self.layer}")
-        if self.window:
-            words.append(f"(last {self.window:,})")
-        if self.cap:
-            words.append(f"(capped at {self.cap:g})")
-        return " ".join(word for word in words if word)
-
-
-@dataclass(slots=True)
-class Plan:
-    """Operations, and what they work on."""
-
-    config: ModelConfig
-    operations: list[Operation] = field(default_factory=list)
-    buffers: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: width, rows
-    rotary: list[Rotary] = field(default_factory=list)
-
-    @property
-    def vectors(self) -> list[str]:
-        """Weights that are no matrices, in the order of their first use."""
-        found: dict[str, None] = {}
-        for operation in self.operations:
-            names = [operation.vector, operation.second_vector]
-            names += [_bias_of(self.config, name) for name in operation.matrices]
-            found.update(dict.fromkeys(name for name in names if name))
-        return list(found)
-
-    @property
-    def head(self) -> int:
-        """The operation from which on vectors become logits."""
-        return next(n for n, o in enumerate(self.operations) if o.source == "last")
-
-    def bias(self, matrix: str) -> str:
-        return _bias_of(self.config, matrix)
-
-    def encoded(self) -> tuple[list[Op], list[str]]:
-        """The operations as the kernels take them, and the names of the matrices they number."""
-        buffers = {name: number for number, name in enumerate(self.buffers)}
-        vectors = {name: number for number, name in enumerate(self.vectors)}
-        matrices: list[str] = []
-        ops = []
-        for o in self.operations:
-            flags = ADD * o.add | GATED * o.gated | CENTRED * o.centred | NORMALIZE * o.normalize
-            ops.append(
-                Op(
-                    kind=KINDS[o.kind],
-                    rows=ROWS[o.rows],
-                    source=buffers.get(o.source, -1),
-                    target=buffers.get(o.target, -1),
-                    offset=o.offset,
-                    width=o.width,
-                    matrix=len(matrices),
-                    matrix_count=len(o.matrices) // max(1, o.experts),
-                    vector=vectors.get(o.vector, -1),
-                    second_vector=vectors.get(o.second_vector, -1),
-                    layer=o.layer,
-                    window=o.window,
-                    rotary=o.rotary,
-                    prepare=PREPARE[o.prepare],
-                    activation=ACTIVATIONS[o.activation],
-                    flags=flags,
-                    experts=o.experts,
-                    chosen=o.chosen,
-                    scale=o.scale,
-                    cap=o.cap,
-                    epsilon=o.epsilon,
-                )
-            )
-            matrices += o.matrices
-        return ops, matrices
-
-    def __str__(self) -> str:
-        widths = [f"{name} {width:,} ({rows})" for name, (width, rows) in self.buffers.items()]
-        lines = [f"buffers: {', '.join(widths)}"]
-        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(self.operations)]
-        return "\n".join(lines)
 
 
 def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> Plan:
@@ -207,6 +77,8 @@ class _Builder:
                 scale=scale,
             )
         )
+        if self.config.embedding_norm:
+            self.norm("x", "x", "embed_norm", width=self.config.width)
         self.snapshot(0)
 
     def layer(self, layer: int) -> None:
@@ -225,7 +97,8 @@ class _Builder:
     def attention(self, layer: int) -> None:
         config, at = self.config, f"layers.{layer}.attention"
         parts = tuple(f"{at}.{part}.weight" for part in "qkv")
-        self.linear("x", "qkv", parts, norm=self.norm_before(f"layers.{layer}.attention_norm"))
+        norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
+        self.linear("x", "qkv", parts, norm=norm)
         if config.qk_norm == "whole":
             for part, offset, width in (
                 ("q_norm", 0, self.heads),
@@ -252,6 +125,7 @@ class _Builder:
                 target="mixed",
                 layer=layer,
                 window=config.window(layer),
+                both_ways=config.sight == "whole",
                 scale=config.scale,
                 cap=config.attention_softcap,
             )
@@ -271,7 +145,7 @@ class _Builder:
     def feed(self, layer: int) -> Operation:
         """The first half of the feed-forward; gives the operation of the second."""
         config, at = self.config, f"layers.{layer}.feed"
-        norm = self.norm_before(f"layers.{layer}.feed_norm")
+        norm = f"layers.{layer}.feed_norm" if config.norm_before else ""
         if config.has_experts(layer):
             return self.experts(layer, norm)
         sides = ("gate", "up") if config.gated else ("up",)
@@ -324,29 +198,40 @@ class _Builder:
         return Operation(kind="combine", source="answers", target="x", add=True)
 
     def after(self, operation: Operation, layer: int, post_norm: str) -> None:
-        """Add a result to x, normed first where the model does that."""
-        if not self.config.norm_after:
-            self.add(operation)
+        """Add a result to x; the result is normed first, or the sum then, where the model does
+        that."""
+        name, width = f"layers.{layer}.{post_norm}", self.config.width
+        if self.config.norm_after:
+            self.add(replace(operation, target=self.buffer("out", width), add=False))
+            self.norm("out", "x", name, width=width, add=True)
             return
-        self.add(replace(operation, target=self.buffer("out", self.config.width), add=False))
-        self.norm("out", "x", f"layers.{layer}.{post_norm}", width=self.config.width, add=True)
+        self.add(operation)
+        if self.config.norm_sums:
+            self.norm("x", "x", name, width=width)
 
     def end(self) -> None:
         config = self.config
         self.buffer("last", config.width, "wanted")
         self.buffer("logits", config.vocab_size, "wanted")
         self.add(Operation(kind="gather", source="x", target="last", rows="wanted"))
+        ready = "last"
+        if config.head_transform:
+            ready = self.buffer("transformed", config.width, "wanted")
+            norm = "transform.norm" if config.norm_before else ""
+            self.linear("last", ready, ("transform.dense.weight",), norm=norm, rows="wanted")
+            self.add(
+                Operation(
+                    kind="activate", target=ready, rows="wanted", activation=config.activation
+                )
+            )
         head = "embed.weight" if config.tied else "head.weight"
-        self.linear("last", "logits", (head,), norm="norm", rows="wanted")
+        self.linear(ready, "logits", (head,), norm="norm", rows="wanted")
         if config.logit_softcap:
             self.add(
                 Operation(kind="softcap", target="logits", rows="wanted", cap=config.logit_softcap)
             )
 
     # -- the small words -------------------------------------------------------------------
-
-    def norm_before(self, name: str) -> str:
-        return name if self.config.norm_before else ""
 
     def linear(
         self,
@@ -370,7 +255,7 @@ class _Builder:
                 width=self.plan.buffers[source][0],
                 prepare="normed" if norm else "as is",
                 vector=f"{norm}.weight" if norm else "",
-                second_vector=f"{norm}.bias" if norm and centred else "",
+                second_vector=f"{norm}.bias" if norm and centred and self.config.norm_bias else "",
                 centred=bool(norm) and centred,
                 epsilon=self.config.norm_eps,
                 experts=experts,
@@ -397,7 +282,7 @@ class _Builder:
                 offset=offset,
                 width=width,
                 vector=f"{name}.weight",
-                second_vector=f"{name}.bias" if centred else "",
+                second_vector=f"{name}.bias" if centred and self.config.norm_bias else "",
                 centred=centred,
                 epsilon=self.config.norm_eps,
                 add=add,
@@ -407,23 +292,6 @@ class _Builder:
     def snapshot(self, number: int) -> None:
         """Where somebody may look at x; costs nothing when nobody does."""
         self.add(Operation(kind="snapshot", source="x", layer=number))
-
-
-def _bias_of(config: ModelConfig, matrix: str) -> str:
-    """The vector that is added to a matrix's product; "" if there is none."""
-    if not matrix.endswith(".weight"):
-        return ""
-    if matrix == "head.weight":
-        has = config.head_bias
-    elif ".attention.out." in matrix:
-        has = config.out_bias
-    elif ".attention." in matrix:
-        has = config.qkv_bias
-    elif ".router." in matrix or matrix == "embed.weight":
-        has = False
-    else:
-        has = config.ff_bias
-    return matrix.removesuffix("weight") + "bias" if has else ""
 
 
 def printed(checkpoint: Checkpoint) -> str:

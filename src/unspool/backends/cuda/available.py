@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
+from unspool.model.config import ModelConfig
+
 _OLDEST = (8, 0)  # Ampere: the first with bfloat16
 
 
@@ -21,3 +23,16 @@ def missing(device: str) -> str | None:
         name = torch.cuda.get_device_name(device)
         return f"{name} is older than those that they are written for"
     return None
+
+
+def lacking(config: ModelConfig) -> str | None:
+    """What our own kernels cannot do that a model needs; None: nothing. Plain torch can."""
+    needs = {
+        "it normalizes sums": config.norm_sums,
+        "it normalizes its embeddings": config.embedding_norm,
+        "it has one more matrix before its head": config.head_transform,
+        "its norms have no bias": config.norm == "layer" and not config.norm_bias,
+        "its head is the table of tokens and has a bias": config.tied and config.head_bias,
+        "its windows reach ahead": config.sight == "whole" and any(config.windows),
+    }
+    return next((words for words, needed in needs.items() if needed), None)

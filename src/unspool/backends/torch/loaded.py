@@ -51,7 +51,8 @@ class TorchModel:
         if name == "norm.weight":
             weight = _host(norm.weight)
             return 1 + weight if norm.plus_one else weight
-        found = {"norm.bias": norm.bias, "head.bias": head.bias if head is not None else None}[name]
+        head_bias = head.bias if head is not None else self.transformer.head_bias
+        found = {"norm.bias": norm.bias, "head.bias": head_bias}[name]
         return None if found is None else _host(found)
 
     def rows(self, name: str, start: int, stop: int) -> Floats:

@@ -104,12 +104,10 @@ class TorchBackend:
         mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
         for rows in plan.groups:
             rows.attend(attention, query[0], keys, values, mixed, watch)
-        attended = layer.attention_post_norm(attention.out(mixed.flatten(1))[None])
-        between = x if layer.parallel else x + attended
-        fed = layer.feed_post_norm(layer.feed(layer.feed_norm(between)))
-        after = x + attended + fed if layer.parallel else between + fed
+        between = layer.with_attended(x, attention.out(mixed.flatten(1))[None])
+        after = layer.with_fed(x, between)
         if watch:
-            watch.layer(after, attended, fed)
+            watch.layer(after, between.float() - x.float(), after.float() - between.float())
         return after
 
 
@@ -240,8 +238,7 @@ class _Chunk:
             end = min(first + QUERIES_AT_ONCE, self.end)
             position = self.start + first - self.first
             ends = self.ends[first - self.first : end - self.first]
-            newest = int(ends.max())
-            oldest = max(0, position + 1 - attention.window) if attention.window else 0
+            oldest, newest = attention.reach(position, end - first, int(ends.max()))
             slots, theirs = self.slots[oldest:newest], self.positions[oldest:newest]
             key, value = (store[slots].transpose(0, 1)[None] for store in (keys, values))
             ours = self.positions[position : position + end - first]
@@ -250,7 +247,8 @@ class _Chunk:
             if watch:
                 for number, past in enumerate(ends.tolist()):
                     whole = weights.new_zeros(weights.shape[1], past)
-                    whole[:, oldest:] = weights[0, :, number, : past - oldest]
+                    seen = weights[0, :, number, : past - oldest]
+                    whole[:, oldest : oldest + seen.shape[1]] = seen
                     watch.attention(first + number, whole)
             group = weights.shape[1] // value.shape[1]
             grouped = weights.to(value.dtype).unflatten(1, (-1, group)).flatten(2, 3)

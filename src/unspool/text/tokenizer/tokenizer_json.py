@@ -19,12 +19,18 @@ from unspool.errors import ModelFileError
 from unspool.text.tokenizer import pieces
 from unspool.text.tokenizer.encoders import AddedTokenEncoder
 from unspool.text.tokenizer.end_tokens import CLEAR_END_TEXTS, end_ids
+from unspool.text.tokenizer.vocab_and_merges import (
+    has_vocab_and_merges,
+    read_vocab_and_merges,
+)
 from unspool.text.tokenizer.vocabulary import Vocabulary
 
 
 def read_tokenizer_json(path: Path) -> Vocabulary:
     """The vocabulary of a tokenizer.json, or of the folder that holds it."""
     file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file() and has_vocab_and_merges(path):
+        return _Folder(path, read_vocab_and_merges(path)).vocabulary()
     if not file.is_file():
         raise ModelFileError(f"there is no {file}; give a tokenizer.json or a folder with one")
     try:
@@ -59,7 +65,9 @@ class _Folder:
         if unk_id is None and (unknown := getattr(library.model, "unk_token", None)):
             unk_id = library.token_to_id(unknown)
         before, after = self._template_ends()
+        # BERT calls them CLS and SEP.
         bos_id = before[0] if bos_id is None and len(before) == 1 else bos_id
+        eos_id = after[0] if eos_id is None and len(after) == 1 else eos_id
         texts = {token.content: n for n, token in added.items()}
         control = {token.content: n for n, token in added.items() if token.special}
         control |= {text: texts[text] for text in CLEAR_END_TEXTS if text in texts}

@@ -74,7 +74,10 @@ def _compiled_piece_loss() -> Any:
 def _head_parameters(model: Transformer) -> list[nn.Parameter]:
     """What lies between the last layer and the logits."""
     head = list(model.head.parameters()) if model.head is not None else [model.embed.weight]
-    return [*model.norm.parameters(), *head]
+    if model.head_bias is not None:
+        head.append(model.head_bias)
+    before = [] if model.transform is None else list(model.transform.parameters())
+    return [*before, *model.norm.parameters(), *head]
 
 
 class _Summed(torch.autograd.Function):

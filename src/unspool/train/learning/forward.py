@@ -41,16 +41,19 @@ class Sight:
 
     @classmethod
     def of(cls, config: ModelConfig, tokens: Tensor, allowed: Allowed | None = None) -> Sight:
-        """Causal, or what `allowed` says; layers with a window see no further back than that."""
+        """As far as the model looks, or what `allowed` says; layers with a window see no further
+        than that."""
         masks: dict[int, Any] = {}
         rows, length = tokens.shape if allowed is not None else (1, tokens.shape[1])
+        plain = allowed is None and config.sight == "causal"
+        allowed = allowed or _usual(config)
         for window in {config.window(layer) for layer in range(config.layers)}:
-            if allowed is None and (window == 0 or window >= length):
+            if plain and (window == 0 or window >= length):
                 masks[window] = None
             elif allowed is everything and not (window or config.attention_softcap):
                 masks[window] = ALL
             else:
-                whole = _within(window, allowed or causal)
+                whole = _within(window, allowed, config.sight == "whole")
                 masks[window] = looking(whole, rows, length, length, tokens.device, config)
         return cls(masks)
 
@@ -92,12 +95,28 @@ def everything(row: Any, head: Any, query: Any, key: Any) -> Any:
     return (query >= 0) & (key >= 0)
 
 
-def _within(window: int, allowed: Allowed) -> Allowed:
+def in_blocks(block: int) -> Allowed:
+    """Every token sees what comes before its block, and all of the block."""
+
+    def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
+        return query // block >= key // block
+
+    return allowed
+
+
+def _usual(config: ModelConfig) -> Allowed:
+    if config.sight == "block":
+        return in_blocks(config.block)
+    return everything if config.sight == "whole" else causal
+
+
+def _within(window: int, allowed: Allowed, both_ways: bool) -> Allowed:
     if not window:
         return allowed
 
     def near(row: Any, head: Any, query: Any, key: Any) -> Any:
-        return allowed(row, head, query, key) & (key > query - window)
+        seen = allowed(row, head, query, key) & (key > query - window)
+        return seen & (key < query + window) if both_ways else seen
 
     return near
 

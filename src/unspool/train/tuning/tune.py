@@ -151,6 +151,7 @@ class _Tuning:
         self.base = settings.model if settings.model and not Path(settings.model).exists() else ""
         self.base = self.base or str(path.resolve())
         checkpoint = open_checkpoint(path)
+        checkpoint.config.check_left_to_right()  # each token is learned from those before it
         device = settings.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,6 +26,7 @@ enum Kind : int32_t {
     kGather = 8,     // target = the rows whose logits are wanted
     kSoftcap = 9,    // target = cap * tanh(target / cap)
     kSnapshot = 10,  // copy the rows somebody looks at; nothing when nobody does
+    kActivate = 11,  // target = activated target
 };
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
@@ -36,6 +37,7 @@ enum Flags : int32_t {
     kGated = 2,    // the source's rows are [gate | up]
     kCentred = 4,  // the norm takes the mean away first (LayerNorm)
     kNormalizeExperts = 8,
+    kBothWays = 16,  // kAttend: the window reaches as far ahead as back
 };
 
 struct Op {
@@ -50,7 +52,7 @@ struct Op {
     int32_t vector;         // norm weight, or the table of positions; -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
-    int32_t window;  // kAttend: how many last tokens are seen; 0: all
+    int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
     int32_t rotary;  // kPlace: number of the table of angles, -1: none
     int32_t prepare;
     int32_t activation;

@@ -161,6 +161,8 @@ struct Running {
                 return does.gather(run, op, worker);
             case kSoftcap:
                 return does.softcap(run, op, worker);
+            case kActivate:
+                return does.activate(run, op, worker);
             case kSnapshot:
                 return snapshot(run, op, worker);
             default:

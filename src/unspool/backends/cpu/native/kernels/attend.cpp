@@ -59,7 +59,7 @@ inline float* tapped(const Tile& tile, int64_t row) {
     const int64_t at = run.taps->attention[tile.first_token + row / tile.group];
     if (at < 0) return nullptr;
     const int64_t head = tile.kv_head * tile.group + row % tile.group;
-    return run.taps->weights + at + (tile.op->layer * run.heads + head) * (tile.newest(row) + 1);
+    return run.taps->weights + at + (tile.op->layer * run.heads + head) * (tile.visible(row) + 1);
 }
 
 inline void keep_scores(const Tile& tile, int64_t first, int64_t last) {
@@ -75,8 +75,11 @@ inline void keep_scores(const Tile& tile, int64_t first, int64_t last) {
 inline void scores_to_weights(const Tile& tile, int64_t row, const Gathered& whole) {
     float* to = tapped(tile, row);
     if (to == nullptr) return;
-    for (int64_t at = 0; at <= tile.newest(row); ++at)
-        to[at] = at < tile.oldest(row) ? 0.0f : std::exp(to[at] - whole.most) / whole.total;
+    const int64_t oldest = tile.oldest(row), newest = tile.newest(row);
+    for (int64_t at = 0; at <= tile.visible(row); ++at) {
+        const bool seen = at >= oldest && at <= newest;
+        to[at] = seen ? std::exp(to[at] - whole.most) / whole.total : 0.0f;
+    }
 }
 
 // One segment for all rows of a tile: found[row] gets its share; tile.sums holds the values.
@@ -199,8 +202,8 @@ Tile open_tile(const Run& run, const Op& op, int64_t token, int64_t tokens, int6
     tile.rows = tokens * tile.group;
     tile.first_position = run.batch.positions[token];
     tile.last = 0;
-    for (int64_t i = 0; i < tokens; ++i)
-        tile.last = std::max(tile.last, run.batch.visible_end[token + i] - 1);
+    for (int64_t row = 0; row < tile.rows; row += tile.group)
+        tile.last = std::max(tile.last, tile.newest(row));
     tile.pages = run.batch.pages(run.row_of[token]);
     tile.queries = reinterpret_cast<float*>(scratch);
     tile.scores = tile.queries + tile.rows * tile.filled;
@@ -273,7 +276,7 @@ void attend(const Run& run, const Op& op, Worker& worker) {
         while (segment >= segments_of(batch, token)) segment -= segments_of(batch, token++);
         const Tile tile = open_tile(run, op, token, 1, task % run.kv.heads, worker.scratch);
         Gathered found[kTileRows * 4];
-        if (segment < tile.oldest(0) / kSegment) {
+        if (segment < tile.oldest(0) / kSegment || segment > tile.newest() / kSegment) {
             for (int64_t row = 0; row < group; ++row)
                 found[row] = {kNothing, 0.0f, tile.sums + row * tile.filled};
         } else {

@@ -69,9 +69,14 @@ struct Tile {
         const int64_t first = position(row) + 1 - op->window;
         return op->window > 0 && first > 0 ? first : 0;
     }
-    // The last position that a row sees: its own, or the end of a block that sees itself whole.
-    int64_t newest(int64_t row) const {
+    // How far a row may see: up to itself, or to the end of a block that sees itself whole.
+    int64_t visible(int64_t row) const {
         return run->batch.visible_end[first_token + row / group] - 1;
+    }
+    // The last position that it sees: a window may end before that.
+    int64_t newest(int64_t row) const {
+        const int64_t far = position(row) + op->window - 1, end = visible(row);
+        return op->flags & kBothWays && op->window > 0 && far < end ? far : end;
     }
     int64_t newest() const { return last; }
 };

@@ -47,6 +47,13 @@ void gather(const Run& run, const Op& op, Worker& worker) {
     });
 }
 
+void activate(const Run& run, const Op& op, Worker& worker) {
+    const Buffer& x = run.buffers[op.target];
+    each_row(worker, 0, rows_of(run, op), [&](int64_t row) {
+        activate_row(x.row(row), x.width, op.activation, false, x.row(row));
+    });
+}
+
 void softcap(const Run& run, const Op& op, Worker& worker) {
     const Buffer& x = run.buffers[op.target];
     const F32x16 cap = set1(op.cap);

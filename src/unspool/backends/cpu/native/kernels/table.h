@@ -27,6 +27,7 @@ struct Kernels {
     void (*combine)(const Run&, const Op&, Worker&);
     void (*gather)(const Run&, const Op&, Worker&);
     void (*softcap)(const Run&, const Op&, Worker&);
+    void (*activate)(const Run&, const Op&, Worker&);
 
     // -- sampling: one row of logits (sample.cpp) -----------------------------------------------
     // The largest logit; NaN if one is among them.

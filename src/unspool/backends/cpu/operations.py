@@ -1,0 +1,164 @@
+"""An operation of the native backend, and a plan of them: what `plan.py` builds.
+
+An operation reads and writes numbered buffers, one row a token. `native/plan.h` has the same words
+for the same things.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from unspool.backends.cpu.structures import (
+    ACTIVATIONS,
+    ADD,
+    BOTH_WAYS,
+    CENTRED,
+    GATED,
+    KINDS,
+    NORMALIZE,
+    PREPARE,
+    ROWS,
+    Op,
+)
+from unspool.model.config import ModelConfig
+from unspool.model.positions import Rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One step. Weights are named, buffers too; the numbers come when the plan is encoded."""
+
+    kind: str
+    source: str = ""
+    target: str = ""
+    rows: str = "tokens"
+    matrices: tuple[str, ...] = ()  # those with the same input; for experts, "name[e]"
+    offset: int = 0
+    width: int = 0
+    vector: str = ""
+    second_vector: str = ""
+    layer: int = 0
+    window: int = 0
+    rotary: int = -1
+    prepare: str = "as is"
+    activation: str = "silu"
+    add: bool = False
+    gated: bool = False
+    centred: bool = False
+    normalize: bool = False
+    both_ways: bool = False  # a window reaches as far ahead as back
+    experts: int = 0
+    chosen: int = 0
+    scale: float = 1.0
+    cap: float = 0.0
+    epsilon: float = 0.0
+
+    def __str__(self) -> str:
+        words = [f"{self.kind:<9}"]
+        if self.target:
+            words.append(f"{self.target:<8} {'+=' if self.add else ' ='}")
+        if self.matrices:
+            shown = ", ".join(name.removesuffix(".weight") for name in self.matrices[:4])
+            words.append(shown + (", ..." if len(self.matrices) > 4 else "") + " *")
+        if self.prepare != "as is":
+            words.append(self.prepare)
+        words.append(self.source)
+        if self.kind == "place":
+            words.append(f"-> pages of layer {self.layer}")
+        if self.window:
+            words.append(f"(last {self.window:,}{' and next' * self.both_ways})")
+        if self.cap:
+            words.append(f"(capped at {self.cap:g})")
+        return " ".join(word for word in words if word)
+
+
+@dataclass(slots=True)
+class Plan:
+    """Operations, and what they work on."""
+
+    config: ModelConfig
+    operations: list[Operation] = field(default_factory=list)
+    buffers: dict[str, tuple[int, str]] = field(default_factory=dict)  # name: width, rows
+    rotary: list[Rotary] = field(default_factory=list)
+
+    @property
+    def vectors(self) -> list[str]:
+        """Weights that are no matrices, in the order of their first use."""
+        found: dict[str, None] = {}
+        for operation in self.operations:
+            names = [operation.vector, operation.second_vector]
+            names += [_bias_of(self.config, name) for name in operation.matrices]
+            found.update(dict.fromkeys(name for name in names if name))
+        return list(found)
+
+    @property
+    def head(self) -> int:
+        """The operation from which on vectors become logits."""
+        return next(n for n, o in enumerate(self.operations) if o.source == "last")
+
+    def bias(self, matrix: str) -> str:
+        return _bias_of(self.config, matrix)
+
+    def encoded(self) -> tuple[list[Op], list[str]]:
+        """The operations as the kernels take them, and the names of the matrices they number."""
+        buffers = {name: number for number, name in enumerate(self.buffers)}
+        vectors = {name: number for number, name in enumerate(self.vectors)}
+        matrices: list[str] = []
+        ops = []
+        for o in self.operations:
+            flags = ADD * o.add | GATED * o.gated | CENTRED * o.centred | NORMALIZE * o.normalize
+            flags |= BOTH_WAYS * o.both_ways
+            ops.append(
+                Op(
+                    kind=KINDS[o.kind],
+                    rows=ROWS[o.rows],
+                    source=buffers.get(o.source, -1),
+                    target=buffers.get(o.target, -1),
+                    offset=o.offset,
+                    width=o.width,
+                    matrix=len(matrices),
+                    matrix_count=len(o.matrices) // max(1, o.experts),
+                    vector=vectors.get(o.vector, -1),
+                    second_vector=vectors.get(o.second_vector, -1),
+                    layer=o.layer,
+                    window=o.window,
+                    rotary=o.rotary,
+                    prepare=PREPARE[o.prepare],
+                    activation=ACTIVATIONS[o.activation],
+                    flags=flags,
+                    experts=o.experts,
+                    chosen=o.chosen,
+                    scale=o.scale,
+                    cap=o.cap,
+                    epsilon=o.epsilon,
+                )
+            )
+            matrices += o.matrices
+        return ops, matrices
+
+    def __str__(self) -> str:
+        widths = [f"{name} {width:,} ({rows})" for name, (width, rows) in self.buffers.items()]
+        lines = [f"buffers: {', '.join(widths)}"]
+        lines += [f"{number:>4}  {operation}" for number, operation in enumerate(self.operations)]
+        return "\n".join(lines)
+
+
+def _bias_of(config: ModelConfig, matrix: str) -> str:
+    """The vector that is added to a matrix's product; "" if there is none."""
+    if not matrix.endswith(".weight"):
+        return ""
+    if matrix == "embed.weight":  # where it is the head as well; looking a token up adds none
+        return "head_bias" if config.tied and config.head_bias else ""
+    if matrix == "head.weight":
+        has = config.head_bias
+    elif matrix == "transform.dense.weight":
+        has = config.head_transform_bias
+    elif ".attention.out." in matrix:
+        has = config.out_bias
+    elif ".attention." in matrix:
+        has = config.qkv_bias
+    elif ".router." in matrix:
+        has = False
+    else:
+        has = config.ff_bias
+    return matrix.removesuffix("weight") + "bias" if has else ""

@@ -1,0 +1,275 @@
+"""Models that look ahead, from the files to the commands: what is said, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import assets
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Library
+from typer.testing import CliRunner
+
+import tiny_masked
+import unspool
+from unspool.backends.torch.loaded import TorchModel
+from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
+from unspool.loading import Choice, Placement, load_weights
+from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.config import ModelConfig
+from unspool.model.config_hf import config_from_hf
+from unspool.model.gguf_save import check_writable
+from unspool.model.positions import Rotary
+
+SHAPE: dict[str, Any] = {
+    "family": "of-our-own",
+    "vocab_size": 100,
+    "width": 8,
+    "layers": 1,
+    "heads": 1,
+    "kv_heads": 1,
+    "head_width": 8,
+    "ff_width": 8,
+    "context": 64,
+    "rotary": Rotary(width=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "word"),
+    [
+        ({"sight": "far"}, "sight"),
+        ({"sight": "block"}, "block"),
+        ({"sight": "block", "block": 65}, "block"),
+        ({"block": -1}, "block"),
+        ({"mask_id": 100}, "mask_id"),
+        ({"mask_id": -1}, "mask_id"),
+        ({"mask_id": "[MASK]"}, "mask_id"),
+        ({"norm_sums": True, "norm_after": True}, "norm_sums"),
+        ({"norm_sums": True, "parallel": True}, "norm_sums"),
+    ],
+)
+def test_settings_that_make_no_sense(nonsense: dict[str, Any], word: str):
+    with pytest.raises(ModelFileError, match=word):
+        ModelConfig(**{**SHAPE, **nonsense})
+
+
+def test_a_config_of_our_own_keeps_how_far_it_looks():
+    config = ModelConfig(**SHAPE, sight="block", block=4, mask_id=0, shifted=True)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_how_far_a_token_sees():
+    whole, block = ({"sight": "whole"}, {"sight": "block", "block": 4})
+    found = [
+        [ModelConfig(**SHAPE, **sight).visible_end(at, 10) for at in (0, 3, 4, 9)]
+        for sight in ({}, whole, block)
+    ]
+    assert found == [[1, 4, 5, 10], [10] * 4, [4, 4, 8, 10]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"alibi": True}, "alibi is True"),
+        ({"block_type": "sequential"}, "only where it is 'llama'"),
+        ({"mask_token_id": 259}, "mask_id is 259"),
+        ({"unspool": {"sight": "both"}}, "sight is 'both'"),
+        ({"unspool": 3}, "cannot be understood"),
+        ({"d_model": None}, "d_model"),
+    ],
+)
+def test_files_that_say_what_we_cannot_do(changes: dict[str, Any], words: str):
+    with pytest.raises(ModelFileError, match=words):
+        config_from_hf({**tiny_masked.LLADA_CONFIG, **changes})
+
+
+def test_causal_berts_and_dreams_with_blocks_are_refused():
+    small = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    small |= {"max_position_embeddings": 8, "intermediate_size": 8}
+    with pytest.raises(ModelFileError, match="is_decoder"):
+        config_from_hf({"model_type": "bert", **small, "is_decoder": True})
+    with pytest.raises(ModelFileError, match=r"block_size is 32.*without it"):
+        config_from_hf({"model_type": "Dream", **small, "block_size": 32})
+
+
+# -- the mask token ----------------------------------------------------------------------------
+
+
+def masked_folder(tmp_path: Path, name: str, **beside: Any) -> Path:
+    """A checkpoint whose config.json names no mask token, with other files beside it."""
+    folder = tmp_path / name
+    tiny_masked.save(name, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("mask_token_id", None)
+    (folder / "config.json").write_text(json.dumps(raw))
+    for file, content in beside.items():
+        (folder / f"{file}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {
+            "tokenizer_config": {
+                "mask_token": "<|mask|>",
+                "added_tokens_decoder": {"7": {"content": "x"}, "201": {"content": "<|mask|>"}},
+            }
+        },
+        {
+            "special_tokens_map": {"mask_token": {"content": "[MASK]"}},
+            "tokenizer": {"added_tokens": [{"content": "[MASK]", "id": 201}]},
+        },
+        {
+            "tokenizer_config": {"mask_token": "[MASK]"},
+            "tokenizer": {"model": {"vocab": {"a": 1, "[MASK]": 201}}},
+        },
+        {"tokenizer": {"added_tokens": [], "model": {"vocab": {"[MASK]": 201}}}},
+    ],
+    ids=["config", "added", "vocabulary", "nobody"],
+)
+def test_the_vocabulary_names_the_mask_token(tmp_path: Path, beside: dict[str, Any]):
+    assert open_checkpoint(masked_folder(tmp_path, "a2d-qwen2", **beside)).config.mask_id == 201
+
+
+def test_nobody_names_the_mask_token(tmp_path: Path):
+    assert open_checkpoint(masked_folder(tmp_path, "sdar")).config.mask_id is None
+    usual = {"model_type": "llada", "d_model": 8, "n_heads": 1, "n_layers": 1}
+    usual |= {"embedding_size": 126464, "max_sequence_length": 16}
+    assert config_from_hf(usual).mask_id == 126336, "what all of them have"
+
+
+def test_the_name_tells_of_blocks_where_the_files_do_not(tmp_path: Path):
+    for name, sight in {"Qwen3-0.6B-diffusion-bd3lm-v0.1": "block", "mdlm": "whole"}.items():
+        tiny_masked.save("a2d-qwen3", tmp_path / name)
+        config = open_checkpoint(tmp_path / name).config
+        assert (config.sight, config.block) == (sight, 32 if sight == "block" else 0)
+
+
+def test_old_files_call_a_norm_gamma_and_beta(tmp_path: Path):
+    expected = tiny_masked.save("bert", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {
+        name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): tensor
+        for name, tensor in weights.items()
+    }
+    assert old.keys() != weights.keys()
+    save_file(old, tmp_path / "model.safetensors")
+    tokens = torch.arange(3, 30)[None]
+    found = load_transformer(open_checkpoint(tmp_path))(tokens)
+    assert float((found - expected(tokens)).abs().max()) < 1e-4
+
+
+# -- what people meet -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sdar", "bert"])
+def test_writing_from_left_to_right_is_refused(tmp_path: Path, name: str):
+    tiny_masked.save(name, tmp_path)
+    with unspool.load(tmp_path) as lm:
+        for ask in (
+            lambda: lm.generate([5, 6]),
+            lambda: lm.stream([5, 6]),
+            lambda: lm.samples([5, 6], 2),
+            lambda: lm.beam([5, 6]),
+            lambda: lm.score([5, 6]),
+            lambda: lm.embed([5, 6]),
+            lambda: lm.look([5, 6]),
+        ):
+            with pytest.raises(UnspoolError, match=r"lm\.diffuse.*lm\.fill"):
+                ask()
+
+
+def test_what_a_model_is(tmp_path: Path):
+    from unspool.cli.main import app_with
+
+    tiny_masked.save("fast_dllm_qwen", tmp_path)
+    shown = CliRunner().invoke(app_with(), ["models", "show", str(tmp_path)])
+    assert "to the end of its block of 8; guesses the token behind it" in shown.output
+    assert str(tiny_masked.MASK) in shown.output
+
+
+def test_berts_vocabulary_beside_berts_weights(tmp_path: Path):
+    """Real pieces on random weights: encoded as the library does, decoded to the same words."""
+    folder = masked_folder(tmp_path, "bert")
+    for file in (assets.tokenizer_json_folder() / "bert").iterdir():
+        shutil.copy(file, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "vocab_size": 30522}))
+    weights = load_file(folder / "model.safetensors")
+    for name in ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"):
+        weights[name] = weights[name].repeat(120, *[1] * (weights[name].ndim - 1))[:30522]
+    save_file(
+        {name: tensor.clone() for name, tensor in weights.items()}, folder / "model.safetensors"
+    )
+    with unspool.load(folder) as lm:
+        library = Library.from_file(str(folder / "tokenizer.json"))
+        text = "the unspoolable [MASK] sat on 3 mats, didn't it?"
+        wanted = library.encode(text).ids
+        start, end = lm.tokenizer.bos_id, lm.tokenizer.eos_id
+        assert [start, *lm.tokenizer.encode(text, specials=True), end] == wanted
+        assert lm.config.mask_id in wanted
+        plain = lm.tokenizer.encode("the unspoolable cat sat")
+        assert lm.tokenizer.decode(plain) == "the unspoolable cat sat"
+
+
+@pytest.mark.parametrize("name", ["DreamTokenizer", "Qwen2Tokenizer"])
+def test_a_vocabulary_from_before_tokenizer_json(tmp_path: Path, name: str):
+    """Pieces and merges in files of their own, as Dream has them: cut as transformers cuts them."""
+    import transformers
+
+    source = assets.tokenizer_json_folder() / "qwen"
+    whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in whole["model"]["merges"]
+    ]
+    (tmp_path / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges), encoding="utf-8")
+    added = {str(t["id"]): {**t, "id": None} for t in whole["added_tokens"]}
+    settings = {"tokenizer_class": name, "added_tokens_decoder": added, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = unspool.Tokenizer.from_file(tmp_path)
+    theirs = transformers.Qwen2TokenizerFast(
+        tokenizer_object=Library.from_file(str(source / "tokenizer.json"))
+    )
+    for text in ("It's 1234 apples,\n\n  naïve — 東京 🙂", "e\u0301tude", "<|im_end|> ends"):
+        assert ours.encode(text, specials=True) == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode(ours.encode("naïve 東京 🙂")) == "naïve 東京 🙂"
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "OtherTokenizer"}')
+    with pytest.raises(ModelFileError, match=r"OtherTokenizer.*DreamTokenizer"):
+        unspool.Tokenizer.from_file(tmp_path)
+
+
+def test_gpu_kernels_leave_what_they_cannot_do_to_torch(tmp_path: Path):
+    tiny_masked.save("modernbert", tmp_path / "modern")
+    tiny_masked.save("llada", tmp_path / "llada")
+    modern = open_checkpoint(tmp_path / "modern")
+    gpu = Choice("cuda", "cpu")  # as if there were one: nothing is launched
+    for asked in ({"backend": "cuda"}, {"exact": True}, {"quantize": 4}):
+        with pytest.raises(UnspoolError, match=f"embeddings; leave {next(iter(asked))} out"):
+            load_weights(modern, Placement(**asked), gpu)
+    with pytest.warns(UnspoolWarning, match="plain torch"):
+        assert isinstance(load_weights(modern, Placement(), gpu), TorchModel)
+    from unspool.backends.cuda.available import lacking
+
+    assert lacking(open_checkpoint(tmp_path / "llada").config) is None
+
+
+def test_what_the_guide_shows(capsys: pytest.CaptureFixture[str]):
+    guide = (Path(__file__).parents[2] / "docs" / "beyond.md").read_text(encoding="utf-8")
+    models = guide.split("## Models")[1].split("\n## ")[0]
+    block = models.split("```python\n")[1].split("```")[0]
+    exec(compile(block, "beyond.md", "exec"), {})
+    shown = [line.split("# ")[1] for line in block.splitlines() if "# " in line]
+    assert capsys.readouterr().out.splitlines() == shown
+
+
+def test_llama_cpp_knows_no_blocks(tmp_path: Path):
+    config = ModelConfig(**{**SHAPE, "family": "llama"}, sight="block", block=4)
+    with pytest.raises(ModelFileError, match="block by block"):
+        check_writable(config, "Q8_0")

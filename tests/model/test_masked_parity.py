@@ -1,0 +1,218 @@
+"""Every family that looks ahead gives transformers' logits, on every backend, from every file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import assets
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import tiny_masked
+from unspool import native
+from unspool.backends.base import Backend, Loaded
+from unspool.backends.cpu.loaded import load_cpu
+from unspool.backends.step import Look, StepBatch, TableUpdates
+from unspool.backends.torch.loaded import TorchModel
+from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.gguf_save import save_gguf
+from unspool.model.weights import parameter_count, shapes
+from unspool.train.learning.forward import Sight, hidden
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+CLOSE = 2e-4  # 5e-5 at the most was seen, in logits of size 13
+CLOSE_FAR = 1e-3  # in long texts, where angles are large
+Case = tuple[str, tiny_masked.Logits, Checkpoint]
+BERTS = [name for name, family in tiny_masked.FAMILIES.items() if family.is_bert]
+
+
+def some_tokens(count: int = 45) -> torch.Tensor:
+    return torch.randint(3, 257, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def difference(a: Any, b: Any) -> float:
+    assert a.shape == b.shape
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max())
+
+
+@pytest.fixture(scope="module", params=tiny_masked.FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, tiny_masked.save(request.param, folder), open_checkpoint(folder)
+
+
+def loaded(kind: str, checkpoint: Checkpoint) -> Loaded:
+    if kind == "torch":
+        return TorchModel(load_transformer(checkpoint))
+    if native.missing() is not None:
+        pytest.skip(str(native.missing()))
+    return load_cpu(checkpoint, store="float32", kv_bits=32, threads=2)
+
+
+def at_once(backend: Backend, tokens: torch.Tensor, ends: Any, look: Look | None = None) -> Any:
+    """A whole text in one run, in pages that lie in no order."""
+    count = tokens.shape[1]
+    pages = np.random.default_rng(0).permutation(backend.page_count)[: -(-count // 16)]
+    batch = StepBatch(
+        tokens[0].numpy(),
+        np.arange(count),
+        ends,
+        np.array([0, count]),
+        np.array([3]),
+        updates=TableUpdates(np.full(len(pages), 3), np.arange(len(pages)), pages),
+        logits=np.arange(count),
+        look=look,
+    )
+    return backend.launch(batch).result()
+
+
+# -- what is computed ------------------------------------------------------------------------
+
+
+def test_what_the_files_say(case: Case):
+    name, _, checkpoint = case
+    found = checkpoint.config.to_dict()
+    expected = tiny_masked.FAMILIES[name].expected
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_the_plain_transformer(case: Case):
+    _, expected, checkpoint = case
+    ours, tokens = load_transformer(checkpoint), some_tokens()
+    wanted = expected(tokens)
+    assert wanted.std() > 0.2, "a model that says nothing would prove nothing"
+    assert difference(ours(tokens), wanted) < CLOSE
+    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == shapes(ours.config)
+    assert parameter_count(ours.config) == sum(p.numel() for p in ours.parameters())
+
+
+def test_the_forward_pass_of_training(case: Case):
+    _, expected, checkpoint = case
+    ours, tokens = load_transformer(checkpoint), some_tokens()
+    x = hidden(ours, tokens, Sight.of(ours.config, tokens))
+    assert difference(ours.logits(x), expected(tokens)) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["torch", "native"])
+def test_pages(case: Case, kind: str):
+    _, expected, checkpoint = case
+    tokens, config = some_tokens(), checkpoint.config
+    backend = loaded(kind, checkpoint).backend(memory=4 << 20, context=128)
+    ends = np.array([config.visible_end(at, tokens.shape[1]) for at in range(tokens.shape[1])])
+    found = at_once(backend, tokens, ends).logits
+    assert difference(found, expected(tokens)[0]) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llada"])
+def test_both_backends_see_the_same_inside(tmp_path: Path, name: str):
+    tiny_masked.save(name, tmp_path)
+    checkpoint, tokens = open_checkpoint(tmp_path), some_tokens()
+    count = tokens.shape[1]
+    every, ends = np.arange(count), np.full(count, count)
+    look = Look(residuals=every[::3], attention=every[1::4], parts=every[::7])
+    seen = []
+    for kind in ("torch", "native"):
+        backend = loaded(kind, checkpoint).backend(memory=4 << 20, context=128)
+        seen.append(at_once(backend, tokens, ends, look).inside)
+    ours, theirs = seen
+    assert difference(ours.residuals, theirs.residuals) < 3e-4
+    assert difference(ours.parts, theirs.parts) < 3e-4
+    for one, other in zip(ours.attention, theirs.attention, strict=True):
+        assert one.shape[-1] == count
+        assert difference(one, other) < CLOSE
+        assert difference(one.sum(-1), np.ones(one.shape[:2])) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["torch", "native"])
+def test_a_window_reaches_ahead_in_long_texts(tmp_path: Path, kind: str):
+    """More than a segment of keys and a chunk of queries; then single places once more, as a
+    canvas computes them: what they may not see lies in other segments."""
+    expected = tiny_masked.save("modernbert", tmp_path)
+    tokens, count = some_tokens(1300), 1300
+    backend = loaded(kind, open_checkpoint(tmp_path)).backend(memory=64 << 20, context=2048)
+    wanted = expected(tokens)[0]
+    found = at_once(backend, tokens, np.full(count, count)).logits
+    assert difference(found, wanted) < CLOSE_FAR
+    for place in (0, 509, 700, count - 1):
+        again = StepBatch(
+            tokens[0, place : place + 1].numpy(),
+            np.array([place]),
+            np.array([count]),
+            np.array([0, 1]),
+            np.array([3]),
+            logits=np.array([0]),
+        )
+        assert difference(backend.launch(again).result().logits[0], wanted[place]) < CLOSE_FAR
+
+
+# -- files -----------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_again(case: Case, tmp_path: Path):
+    name, expected, checkpoint = case
+    ours, tokens = load_transformer(checkpoint), some_tokens()
+    save_checkpoint(ours, tmp_path, largest_file=40_000)
+    again = open_checkpoint(tmp_path)
+    assert again.config == checkpoint.config
+    assert difference(load_transformer(again)(tokens), ours(tokens)) == 0
+    if name in BERTS:
+        theirs = transformers.AutoModelForMaskedLM.from_pretrained(
+            tmp_path, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            assert difference(theirs(tokens).logits, expected(tokens)) < CLOSE
+
+
+def test_a_causal_family_taught_to_look_ahead_is_saved_with_that(tmp_path: Path):
+    from dataclasses import replace
+
+    import tiny
+
+    from unspool.model.transformer import Transformer
+
+    tiny.save("qwen3", tmp_path / "causal")
+    causal = load_transformer(open_checkpoint(tmp_path / "causal"))
+    taught = {"sight": "block", "block": 4, "mask_id": 7, "shifted": True}
+    twin = Transformer(replace(causal.config, **taught))
+    twin.load_state_dict(causal.state_dict())
+    save_checkpoint(twin, tmp_path / "twin")
+    again = open_checkpoint(tmp_path / "twin").config
+    assert {name: getattr(again, name) for name in taught} == taught
+    assert open_checkpoint(tmp_path / "causal").config.sight == "causal"
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those that llama.cpp's own converter knows."""
+    root = tmp_path_factory.mktemp("gguf")
+    arguments = []
+    for name in ("dream", "llada"):
+        tiny_masked.save(name, root / name)
+        arguments += [str(root / name), str(root / f"{name}.gguf")]
+    script = Path(__file__).parent.parent / "convert_to_gguf.py"
+    subprocess.run(
+        [sys.executable, str(script), str(assets.llama_cpp_source()), *arguments], check=True
+    )
+    return root
+
+
+@pytest.mark.parametrize("name", ["dream", "llada"])
+def test_gguf(converted: Path, name: str, tmp_path: Path):
+    """From llama.cpp's converter, and written again by us."""
+    expected = tiny_masked.save(name, tmp_path / "original")
+    tokens, config = some_tokens(), tiny_masked.FAMILIES[name].expected
+    ours = load_transformer(open_checkpoint(converted / f"{name}.gguf"))
+    assert (ours.config.sight, ours.config.shifted) == ("whole", config["shifted"])
+    assert difference(ours(tokens), expected(tokens)) < CLOSE
+    folder = open_checkpoint(tmp_path / "original")
+    save_gguf(load_transformer(folder), tmp_path / "again.gguf", type="F32", vocabulary={})
+    again = open_checkpoint(tmp_path / "again.gguf")
+    assert difference(load_transformer(again)(tokens), expected(tokens)) < CLOSE
+    said = (again.config.sight, again.config.mask_id, again.config.shifted)
+    assert said == ("whole", tiny_masked.MASK, config["shifted"])
