@@ -83,6 +83,18 @@ def test_masked_is_the_bound_of_masked_diffusion(drawn: dict[str, Tensor]):
     assert model.embed.weight.grad is not None
 
 
+def test_plain_weighting_counts_every_guess_alike(drawn: dict[str, Tensor]):
+    batch = Batch(ids())
+    model, loss = run(Masked(MASK, weighting="plain"), batch)
+    hide, tokens = drawn["hide"], batch.ids[:, :-1]
+    total = torch.tensor(0.0)
+    for row in range(2):
+        x = looking(model, tokens[row].masked_fill(hide[row], MASK), list(range(20)), [20] * 20)
+        total += surprise(model, x, tokens[row])[hide[row]].sum()
+    assert torch.allclose(loss.total, total / hide.sum(), rtol=1e-4)
+    assert int(loss.tokens) == int(hide.sum())
+
+
 def test_masked_hides_only_what_counts(drawn: dict[str, Tensor]):
     counted = torch.zeros(2, 20, dtype=torch.bool)
     counted[:, 10:] = True  # the targets from token 11 on

@@ -18,6 +18,7 @@ import pytest
 import unspool
 from unspool.cli.main import _exit_code, with_command
 from unspool.cli.train.plot import curve
+from unspool.model.checkpoint import open_checkpoint
 from unspool.train.running.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,7 @@ def test_transformers_opens_what_was_trained(place: Path):
     import torch
     import transformers
 
-    from unspool.model.checkpoint import load_transformer, open_checkpoint
+    from unspool.model.checkpoint import load_transformer
 
     assert train("--steps", "5", "--quiet") == 0
     model = Run.open("speeches-d1").model
@@ -137,8 +138,14 @@ def test_going_on_from_a_models_weights(place: Path):
 @pytest.mark.parametrize("objective", ["masked", "block_diffusion"])
 def test_other_objectives(objective: str, place: Path):
     assert train("--steps", "30", "--rate", "3", "--objective", objective, "--quiet") == 0
-    found = losses(Run.open("speeches-d1"))
+    run = Run.open("speeches-d1")
+    found = losses(run)
     assert sum(found[-8:]) < sum(found[:8])
+    assert run.final is not None
+    config = open_checkpoint(run.final).config  # which says how it was taught to look
+    looks = ("whole", 0) if objective == "masked" else ("block", 8)
+    assert (config.sight, config.block) == looks and not config.shifted
+    assert config.mask_id == config.vocab_size - 1
 
 
 def test_with_nothing_said():

@@ -212,6 +212,18 @@ def _model_path(name: str, offline: bool) -> Path:
 
 
 def _config(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
+    """The model's settings, those too that say how far it will look."""
+    config = _shape(settings, tokenizer)
+    if settings.objective == "next_token":
+        return config
+    block = settings.block if settings.objective == "block_diffusion" else 0
+    return replace(
+        config, sight="block" if block else "whole", block=block, mask_id=config.vocab_size - 1,
+        shifted=settings.start is not None,
+    )  # fmt: skip
+
+
+def _shape(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
     if settings.start:
         return open_checkpoint(_model_path(settings.start, offline=False)).config
     # Room for a mask that is no token of the text.

@@ -156,7 +156,8 @@ class Halves:
         def whole(window: int) -> Allowed:
             def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
                 row = row % rows
-                return documents[row, query] == documents[row, key]
+                together = documents[row, query] == documents[row, key]
+                return together & near(window, query, key) & near(window, key, query)
 
             return allowed
 

@@ -35,8 +35,8 @@ class TwinSettings:
     alpha: float | None = None
     sight: str = "whole"  # of a puzzle's twin; or causal
     depth: int = 6  # layers of a puzzle's twin
-    width: int = 256
-    heads: int = 8
+    width: int = 224
+    heads: int = 7
     steps: int | None = None
     minutes: float | None = None
     batch: int | None = None  # rows

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unspool.errors import SettingsError
 from unspool.model.checkpoint import save_weights
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Transformer
@@ -40,6 +41,8 @@ _JUDGED = 4  # batches
 
 def puzzle_config(puzzle: Puzzle, sight: str, depth: int, width: int, heads: int) -> ModelConfig:
     """Of either twin; they differ in how far a token looks, and in nothing else."""
+    if width % heads:
+        raise SettingsError(f"{heads} heads cannot share a width of {width}; it must be a multiple")
     ids = token_ids(puzzle)
     return ModelConfig(
         family=FAMILY, vocab_size=len(ids), width=width, layers=depth, heads=heads, kv_heads=heads,

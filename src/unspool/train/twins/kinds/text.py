@@ -146,9 +146,6 @@ def _saver(
         save_weights(config, with_mask(weights, mask), folder)
         causal.tokenizer.save(folder)
         (folder / TWIN).write_text(json.dumps(_told(config, causal), indent=2) + "\n")
-        said = read_json(folder / "config.json")
-        said["unspool"] = {name: getattr(config, name) for name in _SIGHT}
-        (folder / "config.json").write_text(json.dumps(said, indent=2))
 
     return save_adapter if settings.lora else save_whole
 

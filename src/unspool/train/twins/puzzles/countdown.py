@@ -18,9 +18,10 @@ import numpy as np
 from unspool.errors import SettingsError
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Letters = np.ndarray[Any, np.dtype[np.uint8]]
 
 _LARGEST = 999  # on the way
-_SIGNS = "+-*/"
+_SIGNS = np.frombuffer(b"+-*/", np.uint8)
 _SUM = re.compile(r" *(\d+)([-+*/]) *(\d+)= *(\d+)")
 
 
@@ -60,11 +61,13 @@ class Countdown:
             numbers = rng.integers(1, 100, size=(4 * count, self.numbers))
             sums, target = _played(numbers, rng)
             good = np.flatnonzero((target >= 10) & (target <= 100))[: count - len(prompts)]
-            for row, goal in zip(numbers[good].tolist(), target[good].tolist(), strict=True):
-                prompts.append(",".join(f"{number:>2}" for number in row) + f"={goal:>3};")
-            for several in sums[good].tolist():
-                told = (f"{a:>3}{_SIGNS[sign]}{b:>3}={c:>3}" for a, sign, b, c in several)
-                answers.append(",".join(told))
+            listed = [part for each in numbers[good].T for part in (_right(each, 2), ",")]
+            prompts += _texts(*listed[:-1], "=", _right(target[good], 3), ";")
+            told: list[Letters | str] = []
+            for one, sign, other, result in sums[good].transpose(1, 2, 0):
+                told += [_right(one, 3), _SIGNS[sign][:, None], _right(other, 3), "="]
+                told += [_right(result, 3), ","]
+            answers += _texts(*told[:-1])
         return prompts, answers
 
     def solved(self, prompt: str, answer: str) -> bool:
@@ -85,6 +88,22 @@ class Countdown:
                 return False
             left.append(result)
         return left == [int(target)]
+
+
+def _right(numbers: Numbers, width: int) -> Letters:
+    """Numbers of at least one, each written right in so many places: [count, width]."""
+    powers = 10 ** np.arange(width - 1, -1, -1)
+    digits = numbers[:, None] // powers % 10 + ord("0")
+    return np.where(numbers[:, None] >= powers, digits, ord(" ")).astype(np.uint8)
+
+
+def _texts(*parts: Letters | str) -> list[str]:
+    """Texts whose parts stand side by side; a letter is the same in all of them."""
+    rows = next(len(part) for part in parts if not isinstance(part, str))
+    columns = [
+        np.full((rows, 1), ord(part), np.uint8) if isinstance(part, str) else part for part in parts
+    ]
+    return [row.tobytes().decode("ascii") for row in np.concatenate(columns, 1)]
 
 
 def _result(one: int, sign: str, other: int) -> int | None:

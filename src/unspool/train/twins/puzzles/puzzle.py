@@ -12,6 +12,7 @@ rows; the vocabulary has a mask in either case, so that they have as many weight
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,16 +115,25 @@ def decoded(puzzle: Puzzle, ids: np.ndarray[Any, np.dtype[np.int64]]) -> list[st
 
 
 class PuzzleBatches:
-    """New puzzles in every batch; batch n is a function of n, the seed and the rank."""
+    """New puzzles in every batch; batch n is a function of n, the seed and the rank. The next one
+    is made while this one is learned from."""
 
     def __init__(self, puzzle: Puzzle, rows: int, seed: int = 0, rank: int = 0) -> None:
         self.puzzle, self.batch_size, self.seed, self.rank = puzzle, rows, seed, rank
         self.length = puzzle.prompt + puzzle.answer
+        self._maker = ThreadPoolExecutor(1)
+        self._next: tuple[int, Future[Batch]] | None = None
 
     def rng(self, step: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, self.rank, step])
 
     def batch(self, step: int) -> Batch:
+        known = self._next is not None and self._next[0] == step
+        found = self._next[1].result() if self._next and known else self._made(step)
+        self._next = step + 1, self._maker.submit(self._made, step + 1)
+        return found
+
+    def _made(self, step: int) -> Batch:
         prompts, answers = self.puzzle.made(self.batch_size, self.rng(step))
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         ends = np.full((self.batch_size, 1), token_ids(self.puzzle)[END])

@@ -66,8 +66,9 @@ class Sudoku:
         boards = found_boards(self.box)[rng.integers(_FOUND, size=count)]
         boards = shuffled(boards, self.box, rng)
         empty = rng.integers(self.fewest, self.most + 1, size=(count, 1))
-        order = rng.random((count, cells)).argsort(1).argsort(1)
-        return _texts(np.where(order < empty, 0, boards)), _texts(boards)
+        drawn = rng.random((count, cells))
+        border = np.take_along_axis(np.sort(drawn, 1), empty, 1)  # so many are smaller
+        return _texts(np.where(drawn < border, 0, boards)), _texts(boards)
 
     def solved(self, prompt: str, answer: str) -> bool:
         cells, digits = self.box**4, self.letters[1:]
