@@ -31,7 +31,7 @@ KINDS = {
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-ADD, GATED, CENTRED, NORMALIZE = 1, 2, 4, 8  # flags
+ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY = 1, 2, 4, 8, 16  # flags
 
 
 class Op(ctypes.Structure):
@@ -94,6 +94,8 @@ class BatchStructure(ctypes.Structure):
         ("table_columns", _i64),
         ("wanted_count", _i64),
         ("adapters", _pointer),
+        ("echo_starts", _pointer),
+        ("echo_lines", _pointer),
     )
 
 
@@ -117,6 +119,7 @@ class TapList(ctypes.Structure):
         ("snapshots", _pointer),
         ("attention", _pointer),
         ("weights", _pointer),
+        ("places", _pointer),
     )
 
 
@@ -151,6 +154,8 @@ def functions() -> ctypes.CDLL:
     library.unspool_run.restype = _i32
     library.unspool_run_head.argtypes = [_pointer, _pointer, _i64, _i64, _pointer]
     library.unspool_run_head.restype = _i32
+    library.unspool_run_given.argtypes = [_pointer] * 5
+    library.unspool_run_given.restype = _i32
     library.unspool_copy_page.argtypes = [_pointer, _i64, _i64]
     library.unspool_copy_page.restype = None
     library.unspool_profile.argtypes = [_pointer, _pointer]

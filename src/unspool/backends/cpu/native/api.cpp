@@ -9,7 +9,7 @@ using namespace unspool;
 
 extern "C" {
 
-int32_t unspool_version() { return 2; }
+int32_t unspool_version() { return 3; }
 
 const char* unspool_isa() { return chosen_name(); }
 
@@ -34,6 +34,12 @@ int32_t unspool_run_head(void* model, const float* vectors, int64_t count, int64
     batch.wanted_count = count;
     KeyValues none{};
     return static_cast<Model*>(model)->run(none, nullptr, batch, nullptr, logits, first, vectors);
+}
+
+int32_t unspool_run_given(void* model, const KeyValues* kv, const RotaryTable* rotary,
+                          const Batch* batch, float* const* given) {
+    return static_cast<Model*>(model)->run(*kv, rotary, *batch, nullptr, nullptr, 0, nullptr,
+                                           given);
 }
 
 void unspool_copy_page(const KeyValues* kv, int64_t source, int64_t target) {
