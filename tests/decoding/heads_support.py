@@ -78,7 +78,9 @@ def save_eagle(
     tensors["d2t"] = IDS - np.arange(count)
     tensors["t2d"] = np.isin(np.arange(lm.config.vocab_size), IDS)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({n: np.ascontiguousarray(a) for n, a in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {n: np.ascontiguousarray(a) for n, a in tensors.items()}, folder / "model.safetensors"
+    )
     config = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
         "draft_vocab_size": count, "norm_before_residual": before,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from null_model import NullModel, logits_after
+
 from unspool.engine.drafts import Guesses, Run, as_runs, shortened
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
@@ -33,6 +33,9 @@ class Plants:
         self.texts: list[list[int]] = []
         self.told: list[tuple[int, int]] = []
         self.right: list[bool] = []  # whether what was seen is what stands in the text
+
+    def needs(self, tokens: Sequence[int]) -> int:
+        return len(tokens) - 3
 
     def see(self, first: int, vectors: Any) -> None:
         del self.seen[first:]

@@ -1,4 +1,4 @@
-"""Drafting heads: native and plain arithmetic agree, texts stay the same, wrong ones are refused."""
+"""Drafting heads: kernels and plain arithmetic agree, texts stay the same, others are refused."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ def a_tree(tokens: list[int]) -> list[list[Node]]:
 
 
 @pytest.mark.parametrize("weights", ["F32", "Q8_0", "Q4_1"])
-def test_the_kernels_compute_what_the_specification_says(
-    native: Any, tmp_path: Path, weights: str
-):
+def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: Path, weights: str):
     save_own(tmp_path, native, weights=weights, heads=6, kv_heads=3, head_width=8)
     files = read_head(tmp_path)
     quick, plain = NativeHead(files, native.model, native.context), OwnHead(files, native.model)
@@ -145,7 +143,12 @@ def test_eagle_3_as_published(native: Any, tmp_path: Path, kind: str, before: bo
 
 
 def _published(
-    weights: dict[str, Any], vectors: Any, words: list[int], chain: list[int], kind: str, before: bool
+    weights: dict[str, Any],
+    vectors: Any,
+    words: list[int],
+    chain: list[int],
+    kind: str,
+    before: bool,
 ) -> Any:
     """Logits behind the text and each drafted token: every step runs the whole sequence anew."""
     w = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in weights.items()}
@@ -176,7 +179,10 @@ def _published(
             parts["q"], parts["k"].repeat_interleave(3, 0), parts["v"].repeat_interleave(3, 0),
             is_causal=True,
         )  # fmt: skip
-        x = residual + mixed.transpose(0, 1).reshape(length, -1) @ w[at + "self_attn.o_proj.weight"].T
+        x = (
+            residual
+            + mixed.transpose(0, 1).reshape(length, -1) @ w[at + "self_attn.o_proj.weight"].T
+        )
         y = norm(x, at + "post_attention_layernorm.weight")
         gate = torch.nn.functional.silu(y @ w[at + "mlp.gate_proj.weight"].T)
         out = x + (gate * (y @ w[at + "mlp.up_proj.weight"].T)) @ w[at + "mlp.down_proj.weight"].T
@@ -222,7 +228,7 @@ def test_the_text_is_the_same(
 
 
 def test_an_oracle_head_is_followed(native: Any, own: Path, monkeypatch: pytest.MonkeyPatch):
-    """A head that knows the text proves that drafts begin at the right place, with the right past."""
+    """A head that knows the text: drafts begin at the right place, with the right past."""
     plain = native.generate(PROMPT, max_tokens=30, temperature=0.8, seed=8)
     whole, head = [*PROMPT, *plain.tokens], load_head(own, native)
     place = {int(token): number for number, token in enumerate(head.ids)}
@@ -336,7 +342,7 @@ def test_damaged_heads(native: Any, own: Path, tmp_path: Path):
     with pytest.raises(SettingsError, match="is not a folder"):
         native.generate([1], speculate="head:/no/such/folder")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SettingsError, match="no config.json"):
+    with pytest.raises(SettingsError, match=r"no config\.json"):
         load_head(tmp_path / "empty", native)
     told = json.loads((own / "config.json").read_text())
     for change, said in (
@@ -354,7 +360,7 @@ def test_damaged_heads(native: Any, own: Path, tmp_path: Path):
     cut.mkdir()
     (cut / "config.json").write_text(json.dumps(told))
     (cut / "head.safetensors").write_bytes((own / "head.safetensors").read_bytes()[:5000])
-    with pytest.raises(ModelFileError, match="cut short|header"):
+    with pytest.raises(ModelFileError, match=r"cut short|header"):
         load_head(cut, native)
     del told["layers"]
     (cut / "config.json").write_text(json.dumps(told))
@@ -386,7 +392,7 @@ def test_growing():
 
 
 def run_ladder(cost: Any, gain: Any, rounds: int) -> tuple[float, Ladder, list[str]]:
-    """Tokens a second, with costs and gains by the number of nodes, against those without drafts."""
+    """Tokens a second against those without drafts; costs and gains by the number of nodes."""
     ladder, tokens, seconds, notes, owed = Ladder(Costs()), 0, 0.0, list[str](), 0.0
     for _ in range(rounds):
         shape = ladder.choose()

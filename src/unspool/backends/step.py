@@ -115,8 +115,8 @@ class StepBatch:
     look: Look | None = None
     adapters: Ints = field(default_factory=no_ints)  # [rows]: each row's adapter by its number, 0:
     # none; empty where nobody has one
-    # Tokens that belong to several rows but are computed in one: token, line of the block table into
-    # which its keys and values are written as well, at the same position; in the order of tokens.
+    # Tokens that belong to several rows but are computed in one: token, line of the block table
+    # into which its keys and values are written too, at the same position; in the order of tokens.
     echoes: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 

@@ -246,14 +246,11 @@ def _part(
     task, count, vectors = share.task, len(share.places), inside.residuals
     part = slice(start, start + count)
     if vectors is not None:
-        which = list(task.watch)
-        if task.look:
-            vectors = vectors[:, part]
-        elif layers == task.watch:
+        if task.look or layers == task.watch:
             vectors = vectors[:, part]
         else:
             known = range(len(vectors)) if layers is None else layers
-            vectors = vectors[[known.index(layer) for layer in which], part]
+            vectors = vectors[[known.index(layer) for layer in task.watch], part]
     deep = slice(deep_start, deep_start + (count if task.look and task.deep else 0))
     parts = None if inside.parts is None else inside.parts[:, :, deep]
     return Inside(vectors, inside.attention[deep], parts, share.places[0])

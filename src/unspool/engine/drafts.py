@@ -4,8 +4,8 @@ A tree is cut into runs: the first goes on behind the text itself, each other on
 another run) at some token. The first is computed in the text's own row. Every other run has a row
 and a branch of its own, with the text's past and pages for what follows; the tokens between the
 past and its beginning are computed once, in the row they belong to, and written into its pages as
-well (`StepBatch.echoes`), or, where a backend cannot do that, computed once more. So every row is an
-ordinary text to the kernels, and a token's numbers are the same to the bit as without drafts.
+well (`StepBatch.echoes`), or, where a backend cannot do that, computed once more. So every row is
+an ordinary text to the kernels, and a token's numbers are the same to the bit as without drafts.
 
 When the tokens are picked, the text follows the guesses that are right from run to run. The branch
 it ends on becomes its branch; all others give their pages back.
@@ -67,9 +67,8 @@ def shortened(runs: list[Run], lengths: Sequence[int]) -> list[Run]:
     for run, length in zip(runs, lengths, strict=True):
         del run.tokens[length:]
         parent = run.parent
-        if parent is None:
-            kept.append(run)
-        elif run.tokens and parent in kept and run.offset <= len(parent.tokens):
+        hangs = parent is None or (parent in kept and run.offset <= len(parent.tokens))
+        if hangs and (run.tokens or parent is None):
             kept.append(run)
     for run in kept:
         run.children = {at: child for at, child in run.children.items() if child in kept}

@@ -49,6 +49,10 @@ class ReadingDrafter(Protocol):
     def reads(self) -> tuple[int, ...]:
         """Which vectors it wants to see of the next run: n is the one before layer n."""
 
+    def needs(self, tokens: Sequence[int]) -> int:
+        """From which position of a text on it wants to be shown vectors; those before it need not
+        be computed again, if they are there already."""
+
     def see(self, first: int, vectors: Floats) -> None:
         """The vectors [of those it reads, tokens, width] of the text from position `first` on;
         what it was shown from there on before is outdated."""

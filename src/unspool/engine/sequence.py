@@ -118,6 +118,17 @@ class Sequence(Task):
 
     # -- what the scheduler asks --------------------------------------------------------------
 
+    @property
+    def first_needed(self) -> int:
+        first = max(0, self.branch.length - max(1, self.wanted))
+        if self.reader is None or not self.watch:
+            return first
+        try:
+            return max(0, min(first, self.reader.needs(self.history[: self.length].tolist())))
+        except Exception as error:
+            self._without_drafter(error)
+            return first
+
     def complete(self) -> None:
         """The text is computed to its end: take what the backend picked."""
         going = True

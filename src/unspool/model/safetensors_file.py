@@ -156,7 +156,6 @@ class SafetensorsFile:
             "bfloat16 and FP8 (e4m3) checkpoints and GGUF files are supported"
         )
 
-
     def whole_numbers(self, name: str) -> npt.NDArray[Any]:
         """A tensor of whole numbers, or of truth values; a view into the file."""
         placed = self.tensors[name]

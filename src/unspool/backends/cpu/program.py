@@ -71,6 +71,13 @@ class PagedFloats:
         self._memory[:, 0].reshape(count, heads, filled, PAGE)[page, :, :width, slot] = keys
         self._memory[:, 1].reshape(count, heads, PAGE, filled)[page, :, slot, :width] = values
 
+    def copy(self, count: int) -> PagedFloats:
+        """The same with the first `count` places."""
+        heads, width = self._shape
+        other = PagedFloats(heads, width, *self._angles)
+        other._memory = self._memory[: -(-count // PAGE)].copy()
+        return other
+
     @property
     def pages(self) -> int:
         return len(self._memory)

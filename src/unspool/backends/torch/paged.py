@@ -299,7 +299,9 @@ class _Watch:
             return torch.stack(tensors).float().cpu().numpy()
 
         return Inside(
-            residuals=host(self._taps.chosen(self._residuals)) if len(self._residual_rows) else None,
+            residuals=host(self._taps.chosen(self._residuals))
+            if len(self._residual_rows)
+            else None,
             attention=[host(layers) for layers in self._attention],
             parts=host(self._parts) if self._parts else None,
         )

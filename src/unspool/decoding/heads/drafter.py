@@ -10,6 +10,7 @@ them; the drafter keeps them until it is asked for a draft, and gives them to th
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +26,8 @@ from unspool.engine.request import DraftMaker, DraftTree, Request
 from unspool.errors import SettingsError
 from unspool.session import Session
 
+REMEMBERED = 8  # texts whose beginnings others may share
+SHOWN_AGAIN = 64  # last positions that are computed again if they were computed for somebody else
 LONGEST_PAST = 512  # positions that are read at once at the most, behind a gap or a long prompt
 _GREEDY = 0.6  # temperature that guesses are weighed with where the text has none
 
@@ -32,8 +35,16 @@ _GREEDY = 0.6  # temperature that guesses are weighed with where the text has no
 class HeadDrafter:
     """Asks a head what comes next in one text."""
 
-    def __init__(self, head: Head, request: Request, ladder: Ladder | Fixed) -> None:
+    def __init__(
+        self,
+        head: Head,
+        request: Request,
+        ladder: Ladder | Fixed,
+        others: deque[HeadDrafter] | None = None,
+    ) -> None:
         self._head, self._ladder = head, ladder
+        self._others = others  # the last texts that the head drafted for
+        self._tokens: Sequence[int] = ()  # of the text, when it was last read
         self._temperature = request.settings.temperature or _GREEDY
         self._context = head.context()
         self._positions: list[int] = []  # that the context has read
@@ -52,6 +63,34 @@ class HeadDrafter:
             self._unread[-1] = start, kept[:, : first - start]
         self._cut(first)
         self._unread.append((first, vectors))
+
+    def needs(self, tokens: Sequence[int]) -> int:
+        if not self._ladder.reading:
+            return len(tokens)
+        if self._others is not None:
+            self._begin_as_others(tokens)
+            self._others.append(self)
+            self._others = None
+        known = self._positions[-1] + 1 if self._positions else 0
+        if self._unread:
+            first, vectors = self._unread[-1]
+            known = first + vectors.shape[1]
+        return max(known, len(tokens) - SHOWN_AGAIN)
+
+    def _begin_as_others(self, tokens: Sequence[int]) -> None:
+        """What another text of the last ones had read of the same tokens is known already."""
+        best: HeadDrafter | None = None
+        most = 0
+        for other in self._others or ():
+            pairs = enumerate(zip(tokens, other._tokens, strict=False))
+            shortest = min(len(tokens), len(other._tokens))
+            alike = next((at for at, (ours, theirs) in pairs if ours != theirs), shortest)
+            count = bisect_left(other._positions, alike - 1)
+            if count > most:
+                best, most = other, count
+        if best is not None:
+            self._context = best._context.fork(most)
+            self._positions = best._positions[:most]
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int] | DraftTree:
         self._aside = 0.0
@@ -74,6 +113,7 @@ class HeadDrafter:
         """Read what was shown since; whether the position before the last token is among it."""
         last = len(tokens) - 1
         self._cut(last)
+        self._tokens = tokens
         if self._unread:
             began = perf_counter()
             places = [np.arange(first, first + v.shape[1]) for first, v in self._unread]
@@ -98,9 +138,9 @@ class HeadDrafter:
 def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:
     """Makes drafters that ask the head in a folder, or (where it names none) the shipped one."""
     head = load_head(Path(where).expanduser() if where else shipped_head(lm.model), lm)
-    costs = Costs()
+    costs, texts = Costs(), deque[HeadDrafter](maxlen=REMEMBERED)
     longest = {} if most is None else {"most": most}
-    return lambda request: HeadDrafter(head, request, Ladder(costs, **longest))
+    return lambda request: HeadDrafter(head, request, Ladder(costs, **longest), texts)
 
 
 def shipped_head(model: Loaded) -> Path:

@@ -8,6 +8,7 @@ tokens it can propose is from the model's own number for it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ class EagleHead:
         self.name, self._model, self.put = folder.name, model, arrays.on(device)
         self.told = told
         if layer.get("model_type", "llama") not in ("llama", "qwen3"):
-            raise ModelFileError(f"{folder}: EAGLE-3 heads of a Llama or Qwen3 layer are known here")
+            raise ModelFileError(
+                f"{folder}: EAGLE-3 heads of a Llama or Qwen3 layer are known here"
+            )
         if layer.get("num_hidden_layers", 1) != 1:
             raise ModelFileError(f"{folder}: EAGLE-3 heads of one layer are known here")
         count = model.config.layers
@@ -69,7 +72,9 @@ class EagleHead:
         if lacking:
             raise ModelFileError(f"{folder}: has no {lacking[0]}; the head is not complete")
         count = self.weights["lm_head.weight"].shape[0]
-        self.ids: Ints = np.arange(count) + (0 if offsets is None else offsets)
+        self.ids: Ints = np.arange(count)
+        if offsets is not None:
+            self.ids = self.ids + offsets
 
     def _check(self, folder: Path) -> None:
         config = self._model.config
@@ -81,8 +86,8 @@ class EagleHead:
             )
         if max(self.layers) > config.layers or int(self.ids.max()) >= config.vocab_size:
             raise ModelFileError(
-                f"{folder}: the head names a layer or a token that this model does not have; use it "
-                "with the model that it was trained for"
+                f"{folder}: the head names a layer or a token that this model does not have; use "
+                "it with the model that it was trained for"
             )
 
     def context(self) -> EagleContext:
@@ -166,6 +171,11 @@ class EagleContext:
     def cut(self, count: int) -> None:
         self._fused = self._fused[:count]
         self._keys, self._values = self._keys[:count], self._values[:count]
+
+    def fork(self, count: int) -> EagleContext:
+        other = copy.copy(self)
+        other.cut(count)
+        return other
 
     def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
         fused = self._head.fused(vectors)

@@ -39,6 +39,9 @@ class Context(Protocol):
     def cut(self, count: int) -> None:
         """Keep only the first `count` of the positions that were read."""
 
+    def fork(self, count: int) -> Context:
+        """Another text that begins alike: with the first `count` positions that were read here."""
+
     def expand(self, nodes: list[Node], tokens: Sequence[int]) -> Floats:
         """Logits of what follows each node, where the text has these tokens; sets their states."""
 
@@ -96,8 +99,8 @@ def grow(
         return [node.token for node in every]
     every.sort(key=lambda node: -node.score)  # stable: a node stays behind its parent
     kept = every[: shape.nodes]
-    number = {node: place for place, node in enumerate(kept)}
-    parents = [number[node.parent] if node.parent in number else -1 for node in kept]
+    number: dict[Node | None, int] = {node: place for place, node in enumerate(kept)}
+    parents = [number.get(node.parent, -1) for node in kept]
     return DraftTree([node.token for node in kept], parents)
 
 

@@ -111,17 +111,13 @@ class Ladder:
         # Upwards only from where drafts pay; downwards only from where they do not.
         pays = known[best] > plain
         untried = [rung for rung in untried if (rung > here) == pays]
-        if best != here:
-            return self._step(best)
-        if untried:
-            return self._step(untried[0])
+        if best != here or untried:
+            self.rung, self._on_rung = best if best != here else untried[0], 0
+            return None
         if pays:
             costs.rung, costs.rest = here, FIRST_REST
             return None
         return self._stop(known[best] / plain)
-
-    def _step(self, rung: int) -> None:
-        self.rung, self._on_rung = rung, 0
 
     def _stop(self, gain: float) -> str:
         costs = self.costs

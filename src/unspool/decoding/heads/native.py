@@ -7,6 +7,7 @@ into pages here, so that positions that nobody showed us simply have none.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -92,6 +93,12 @@ class NativeContext:
     def cut(self, count: int) -> None:
         self._length = min(self._length, count)
 
+    def fork(self, count: int) -> NativeContext:
+        other = copy.copy(self)
+        other._fused, other._memory = self._fused[: count + 64].copy(), self._memory.copy(count + 1)
+        other.cut(count)
+        return other
+
     def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
         for start in range(0, len(positions), ROWS):
             self._read(positions[start : start + ROWS], vectors[:, start : start + ROWS])
@@ -120,7 +127,9 @@ class NativeContext:
         width = config.word_width
         for row, node in enumerate(nodes):
             parent = node.parent
-            buffers["state"][row] = self._fused[self._length - 1] if parent is None else parent.state
+            buffers["state"][row] = (
+                self._fused[self._length - 1] if parent is None else parent.state
+            )
             earlier = last_tokens(node, tokens, config.words)[1:]
             for back, token in enumerate(earlier):
                 part = head.projected(token)[(back + 1) * width : (back + 2) * width]

@@ -10,6 +10,7 @@ tokens that can be proposed. Tokens that are drafted get no keys: all of a tree 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -116,6 +117,11 @@ class OwnContext:
     def cut(self, count: int) -> None:
         self._fused = self._fused[:count]
         self._keys, self._values = self._keys[: count + 1], self._values[: count + 1]
+
+    def fork(self, count: int) -> OwnContext:
+        other = copy.copy(self)
+        other.cut(count)
+        return other
 
     def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
         fused = self._head.fused(vectors)
