@@ -139,7 +139,7 @@ def with_head(lm: Any, where: str, tokens: int, chats: int) -> None:
             count = passes = 0
             seconds, same = 0.0, True
             for number, prompt in enumerate(prompts):
-                written(lm, prompt, None, 1)
+                lm.engine.call(lm.engine.tree.index.clear)  # everybody reads the prompt
                 before = lm.engine.steps
                 text, took = written(lm, prompt, make, tokens, **options)
                 passes += lm.engine.steps - before - 1  # the prompt's own
@@ -162,7 +162,9 @@ def chosen(
     """The drafter's own choice of how much to draft, against no drafts, in turns."""
     costs, ratios = Costs(), []
     for prompt in prompts:
+        lm.engine.call(lm.engine.tree.index.clear)
         plain, seconds = written(lm, prompt, None, tokens, **options)
+        lm.engine.call(lm.engine.tree.index.clear)
         make = lambda request: HeadDrafter(head, request, Ladder(costs))  # noqa: E731
         drafted, quicker = written(lm, prompt, make, tokens, **options)
         ratios.append(seconds / quicker)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from unspool.decoding.heads.files import BLOCKS, HeadConfig, write_head
+from unspool.decoding.heads.files import BLOCKS, FORMAT, VERSION, WEIGHTS, HeadConfig
 
 IDS = np.sort(np.random.default_rng(3).permutation(259)[:200])
 
@@ -95,3 +95,20 @@ def save_eagle(
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return tensors
+
+
+def write_head(
+    folder: Path,
+    config: HeadConfig,
+    matrices: dict[str, Any],
+    norms: dict[str, Any],
+    ids: Any,
+) -> None:
+    """Save a head: matrices as floats, or as bytes of the config's blocks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    text = json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    tensors = {name: np.ascontiguousarray(array) for name, array in {**matrices, **norms}.items()}
+    tensors["ids"] = ids.astype(np.int32)
+    save_file(tensors, folder / WEIGHTS)

@@ -311,6 +311,24 @@ def test_the_shipped_head_writes_the_same_sooner(lm: Any):
     assert lm.chat("Name a color.", **options, speculate="head").tokens
 
 
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "form", [{"regex": "[a-z ]{20,60}"}, {"json": True}, {"guard": "ban=the|and"}], ids=str
+)
+def test_the_shipped_head_with_grammars_and_guards(lm: Any, form: dict[str, Any]):
+    from unspool.decoding.heads.drafter import shipped_head
+
+    options = {"max_tokens": 32, "temperature": 0.8, "seed": 3, **form}
+    head = load_head(shipped_head(lm.model), lm)
+    plain = lm.generate("The weather in Rome:", **options)
+    drafted = lm.generate(
+        "The weather in Rome:", **options,
+        speculate=lambda r: HeadDrafter(head, r, Fixed(Shape(11, width=3, depth=4))),
+    )  # fmt: skip
+    assert drafted.tokens == plain.tokens and drafted.text == plain.text
+    assert any(step.draft == "accepted" for step in drafted.steps)
+
+
 def test_what_is_shipped_is_whole():
     folders = [folder for folder in SHIPPED.iterdir() if folder.is_dir()]
     assert folders

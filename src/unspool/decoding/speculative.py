@@ -294,6 +294,10 @@ def check_drafter(spec: str) -> tuple[str, str, int]:
         raise SettingsError(f"speculate is {spec!r}; it may be {KINDS}")
     if kind == "corpus":
         corpus_file(what)
+    if kind == "head" and what:
+        from unspool.decoding.heads.files import head_folder
+
+        head_folder(what)
     return kind, what, most
 
 

@@ -19,7 +19,14 @@ import numpy as np
 
 from unspool.backends.base import Loaded
 from unspool.backends.step import Floats
-from unspool.decoding.heads.files import SHIPPED, HeadFiles, parse_config, read_head, read_json
+from unspool.decoding.heads.files import (
+    SHIPPED,
+    HeadFiles,
+    head_folder,
+    parse_config,
+    read_head,
+    read_json,
+)
 from unspool.decoding.heads.growing import Head, grow
 from unspool.decoding.heads.ladder import Costs, Fixed, Ladder
 from unspool.engine.request import DraftMaker, DraftTree, Request
@@ -95,7 +102,10 @@ class HeadDrafter:
     def propose(self, tokens: Sequence[int], most: int) -> list[int] | DraftTree:
         self._aside = 0.0
         shape = self._ladder.choose()
-        if shape is None or most < 1 or not self._catch_up(tokens):
+        if shape is None:
+            return []
+        if most < 1 or not self._catch_up(tokens):
+            self._ladder.skip()
             return []
         return grow(self._context, tokens, self._head.ids, shape.within(most), self._temperature)
 
@@ -137,8 +147,9 @@ class HeadDrafter:
 
 def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:
     """Makes drafters that ask the head in a folder, or (where it names none) the shipped one."""
-    head = load_head(Path(where).expanduser() if where else shipped_head(lm.model), lm)
-    costs, texts = Costs(), deque[HeadDrafter](maxlen=REMEMBERED)
+    head = load_head(head_folder(where) if where else shipped_head(lm.model), lm)
+    costs = Costs(watching_is_free=lm.model.device == "cpu")
+    texts = deque[HeadDrafter](maxlen=REMEMBERED)
     longest = {} if most is None else {"most": most}
     return lambda request: HeadDrafter(head, request, Ladder(costs, **longest), texts)
 
@@ -157,8 +168,6 @@ def shipped_head(model: Loaded) -> Path:
 
 def load_head(folder: Path, lm: Session) -> Head:
     """The head in a folder, ready to draft for a model; one of another model is refused."""
-    if not folder.is_dir():
-        raise SettingsError(f"{folder} is not a folder; name the one that a head was saved in")
     told, model = read_json(folder), lm.model
     device = None if model.device == "cpu" else model.device
     if told.get("speculators_model_type") == "eagle3":

@@ -90,6 +90,14 @@ class HeadFiles:
     ids: npt.NDArray[np.int64]
 
 
+def head_folder(name: str) -> Path:
+    """The folder of a head that somebody named."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise SettingsError(f"{folder} is not a folder; name the one that a head was saved in")
+    return folder
+
+
 def read_json(folder: Path) -> dict[str, Any]:
     """The `config.json` of a head, whichever kind it is of."""
     path = folder / "config.json"
@@ -160,22 +168,3 @@ def read_head(folder: Path) -> HeadFiles:
     if ids.ndim != 1 or not len(ids) or int(ids.min()) < 0:
         raise ModelFileError(f"{file.path}: ids are not the numbers of tokens")
     return HeadFiles(config, matrices, norms, ids)
-
-
-def write_head(
-    folder: Path,
-    config: HeadConfig,
-    matrices: dict[str, npt.NDArray[Any]],
-    norms: dict[str, npt.NDArray[np.float32]],
-    ids: npt.NDArray[np.int64],
-) -> None:
-    """Save a head: matrices as floats, or as bytes of the config's blocks."""
-    from safetensors.numpy import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    said = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    text = json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    tensors = {name: np.ascontiguousarray(array) for name, array in {**matrices, **norms}.items()}
-    tensors["ids"] = ids.astype(np.int32)
-    save_file(tensors, folder / WEIGHTS)

@@ -106,11 +106,12 @@ def grow(
 
 def _best(logits: Floats, count: int, temperature: float) -> list[tuple[int, float]]:
     """The likeliest places, with log-probabilities."""
-    scaled = (logits - logits.max()) / np.float32(temperature)
+    most = float(logits.max())
+    near = np.flatnonzero(logits > most - 8 * temperature)  # of the others not even the sum matters
+    scaled = (logits[near] - most) / temperature
     total = float(np.log(np.exp(scaled).sum()))
-    near = np.flatnonzero(scaled > -8)  # quicker than to sort them all
-    order = near[np.argsort(-scaled[near], kind="stable")][:count]
-    return [(int(place), float(scaled[place]) - total) for place in order]
+    order = np.argsort(-scaled, kind="stable")[:count]
+    return [(int(near[place]), float(scaled[place]) - total) for place in order]
 
 
 def last_tokens(node: Node, tokens: Sequence[int], count: int) -> list[int]:

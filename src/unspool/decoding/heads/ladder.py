@@ -28,9 +28,14 @@ WAKING = 16  # rounds before the end of a rest from which on the text is read ag
 
 
 class Costs:
-    """Seconds of a round on each rung (-1: without a draft), and the tokens it gave, lately."""
+    """Seconds of a round on each rung (-1: without a draft), and the tokens it gave, lately.
 
-    def __init__(self) -> None:
+    `watching_is_free`: whether a run costs no more when somebody looks at its vectors. Where it
+    does, writing without drafts is measured without looking.
+    """
+
+    def __init__(self, *, watching_is_free: bool = True) -> None:
+        self.watching_is_free = watching_is_free
         self.rung = FIRST_RUNG
         self.rest = FIRST_REST
         self.resting = 0
@@ -68,8 +73,9 @@ class Ladder:
 
     @property
     def reading(self) -> bool:
-        """Whether what is written now will be needed."""
-        return self.resting <= WAKING
+        """Whether what is written now is to be looked at."""
+        measuring = self._current == -1 and not self.resting
+        return self.resting <= WAKING and (self.costs.watching_is_free or not measuring)
 
     def choose(self) -> Shape | None:
         """The shape of the next draft; None: write without one."""
@@ -78,15 +84,21 @@ class Ladder:
         self._current = -1 if self.resting or must_measure else self.rung
         return None if self._current < 0 else SHAPES[self._current]
 
+    def skip(self) -> None:
+        """The round that was chosen for runs without a draft, for want of what it needs."""
+        self._current = None
+
     def learn(self, accepted: int, seconds: float) -> str | None:
         """How the round went; a note if drafting stops."""
+        looked_on = self.reading
         rung, self._current = self._current, None
         if rung is None:
             return None
         if self.resting:
             self.resting -= 1
             self.costs.resting = self.resting
-        self.costs.add(rung, accepted + 1, seconds)
+        if rung >= 0 or self.costs.watching_is_free or not looked_on:
+            self.costs.add(rung, accepted + 1, seconds)
         if rung < 0:
             self._since_ordinary = 0
             return None
@@ -142,6 +154,9 @@ class Fixed:
 
     def choose(self) -> Shape | None:
         return self.shape
+
+    def skip(self) -> None:
+        pass
 
     def learn(self, accepted: int, seconds: float) -> str | None:
         return None

@@ -134,8 +134,7 @@ struct TapList {
     float* snapshots;          // [snapshots, row_count, width]
     const int64_t* attention;  // [count]: for each token where its weights go, or -1
     float* weights;            // a token's weights: [layers, heads, past], at attention[token]
-    const int64_t* places;     // [snapshots of the plan]: the place of each in `snapshots`, -1: not
-                               // wanted; null: all, in their order
+    const int64_t* places;  // [snapshots of the plan]: where each goes, -1: nowhere; null: in order
 };
 
 struct Buffer {
