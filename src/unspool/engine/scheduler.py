@@ -195,6 +195,7 @@ class Scheduler:
         limits = self.limits
         rows: list[Task] = []
         prompts: list[Task] = []
+        splitting: list[Task] = []
         for task in self.running.copy():
             branch = task.branch
             if not task.admitted or len(rows) == limits.max_rows:
@@ -213,12 +214,14 @@ class Scheduler:
                 task.until = branch.length
                 rows.append(task)
                 if task.splits:
-                    rows += task.side_rows(limits.max_rows - len(rows))
+                    splitting.append(task)
         if prompts:
             budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
             for task, count in _shares(prompts, budget)[: limits.max_rows - len(rows)]:
                 if task.admitted and self._reserve(task, task.branch.computed + count, rows):
                     rows.append(task)
+        for task in splitting:  # when everybody else has what they need
+            rows += task.side_rows(limits.max_rows - max(len(rows), len(self.running)))
         return rows or self._last_resort()
 
     def _runs_ahead(self, task: Task) -> bool:

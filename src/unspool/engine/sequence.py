@@ -96,7 +96,7 @@ class Sequence(Task):
         if not (watched or limits.top or limits.explain) and is_ordinary(settings):
             self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
         self._watch_for_drafter()
-        queue.prompt_reused = branch.reused
+        queue.prompt_reused = min(branch.reused, self.first_needed)
         self.since = perf_counter()
 
     def _read(self, step: Step) -> None:
@@ -156,7 +156,7 @@ class Sequence(Task):
         history, settings = self.history[: self.length], self.request.settings
         text = Text(self, history, self.prompt_length, settings)
         # A guess is worth no page that another text may want next.
-        most = min(room, tree.available - others) if tree.available > others else 0
+        most = max(0, min(room, tree.available - others))
         add_side_rows(self.guesses, text, tree, most, echoes=scheduler.echoes)
         return self.guesses.rows
 
