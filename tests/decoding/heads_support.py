@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from unspool.decoding.heads.files import BLOCKS, FORMAT, VERSION, WEIGHTS, HeadConfig
 
+PROMPT = [7, 41, 99, 3, 150, 12, 200, 64, 31, 5, 18, 77, 240, 9, 11, 120, 33, 8, 54]
 IDS = np.sort(np.random.default_rng(3).permutation(259)[:200])
 
 
@@ -112,3 +113,21 @@ def write_head(
     tensors = {name: np.ascontiguousarray(array) for name, array in {**matrices, **norms}.items()}
     tensors["ids"] = ids.astype(np.int32)
     save_file(tensors, folder / WEIGHTS)
+
+
+def vectors_of(lm: Any, tokens: list[int], layers: tuple[int, ...]) -> Any:
+    """The model's inner vectors [layers, tokens, width]."""
+    engine = lm.engine
+    branch = engine.open(tokens)
+    at = frozenset(range(len(tokens)))
+    seen = engine.look(branch, at=at, wanted=1, deep=False).inside
+    branch.release()
+    return np.concatenate([part.residuals for part in seen], 1)[list(layers)]
+
+
+def read_text(head: Any, lm: Any, tokens: list[int]) -> Any:
+    context = head.context()
+    count = len(tokens) - 1
+    vectors = vectors_of(lm, tokens[:-1], head.layers)
+    context.read(np.arange(count), vectors, tokens[1:])
+    return context
