@@ -3,17 +3,27 @@
 Writes each prompt with and without drafts, in turns (so that both meet the same load), and prints
 the median of the paired ratios: once for texts that copy much, once for texts that do not. The
 texts are checked to be the same.
+
+    python bench/speculative.py head [--tokens 96] [--chats 12]
+
+For a trained head: tokens a pass on hand-written chats, greedy and drawn, for chains and trees of
+every size, and the speed of the size that the drafter itself chooses.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import unspool
+from unspool.decoding.heads.drafter import HeadDrafter, load_head, shipped_head
+from unspool.decoding.heads.growing import Shape
+from unspool.decoding.heads.ladder import SHAPES, Costs, Fixed, Ladder
 from unspool.decoding.speculative import make_drafter
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
@@ -47,13 +57,33 @@ FREE = {
     "opinion": "The three most important inventions of the last century are",
     "advice": "If you want to learn to play the piano as an adult, you should",
 }
+CHATS = (
+    "Why do leaves change color in fall?",
+    "Write a short letter to my landlord about a broken heater.",
+    "What should I pack for three days of hiking in the mountains?",
+    "Explain to a ten-year-old how a bicycle stays upright.",
+    "Give me five ideas for a birthday present for my grandmother.",
+    "How do I get a coffee stain out of a white shirt?",
+    "Tell me a story about a lighthouse keeper who is afraid of the dark.",
+    "What is the difference between a virus and a bacterium?",
+    "Write a Python function that counts the vowels in a string.",
+    "I have a job interview tomorrow. How can I calm down tonight?",
+    "Summarize the plot of Romeo and Juliet in four sentences.",
+    "Plan a simple vegetarian dinner for six people.",
+)
+WAYS = {
+    "greedy": {"temperature": 0.0},
+    "T .8, top-p .95": {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "seed": 1},
+}
 
 
-def written(lm: Any, prompt: str, drafter: Any) -> tuple[Generation, float]:
+def written(
+    lm: Any, prompt: Sequence[int], drafter: Any, tokens: int = TOKENS, **options: Any
+) -> tuple[Generation, float]:
     request = Request(
-        prompt=tuple(lm.tokenizer.encode(prompt)),
-        settings=SamplingSettings(temperature=0),
-        limits=Limits(max_tokens=TOKENS, context=lm.context),
+        prompt=tuple(prompt),
+        settings=SamplingSettings(**{"temperature": 0.0, **options}),
+        limits=Limits(max_tokens=tokens, context=lm.context, end_ids=lm.end_ids),
         drafter=drafter,
     )
     generation = Generation(request)
@@ -63,15 +93,14 @@ def written(lm: Any, prompt: str, drafter: Any) -> tuple[Generation, float]:
     return generation, time.perf_counter() - began
 
 
-def main(word: str) -> None:
-    lm = unspool.load()
-    make = make_drafter(word, lm, unspool.load)
-    for prompt in (*COPYING.values(), *FREE.values()):  # read once: both sides find it computed
-        lm.generate(prompt, max_tokens=1)
+def paired(lm: Any, make: Any) -> None:
+    """Texts that copy and texts that do not, with and without drafts in turns."""
     print(f"{'text':22} {'plain':>8} {'drafted':>8} {'ratio':>6} {'accepted':>9}  same")
     for kind, prompts in (("copying", COPYING), ("free", FREE)):
         every = []
-        for name, prompt in prompts.items():
+        for name, text in prompts.items():
+            prompt = lm.tokenizer.encode(text)
+            written(lm, prompt, None, 1)  # read once: both sides find it computed
             ratios, plain_s, drafted_s = [], [], []
             for _ in range(PAIRS):
                 plain, seconds = written(lm, prompt, None)
@@ -93,5 +122,79 @@ def main(word: str) -> None:
         )
 
 
+def with_head(lm: Any, where: str, tokens: int, chats: int) -> None:
+    """A head on chats: tokens a pass for each shape, then the speed of what it chooses itself."""
+    head = load_head(Path(where) if where else shipped_head(lm.model), lm)
+    prompts = [lm.chat_prompt(question).ids for question in CHATS[:chats]]
+    shapes: list[Shape | None] = [None, *SHAPES]
+    print(f"{'':16} " + " ".join(f"{_named(shape):>9}" for shape in shapes))
+    for way, options in WAYS.items():
+        texts: list[list[int]] = []
+        rates, speeds = [], []
+        for shape in shapes:
+            make = None
+            if shape is not None:
+                fixed = shape
+                make = lambda request: HeadDrafter(head, request, Fixed(fixed))  # noqa: B023, E731
+            count = passes = 0
+            seconds, same = 0.0, True
+            for number, prompt in enumerate(prompts):
+                lm.engine.call(lm.engine.tree.index.clear)  # everybody reads the prompt
+                before = lm.engine.steps
+                text, took = written(lm, prompt, make, tokens, **options)
+                passes += lm.engine.steps - before - 1  # the prompt's own
+                count += len(text.steps) - 1
+                seconds += took
+                if shape is None:
+                    texts.append(text.tokens)
+                same = same and text.tokens == texts[number]
+            rates.append(count / passes)
+            speeds.append(count / seconds)
+            assert same, f"{way}, {shape}: the text is another one"
+        print(f"{way:16} " + " ".join(f"{rate:9.2f}" for rate in rates) + "  tokens a pass")
+        print(f"{'':16} " + " ".join(f"{s / speeds[0]:9.2f}" for s in speeds) + "  times the speed")
+        chosen(lm, head, prompts, tokens, way, options)
+
+
+def chosen(
+    lm: Any, head: Any, prompts: list[list[int]], tokens: int, way: str, options: Any
+) -> None:
+    """The drafter's own choice of how much to draft, against no drafts, in turns."""
+    costs, ratios = Costs(), []
+    for prompt in prompts:
+        lm.engine.call(lm.engine.tree.index.clear)
+        plain, seconds = written(lm, prompt, None, tokens, **options)
+        lm.engine.call(lm.engine.tree.index.clear)
+        make = lambda request: HeadDrafter(head, request, Ladder(costs))  # noqa: E731
+        drafted, quicker = written(lm, prompt, make, tokens, **options)
+        ratios.append(seconds / quicker)
+        assert plain.tokens == drafted.tokens
+    shape = SHAPES[costs.rung] if not costs.resting else None
+    print(
+        f"{'':16} by its own measure: {statistics.median(ratios):.2f}x (from {min(ratios):.2f} to "
+        f"{max(ratios):.2f}), at the end {_named(shape)}"
+    )
+
+
+def _named(shape: Shape | None) -> str:
+    if shape is None:
+        return "none"
+    return f"chain {shape.nodes}" if shape.width == 1 else f"tree {shape.nodes}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("word", nargs="?", default="lookup")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--chats", type=int, default=len(CHATS))
+    given = parser.parse_args()
+    lm = unspool.load()
+    kind, _, where = given.word.partition(":")
+    if kind == "head":
+        with_head(lm, where, given.tokens, given.chats)
+    else:
+        paired(lm, make_drafter(given.word, lm, unspool.load))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "lookup")
+    main()

@@ -22,6 +22,7 @@ class FakeBackend:
     page_bytes = 32
     limits = StepLimits()
     overlaps = False
+    echoes = True
 
     def __init__(self, probabilities: Any, *, page_count: int = 512, context: int = 64) -> None:
         with np.errstate(divide="ignore"):
@@ -42,6 +43,9 @@ class FakeBackend:
         size, places = self.page_size, batch.positions
         rows = np.repeat(batch.slots, np.diff(batch.starts))
         self.stored[self.table.pages[rows, places // size], places % size] = batch.tokens
+        for token, line in batch.echoes.tolist():
+            place = int(places[token])
+            self.stored[self.table.pages[line, place // size], place % size] = batch.tokens[token]
         before = np.maximum(places - 1, 0)
         previous = self.stored[self.table.pages[rows, before // size], before % size]
         assert (previous >= 0).all(), "a page was read that nobody had written"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.base import StepLimits
-from unspool.backends.step import BlockTable, Ints, StepBatch, StepResult, no_ints
+from unspool.backends.step import BlockTable, Inside, Ints, StepBatch, StepResult, no_ints
 from unspool.sampling.picker import pick
 
 PAGE_SIZE = 4
@@ -37,11 +37,13 @@ class NullModel:
         context: int = 512,
         page_size: int = PAGE_SIZE,
         overlaps: bool = False,
+        echoes: bool = True,
         limits: StepLimits = StepLimits(),  # noqa: B008
     ) -> None:
         self.limits = limits
         self.page_size, self.page_count, self.page_bytes = page_size, pages, 1
         self.vocab_size, self.context, self.overlaps = vocab_size, context, overlaps
+        self.echoes = echoes
         self.slots = np.full((pages, page_size), -1, np.int64)
         self.table = BlockTable()
         self.runs: list[list[int]] = []  # how many tokens each row of each step brought
@@ -80,6 +82,10 @@ class NullModel:
             for place in range(batch.starts[row], batch.starts[row + 1]):
                 page, slot = self._place(batch, row, int(batch.positions[place]))
                 self.slots[page, slot] = tokens[place]
+        for place, line in batch.echoes.tolist():
+            column, slot = divmod(int(batch.positions[place]), self.page_size)
+            self.slots[self.table.pages[line, column], slot] = tokens[place]
+        inside = self._inside(batch, tokens) if batch.look else None
         for row in rows:
             for place in range(batch.starts[row], batch.starts[row + 1]):
                 if place in place_of:
@@ -90,11 +96,20 @@ class NullModel:
                     logits[place_of[place]] = logits_after(past, self.vocab_size)
         count = len(batch.sampled)
         if batch.pick is None:
-            return StepResult(np.empty(0, np.int64), np.empty(0), logits)
+            return StepResult(np.empty(0, np.int64), np.empty(0), logits, inside)
         self._known(batch.pick.history)
         found = pick(logits[:count], batch.pick)
         self._picked = found.tokens
-        return StepResult(found.tokens, found.logprobs, logits[count:], None, found.failures)
+        return StepResult(found.tokens, found.logprobs, logits[count:], inside, found.failures)
+
+    def _inside(self, batch: StepBatch, tokens: Ints) -> Inside:
+        """Vectors that say whose they are: the layer, the position, the token."""
+        look = batch.look
+        assert look is not None
+        layers = range(3) if look.layers is None else look.layers
+        seen = look.residuals
+        told = [[(n, batch.positions[t], tokens[t]) for t in seen.tolist()] for n in layers]
+        return Inside(np.array(told, np.float32))
 
     def _known(self, tokens: Ints) -> None:
         """Put the picks of the step before where they are meant."""

@@ -258,10 +258,10 @@ def take_every_possible_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     accept = WrittenText.accept
 
     def lenient(self: Any, token: int, logprob: float, pick: Any) -> bool:
-        if self.checked < len(self.draft):
+        if self.guesses.checked < len(self.guesses.first):
             likely = {c.token for c in pick.candidates if c.probability > 0}
-            if self.draft[self.checked] in likely:
-                token = self.draft[self.checked]
+            if self.guesses.first[self.guesses.checked] in likely:
+                token = self.guesses.first[self.guesses.checked]
                 pick = replace(pick, token=token)
         return accept(self, token, logprob, pick)
 
@@ -274,7 +274,7 @@ def one_draw_for_a_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         WrittenText,
         "row_input",
-        lambda self: replace(row(self), position=self.length - self.checked),
+        lambda self: replace(row(self), position=self.length - self.guesses.checked),
     )
 
 
@@ -284,9 +284,9 @@ def the_draw_after_a_rejection_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def stale(self: Any) -> Any:
         written = row(self)
-        if self.checked == 0 and before.get(id(self)) == self.length - 1:
+        if self.guesses.checked == 0 and before.get(id(self)) == self.length - 1:
             written = replace(written, position=self.length - 1)
-        if self.draft:
+        if self.guesses.first:
             before[id(self)] = self.length
         return written
 

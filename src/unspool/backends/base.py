@@ -40,6 +40,7 @@ class Backend(Protocol):
     context: int
     limits: StepLimits
     overlaps: bool  # whether a step can be launched before the one before it was read
+    echoes: bool  # whether a token can be written into several rows (`StepBatch.echoes`)
 
     def launch(self, batch: StepBatch) -> Handle:
         """Begin a step; its result may be asked for later."""

@@ -51,23 +51,31 @@ class Look:
     """What to look at inside, for which of the batch's tokens."""
 
     residuals: Ints = field(default_factory=no_ints)
+    # Of which of the vectors: n is the one before layer n; None: of all.
+    layers: tuple[int, ...] | None = None
     attention: Ints = field(default_factory=no_ints)
     parts: Ints = field(default_factory=no_ints)
 
     def __bool__(self) -> bool:
         return bool(len(self.residuals) or len(self.attention) or len(self.parts))
 
+    def chosen(self, vectors: list[Tensor]) -> list[Tensor]:
+        """Of the vectors before the first layer and after each, those that are asked for."""
+        return vectors if self.layers is None else [vectors[layer] for layer in self.layers]
+
 
 @dataclass(frozen=True, slots=True)
 class Inside:
     """What was seen, taken from the same run that gave the logits."""
 
-    # [layers + 1, tokens, width]: the vector before the first layer and after each
+    # [layers + 1, tokens, width]: the vector before the first layer and after each; or those that
+    # were asked for, in their order
     residuals: Floats | None = None
     # for each token looked at: [layers, heads, how far it may see]
     attention: list[Floats] = field(default_factory=list)
     # [layers, 2, tokens, width]: what attention and feed-forward added
     parts: Floats | None = None
+    first: int = 0  # position of the first token that was looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,9 @@ class StepBatch:
     look: Look | None = None
     adapters: Ints = field(default_factory=no_ints)  # [rows]: each row's adapter by its number, 0:
     # none; empty where nobody has one
+    # Tokens that belong to several rows but are computed in one: token, line of the block table
+    # into which its keys and values are written too, at the same position; in the order of tokens.
+    echoes: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 @dataclass(slots=True)

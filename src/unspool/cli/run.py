@@ -70,7 +70,7 @@ def run(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="Guess ahead: lookup, corpus:FILE or model:PATH.",
+            help="Guess ahead: lookup, corpus:FILE, model:PATH, head or head:FOLDER.",
             rich_help_panel="Repair and speed",
         ),
     ] = None,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from time import perf_counter
 
-from unspool.engine.request import Drafter
+from unspool.engine.request import Drafter, DraftTree
 
 FIRST_LENGTH = 4  # of a draft, before anything is known
 LONGEST = 16
@@ -42,14 +42,14 @@ class Adaptive:
         self._drafted: deque[tuple[int, int, float]] = deque(maxlen=REMEMBERED)
         self._since_ordinary = 0
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], most: int) -> list[int] | DraftTree:
         self._asking = 0.0
         if self.resting or self._must_measure():
             return []
         began = perf_counter()
         draft = self.drafter.propose(tokens, min(most, self.length))
         self._asking = perf_counter() - began
-        return draft[: self.length]
+        return draft if isinstance(draft, DraftTree) else draft[: self.length]
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         self.resting = max(0, self.resting - 1)

@@ -3,6 +3,7 @@
     lm.generate(prompt, speculate="lookup")              # what followed the same words earlier on
     lm.generate(prompt, speculate="corpus:notes.txt")    # ... or in a file
     lm.generate(prompt, speculate="model:PATH")          # a smaller model with this vocabulary
+    lm.generate(prompt, speculate="head")                # a head trained on the model's inside
 
 The text is the same as without: a guess is kept exactly when it is the token that the draw of its
 position picks anyway (`engine/sequence.py`). So a drafter may be as wrong as it likes. What it is
@@ -39,7 +40,10 @@ __all__ = [
     "make_drafter",
 ]
 
-KINDS = "lookup, corpus:FILE or model:PATH, each with :COUNT behind it for the longest draft"
+KINDS = (
+    "lookup, corpus:FILE, model:PATH, head or head:FOLDER, each with :COUNT behind it for the "
+    "longest draft"
+)
 _SURELY_SAME = 32  # last known tokens that are compared to see whether a text only grew
 
 
@@ -258,11 +262,16 @@ def make_drafter(
 def drafter_from(
     spec: str, lm: Session, load: Callable[[str], Session] | None = None
 ) -> DraftMaker:
-    """`lookup`, `corpus:FILE` or `model:PATH`, each also with `:COUNT` for the longest draft.
+    """`lookup`, `corpus:FILE`, `model:PATH`, `head` or `head:FOLDER`, each also with `:COUNT` for
+    the longest draft.
 
     Reads the corpus or loads the model (by `load`) here and now, once for all requests.
     """
     kind, what, most = check_drafter(spec)
+    if kind == "head":
+        from unspool.decoding.heads.drafter import head_maker
+
+        return head_maker(what, lm, most if spec.endswith(f":{most}") else None)
     if kind == "lookup":
         return lambda request: Adaptive(PromptLookup(most=most), longest=most)
     if kind == "corpus":
@@ -280,10 +289,15 @@ def check_drafter(spec: str) -> tuple[str, str, int]:
     """What a word for `speculate` says: the kind, the file or model, the longest draft."""
     kind, _, what = spec.partition(":")
     what, most = _with_count(what, spec)
-    if kind not in ("lookup", "corpus", "model") or bool(what) == (kind == "lookup"):
+    needs = {"lookup": False, "corpus": True, "model": True, "head": bool(what)}
+    if needs.get(kind) != bool(what):
         raise SettingsError(f"speculate is {spec!r}; it may be {KINDS}")
     if kind == "corpus":
         corpus_file(what)
+    if kind == "head" and what:
+        from unspool.decoding.heads.files import head_folder
+
+        head_folder(what)
     return kind, what, most
 
 

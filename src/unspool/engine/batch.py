@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unspool.backends.step import Inside, Look, StepBatch, StepResult, TableUpdates
+from unspool.engine.drafts import SideRow
 from unspool.engine.scheduler import Task
 from unspool.engine.tree import Branch, Tree
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, PickRows
@@ -52,6 +53,8 @@ class BatchBuilder:
         seen: list[int] = []
         deep: list[int] = []
         seeing_ahead: list[int] = []
+        watched: set[int] | None = set()  # vectors that somebody wants to see; None: all
+        sides: list[tuple[int, SideRow]] = []
         adapters: list[int] = []
         histories: _Histories | None = None
         for row, task in enumerate(rows):
@@ -86,6 +89,14 @@ class BatchBuilder:
                 places = [p for p in sorted(task.look) if first <= p < until]
                 seen += [p - first + at for p in places]
                 deep += [p - first + at for p in places] if task.deep else []
+                watched = None
+            elif task.watch:
+                places = list(range(first, until))
+                seen += range(at, end)
+                if watched is not None:
+                    watched.update(task.watch)
+            if isinstance(task, SideRow) and task.sources:
+                sides.append((slot, task))
             if branch.provisional is not None or branch.block:
                 seeing_ahead.append(row)
             task.flights += 1
@@ -126,8 +137,9 @@ class BatchBuilder:
             sampled=picked_after,
             pick=pick,
             logits=np.array(logits) if logits else _NOTHING,
-            look=_look(seen, deep) if seen else None,
+            look=_look(seen, deep, watched) if seen else None,
             adapters=np.array(adapters) if any(adapters) else _NOTHING,
+            echoes=_echoes(rows, starts, sides) if sides else _NO_COPIES,
         ), shares
 
     def _first_numbers(self, count: int) -> Ints:
@@ -161,9 +173,22 @@ def _sight(branch: Branch, positions: Ints) -> Ints:
     return np.where(positions >= (branch.provisional or 0), branch.length, positions + 1)
 
 
-def _look(seen: list[int], deep: list[int]) -> Look:
+def _look(seen: list[int], deep: list[int], layers: set[int] | None) -> Look:
     whole = np.array(deep, np.int64)
-    return Look(residuals=np.array(seen), attention=whole, parts=whole)
+    which = None if layers is None else tuple(sorted(layers))
+    return Look(residuals=np.array(seen), layers=which, attention=whole, parts=whole)
+
+
+def _echoes(rows: list[Task], starts: list[int], sides: list[tuple[int, SideRow]]) -> Ints:
+    """Which tokens are written into which lines besides their own."""
+    begins = {task: start - task.first for task, start in zip(rows, starts, strict=False)}
+    found = [
+        (begins[source] + position, slot)
+        for slot, side in sides
+        for source, positions in side.sources
+        for position in positions
+    ]
+    return np.array(sorted(found))
 
 
 class _Histories:
@@ -192,7 +217,7 @@ class _Histories:
 
 
 def share_out(
-    tree: Tree, shares: list[Share], result: StepResult
+    tree: Tree, shares: list[Share], result: StepResult, layers: tuple[int, ...] | None = None
 ) -> list[tuple[Task, Exception | None]]:
     """Say of each branch how far it is now, and give each task its part of the result. Gives back
     those whose branch is computed to its end, and what went wrong with them, if anything did."""
@@ -211,8 +236,8 @@ def share_out(
             task.logits.append(result.logits[at : at + count])
             at += count
         if share.places and result.inside is not None:
-            deep = len(share.places) if task.deep else 0
-            task.inside.append(_part(result.inside, seen, len(share.places), seen_deep, deep))
+            deep = len(share.places) if task.deep and task.look else 0
+            task.inside.append(_part(result.inside, share, layers, seen, seen_deep))
             seen += len(share.places)
             seen_deep += deep
         if not task.queued:
@@ -227,9 +252,18 @@ def _failure(result: StepResult, numbers: range) -> Exception | None:
     return next((error for n, error in result.failures.items() if n in numbers), None)
 
 
-def _part(inside: Inside, start: int, count: int, deep_start: int, deep_count: int) -> Inside:
+def _part(
+    inside: Inside, share: Share, layers: tuple[int, ...] | None, start: int, deep_start: int
+) -> Inside:
     """The share of one row in what was seen."""
-    part, deep = slice(start, start + count), slice(deep_start, deep_start + deep_count)
-    vectors = None if inside.residuals is None else inside.residuals[:, part]
+    task, count, vectors = share.task, len(share.places), inside.residuals
+    part = slice(start, start + count)
+    if vectors is not None:
+        if task.look or layers == task.watch:
+            vectors = vectors[:, part]
+        else:
+            known = range(len(vectors)) if layers is None else layers
+            vectors = vectors[[known.index(layer) for layer in task.watch], part]
+    deep = slice(deep_start, deep_start + (count if task.look and task.deep else 0))
     parts = None if inside.parts is None else inside.parts[:, :, deep]
-    return Inside(vectors, inside.attention[deep], parts)
+    return Inside(vectors, inside.attention[deep], parts, share.places[0])

@@ -33,6 +33,7 @@ class Flight:
 
     shares: list[Share]
     handle: Handle
+    layers: tuple[int, ...] | None = None  # whose vectors are seen; None: those of all
 
 
 class Loop(SupervisedThread):
@@ -42,7 +43,7 @@ class Loop(SupervisedThread):
         super().__init__()
         self.backend = backend
         self.tree = Tree(backend.page_count, backend.page_size)
-        self.scheduler = Scheduler(self.tree, backend.limits)
+        self.scheduler = Scheduler(self.tree, backend.limits, echoes=backend.echoes)
         self.steps = 0  # settled so far
         self._batches = BatchBuilder(self.tree)
         self._picker = ChainPicker()
@@ -76,7 +77,8 @@ class Loop(SupervisedThread):
     def _launch(self, rows: list[Task]) -> Flight | None:
         try:
             batch, shares = self._batches.build(rows)
-            return Flight(shares, self.backend.launch(batch))
+            layers = batch.look.layers if batch.look else None
+            return Flight(shares, self.backend.launch(batch), layers)
         except BaseException as error:  # those in this step fail, and nobody else
             self._lose(rows, error)
             return None
@@ -86,7 +88,8 @@ class Loop(SupervisedThread):
         flight, self._flight = self._flight, None
         assert flight is not None
         try:
-            complete = share_out(self.tree, flight.shares, flight.handle.result())
+            result = flight.handle.result()
+            complete = share_out(self.tree, flight.shares, result, flight.layers)
         except BaseException as error:
             self._lose([share.task for share in flight.shares], error)
             return

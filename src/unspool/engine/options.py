@@ -83,7 +83,7 @@ class Options(SamplingOptions, total=False):
     ]
     speculate: Annotated[
         str | Drafter | DraftMaker | None,
-        "'lookup', 'corpus:FILE', 'model:PATH': guess ahead, the same text sooner",
+        "'lookup', 'head', 'corpus:FILE', 'model:PATH': guess ahead, the same text sooner",
     ]
 
 

@@ -25,17 +25,17 @@ class ChainPicker:
         """One token for every text; with drafts, as many as they got right. Those that cannot
         have one are given back, with the reason."""
         failed: list[tuple[WrittenText, BaseException]] = []
-        going = [(sequence, joined(sequence.logits)) for sequence in ready]
+        going = [(sequence, sequence.next_logits()) for sequence in ready]
         while going:
             further = []
-            for sequence, logits, pick in self._picks(going, failed):
+            for sequence, pick in self._picks(going, failed):
                 try:
-                    again = sequence.accept(pick.token, pick.logprob, pick) and len(logits) > 1
+                    again = sequence.accept(pick.token, pick.logprob, pick)
                 except BaseException as error:  # a caller's predicate, say
                     failed.append((sequence, error))
                     continue
                 if again:
-                    further.append((sequence, logits[1:]))
+                    further.append((sequence, sequence.next_logits()))
             going = further
         return failed
 
@@ -43,7 +43,7 @@ class ChainPicker:
         self,
         going: list[tuple[WrittenText, Logits]],
         failed: list[tuple[WrittenText, BaseException]],
-    ) -> list[tuple[WrittenText, Logits, Pick]]:
+    ) -> list[tuple[WrittenText, Pick]]:
         """A pick for each text; a text that cannot have one fails alone."""
         groups: dict[tuple[int, bool], list[tuple[WrittenText, Logits, RowInput]]] = {}
         for sequence, logits in going:
@@ -54,11 +54,11 @@ class ChainPicker:
                 failed.append((sequence, error))
                 continue
             groups.setdefault((limits.top, limits.explain), []).append((sequence, logits, row))
-        found: list[tuple[WrittenText, Logits, Pick]] = []
+        found: list[tuple[WrittenText, Pick]] = []
         for (top, explain), members in groups.items():
             while members:
                 chain = self._chain([sequence.request.settings for sequence, _, _ in members])
-                stacked = joined([logits[:1] for _, logits, _ in members])
+                stacked = joined([logits for _, logits, _ in members])
                 rows = [row for _, _, row in members]
                 try:
                     picks = chain.pick(stacked, rows, top=top, explain=explain)
@@ -69,7 +69,7 @@ class ChainPicker:
                 except Exception as error:  # a fault without a name: nobody here can go on
                     failed += [(sequence, error) for sequence, _, _ in members]
                     break
-                found += [(s, logits, p) for (s, logits, _), p in zip(members, picks, strict=True)]
+                found += [(s, p) for (s, _, _), p in zip(members, picks, strict=True)]
                 break
         return found
 

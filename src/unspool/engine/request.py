@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from unspool.backends.step import Floats
 from unspool.engine.ending import Limits
 from unspool.engine.steps import Step
 from unspool.sampling import Grammar, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Several guesses that begin alike: node n has a token, and stands behind node parents[n]
+    (-1: behind the text itself), which comes before it. Of those behind one node, the likeliest
+    comes first."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
 
 
 class Drafter(Protocol):
@@ -18,8 +29,9 @@ class Drafter(Protocol):
     A wrong guess costs time and changes nothing, so one that raises is only asked no more.
     """
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """A guess at what follows these tokens (not to be changed), at most so many; or none."""
+    def propose(self, tokens: Sequence[int], most: int) -> list[int] | DraftTree:
+        """A guess at what follows these tokens (not to be changed), at most so many one behind the
+        other; or none."""
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         """How the round went that began with `propose`; a note if there is something to say.
@@ -27,6 +39,23 @@ class Drafter(Protocol):
         Told of every round, also of one without a guess (`proposed` is 0), so that the seconds
         from asking to picking can be compared.
         """
+
+
+@runtime_checkable
+class ReadingDrafter(Protocol):
+    """A drafter that is also shown the model's inner vectors, from the runs that computed them."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Which vectors it wants to see of the next run: n is the one before layer n."""
+
+    def needs(self, tokens: Sequence[int]) -> int:
+        """From which position of a text on it wants to be shown vectors; those before it need not
+        be computed again, if they are there already."""
+
+    def see(self, first: int, vectors: Floats) -> None:
+        """The vectors [of those it reads, tokens, width] of the text from position `first` on;
+        what it was shown from there on before is outdated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ only to be preempted again.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 
 from unspool.backends.base import StepLimits
 from unspool.backends.step import Inside, Logits
@@ -29,7 +30,7 @@ class Task:
     __slots__ = (
         "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
         "logits", "look", "number", "pick_floats", "pick_ints", "pick_number", "picked", "priority",
-        "queued", "sees_history", "stop", "until", "wanted",
+        "queued", "sees_history", "splits", "stop", "until", "wanted", "watch",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
@@ -43,6 +44,8 @@ class Task:
         self.inside: list[Inside] = []
         self.look: frozenset[int] = frozenset()  # positions to look inside at
         self.deep = True  # at attention and the layers' parts too, not only at the vectors
+        self.watch: tuple[int, ...] = ()  # vectors to be seen of whatever is computed
+        self.splits = False  # whether some guesses want rows of their own
         self.priority = priority  # higher first
         self.number = 0  # in order of arrival
         self.cached = True  # whether what others computed may be used
@@ -73,6 +76,11 @@ class Task:
         """Asked while the task's step is running: whether the next one can be launched with the
         token that will be picked. If so, the branch has a placeholder for it afterwards."""
         return False
+
+    def side_rows(self, room: int) -> Sequence[Task]:
+        """Asked if it `splits`: rows that are computed in the same step, with pages for them, at
+        most so many."""
+        return ()
 
     def penalized(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
         """The text that penalties see, and which part of it at each of the next so many picks."""
@@ -128,8 +136,9 @@ def _shares(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
 class Scheduler:
     """The tasks, and the choice of what runs next."""
 
-    def __init__(self, tree: Tree, limits: StepLimits) -> None:
+    def __init__(self, tree: Tree, limits: StepLimits, *, echoes: bool = True) -> None:
         self.tree, self.limits = tree, limits
+        self.echoes = echoes  # whether the backend writes a token into several rows
         self.running: list[Task] = []
         self.waiting: list[Task] = []
         self._of: dict[Branch, Task] = {}
@@ -172,6 +181,13 @@ class Scheduler:
             (self.running if task.admitted else self.waiting).remove(task)
             task.admitted = False
 
+    def change_branch(self, task: Task, branch: Branch) -> None:
+        """Let a task go on with another branch; the one it had is not needed any more."""
+        del self._of[task.branch]
+        self.tree.close(task.branch, store=False)
+        task.branch = branch
+        self._of[branch] = task
+
     def check_fits(self, length: int) -> None:
         """A text that could not even run alone is refused at once."""
         room = self.tree.pool.count * self.tree.page_size
@@ -188,6 +204,7 @@ class Scheduler:
         limits = self.limits
         rows: list[Task] = []
         prompts: list[Task] = []
+        splitting: list[Task] = []
         for task in self.running.copy():
             branch = task.branch
             if not task.admitted or len(rows) == limits.max_rows:
@@ -205,11 +222,15 @@ class Scheduler:
                 task.first = launched if task.flights else branch.computed
                 task.until = end if branch.twin is None else branch.step_end(task.first, end)
                 rows.append(task)
+                if task.splits:
+                    splitting.append(task)
         if prompts:
             budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
             for task, count in _shares(prompts, budget)[: limits.max_rows - len(rows)]:
                 if task.admitted and self._reserve(task, self._chunk_end(task, count), rows):
                     rows.append(task)
+        for task in splitting:  # when everybody else has what they need
+            rows += task.side_rows(limits.max_rows - max(len(rows), len(self.running)))
         return rows or self._last_resort()
 
     def _chunk_end(self, task: Task, count: int) -> int:

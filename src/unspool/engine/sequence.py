@@ -21,8 +21,10 @@ from time import perf_counter
 
 import numpy as np
 
+from unspool.backends.step import Logits
+from unspool.engine.drafts import Guesses, Run, SideRow, Text, add_side_rows, as_runs, shortened
 from unspool.engine.ending import Ending
-from unspool.engine.request import Drafter, Request
+from unspool.engine.request import Drafter, ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
@@ -43,8 +45,8 @@ class Sequence(Task):
     """A text on its way; lives on the engine's thread."""
 
     __slots__ = (
-        "accepting", "checked", "draft", "draft_asked_at", "drafter", "ending", "finished",
-        "grammar", "guard", "history", "length", "marks", "prompt_length", "queue", "request",
+        "accepting", "draft_asked_at", "drafter", "ending", "finished", "grammar", "guard",
+        "guesses", "history", "length", "marks", "prompt_length", "queue", "reader", "request",
         "retracted", "scheduler", "since", "token_bytes", "vocab_size",
     )  # fmt: skip
 
@@ -74,9 +76,9 @@ class Sequence(Task):
             self.guard = request.guards.start()
         if request.grammar is not None:
             self.grammar = request.grammar.start()
-        self.draft: list[int] = []
+        self.reader = drafter if isinstance(drafter, ReadingDrafter) else None
+        self.guesses = Guesses()  # at what follows, being checked
         self.accepting = self.length  # how many tokens stood here when the last step was planned
-        self.checked = 0  # tokens of the draft that proved right
         self.draft_asked_at: float | None = None  # when the drafter was asked for the draft
         self.marks: list[_Mark] | None = None  # of the written tokens, where they may be needed
         if self.guard is not None or request.settings.mirostat_tau > 0:
@@ -93,7 +95,8 @@ class Sequence(Task):
         watched = self.guard is not None or self.grammar is not None
         if not (watched or limits.top or limits.explain) and is_ordinary(settings):
             self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
-        queue.prompt_reused = branch.reused
+        self._watch_for_drafter()
+        queue.prompt_reused = min(branch.reused, self.first_needed)
         self.since = perf_counter()
 
     def _read(self, step: Step) -> None:
@@ -115,11 +118,25 @@ class Sequence(Task):
 
     # -- what the scheduler asks --------------------------------------------------------------
 
+    @property
+    def first_needed(self) -> int:
+        first = max(0, self.branch.length - max(1, self.wanted))
+        if self.reader is None or not self.watch:
+            return first
+        try:
+            return max(0, min(first, self.reader.needs(self.history[: self.length].tolist())))
+        except Exception as error:
+            self._without_drafter(error)
+            return first
+
     def complete(self) -> None:
         """The text is computed to its end: take what the backend picked."""
-        for token, logprob in self.picked:
-            if not self.accept(token, logprob, None):
-                break
+        going = True
+        while going:
+            row, number = self.guesses.outcome
+            token, logprob = (row or self).picked[number]
+            # What cannot be picked beside the text is tried again, and told, in its own row.
+            going = token >= 0 and self.accept(token, logprob, None)
         self.go_on()
 
     def run_ahead(self) -> bool:
@@ -133,13 +150,24 @@ class Sequence(Task):
         self.scheduler.tree.append(self.branch, [-1 - self.pick_number])
         return True
 
+    def side_rows(self, room: int) -> Several[Task]:
+        scheduler = self.scheduler
+        tree, others = scheduler.tree, len(scheduler)
+        history, settings = self.history[: self.length], self.request.settings
+        text = Text(self, history, self.prompt_length, settings)
+        # A guess is worth no page that another text may want next.
+        most = max(0, min(room, tree.available - others))
+        add_side_rows(self.guesses, text, tree, most, echoes=scheduler.echoes)
+        return self.guesses.rows
+
     def penalized(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
         settings, prompt, length = self.request.settings, self.prompt_length, self.length
+        draft = self.guesses.first
         if self.ahead:  # until it is picked
             self.history[length] = -1 - self.pick_number
             length += 1
-        elif self.draft:
-            self.history[length : length + len(self.draft)] = self.draft
+        elif draft:
+            self.history[length : length + len(draft)] = draft
         return self.history, [history_range(settings, prompt, length + n) for n in range(count)]
 
     def fail(self, error: BaseException) -> None:
@@ -159,45 +187,62 @@ class Sequence(Task):
             allowed=self.grammar.mask() if self.grammar is not None else None,
         )
 
+    def next_logits(self) -> Logits:
+        """Those that the next token is picked from, [1, V]."""
+        row, number = self.guesses.outcome
+        before = 0
+        for logits in (row or self).logits:  # of each chunk
+            if number < before + len(logits):
+                return logits[number - before : number - before + 1]
+            before += len(logits)
+        raise AssertionError("no logits are there to pick from")
+
     def accept(self, token: int, logprob: float, pick: Pick | None) -> bool:
         """Take a picked token; True if the draft had guessed it, so that more can be picked."""
-        drafted, guessed = None, False
-        if self.checked < len(self.draft):
-            guessed = self.draft[self.checked] == token
-            drafted = "accepted" if guessed else "rejected"
-            self.queue.accepted += guessed and self.draft_asked_at is not None
+        drafted, right = None, False
+        guesses = self.guesses
+        if guesses.guessed():
+            right = guesses.follow(token)
+            drafted = "accepted" if right else "rejected"
+            self.queue.accepted += right and self.draft_asked_at is not None
         self.history[self.length] = token
         self.length += 1
         if self.grammar is not None:
             self.grammar.advance(token)
         if not self._keep(token, logprob, pick, drafted):
             return False
-        self.checked += guessed
-        return guessed
+        return right
 
     def go_on(self) -> None:
         """Put what was picked behind the branch, with a new draft, to be computed next."""
         if self.finished:
             return
-        tree, branch = self.scheduler.tree, self.branch
+        tree, guesses = self.scheduler.tree, self.guesses
+        if self.watch:
+            self._show_drafter()
         if self.draft_asked_at is not None:
             self._tell_drafter()
+        if guesses.rows:
+            self._choose_branch()
+        branch = self.branch
         if self.ahead:  # its place is taken already
             branch.tail[-1] = int(self.history[self.length - 1])
             self.ahead = False
         else:
             # All but the last token of the history is in the branch, unless drafts or guards
             # erred. The last one is always run, also when a guard went back to it.
-            known = min(self.accepting + self.checked, self.length - 1)
+            known = min(self.accepting + guesses.checked, self.length - 1)
             if known < branch.length:  # a wrong guess is not worth storing
-                tree.rewind(branch, known, store=not self.draft)
+                tree.rewind(branch, known, store=not guesses.first)
             tree.append(branch, self.history[known : self.length].tolist())
-            self.draft, self.checked = [], 0
+            self.guesses = Guesses()
             if self.grammar is not None or self.drafter is not None:
-                self.draft = self._new_draft()
-                tree.append(branch, self.draft)
+                self.guesses = Guesses(self._new_draft())
+                tree.append(branch, self.guesses.first)
+        self._watch_for_drafter()
         self.accepting = self.length
-        self.wanted = len(self.draft) + 1
+        self.wanted = len(self.guesses.first) + 1
+        self.splits = len(self.guesses.runs) > 1
         self.decoding = True
         self.picked.clear()
         self.logits.clear()
@@ -206,38 +251,69 @@ class Sequence(Task):
 
     # -- drafts -------------------------------------------------------------------------------
 
-    def _new_draft(self) -> list[int]:
+    def _new_draft(self) -> list[Run]:
         room = len(self.history) - self.length - 1
         if room <= 0:
             return []
         if self.grammar is not None:
             forced: list[int] = self.grammar.forced()[:room]
             if forced:
-                return forced
+                return [Run(forced)]
         if self.drafter is None:
             return []
         self.draft_asked_at = perf_counter()
         try:
             tokens = self.history[: self.length].tolist()
-            draft = self._sound(self.drafter.propose(tokens, room)[:room])
+            runs = as_runs(self.drafter.propose(tokens, room))
+            runs = shortened(runs, [self._sound(run, room) for run in runs])
         except Exception as error:
             self._without_drafter(error)
             return []
-        if self.grammar is not None and draft:
-            draft = draft[: self.grammar.accepts(draft)]
-        self.queue.drafted += len(draft)
-        return draft
+        self.queue.drafted += sum(len(run.tokens) for run in runs)
+        return runs
 
-    def _sound(self, proposed: Several[int]) -> list[int]:
-        """A guess as far as it can be run, and as it can matter: nothing follows an end token."""
-        size, draft = self.vocab_size, list[int]()
-        for token in map(int, proposed):
+    def _sound(self, run: Run, room: int) -> int:
+        """How much of a guess can be run, and can matter: nothing follows an end token."""
+        size, ends, kept = self.vocab_size, self.request.limits.end_ids, 0
+        before = run.before()
+        if any(token in ends for token in before):
+            return 0
+        run.tokens = [int(token) for token in run.tokens]
+        for token in run.tokens[: max(0, room - len(before))]:
             if not 0 <= token < size:
                 break
-            draft.append(token)
-            if token in self.request.limits.end_ids:
+            kept += 1
+            if token in ends:
                 break
-        return draft
+        if self.grammar is not None and kept:
+            whole = [*before, *run.tokens[:kept]]
+            kept = max(0, self.grammar.accepts(whole) - len(before))
+        return kept
+
+    def _watch_for_drafter(self) -> None:
+        """Which inner vectors the next step is to give."""
+        self.watch = self.reader.reads if self.reader is not None else ()
+
+    def _show_drafter(self) -> None:
+        """Give the drafter the inner vectors of what stands in the text now, row by row."""
+        rows = [run.row or self for run in self.guesses.path]
+        try:
+            for inside in (inside for row in rows for inside in row.inside):
+                if self.reader is not None and inside.residuals is not None:
+                    self.reader.see(inside.first, inside.residuals)
+        except Exception as error:
+            self._without_drafter(error)
+        self.inside.clear()
+
+    def _choose_branch(self) -> None:
+        """Go on with the branch of the last guess that was right; the others are not needed."""
+        chosen = self.guesses.run.row
+        for row in self.guesses.rows:
+            if row is not chosen:
+                self.scheduler.tree.close(row.branch, store=False)
+        if isinstance(chosen, SideRow):
+            self.scheduler.change_branch(self, chosen.branch)
+            self.scheduler.tree.advance(self.branch, chosen.until)
 
     def _tell_drafter(self) -> None:
         """How the round went that the drafter was asked for."""
@@ -245,7 +321,8 @@ class Sequence(Task):
         if self.drafter is None or asked_at is None:
             return
         try:
-            note = self.drafter.learn(len(self.draft), self.checked, perf_counter() - asked_at)
+            count, right = self.guesses.count, self.guesses.checked
+            note = self.drafter.learn(count, right, perf_counter() - asked_at)
         except Exception as error:
             self._without_drafter(error)
             return
@@ -253,7 +330,7 @@ class Sequence(Task):
             self.queue.notes.append(note)
 
     def _without_drafter(self, error: Exception) -> None:
-        self.drafter, self.draft_asked_at = None, None
+        self.drafter, self.reader, self.draft_asked_at = None, None, None
         self.queue.notes.append(f"drafting stopped: the drafter failed ({error!r})")
 
     # -- what leaves, and what is taken back --------------------------------------------------
@@ -330,5 +407,7 @@ class Sequence(Task):
         try:
             self.scheduler.remove(self)
             self.scheduler.tree.close(self.branch, store=error is None)
+            for row in self.guesses.rows:
+                self.scheduler.tree.close(row.branch, store=False)
         finally:  # whatever happens, nobody waits for more
             self.queue.end(error)

@@ -211,6 +211,24 @@ class Tree:
             self._borrow(other, branch.borrowed)
         return other
 
+    def twin(self, branch: Branch, tokens: Sequence[int]) -> Branch | None:
+        """A branch with what is computed of another, then these tokens, and pages of its own for
+        them; found by nobody. For guesses: None if there is no room. The other one must have its
+        own pages already."""
+        other = Branch(branch.node, branch.adapter)
+        self.index.attach(other.node)
+        other.start, other.computed = branch.start, branch.computed
+        other.tail = [*branch.tail[: branch.computed - branch.start], *tokens]
+        other.length = branch.computed + len(tokens)
+        try:
+            self.reserve(other, other.length)
+        except OutOfPagesError:
+            self.close(other, store=False)
+            return None
+        if branch.computed > branch.start:
+            self.copies.append((branch.pages[0], other.pages[0]))
+        return other
+
     def rewind(self, branch: Branch, length: int, *, store: bool = True) -> None:
         """Drop every token from `length` on; what is computed of them stays findable, if it is
         worth storing."""

@@ -221,6 +221,15 @@ def _rotations(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str
     return found
 
 
+def rotary_of(full: Raw, head_width: int) -> Rotary:
+    """How one layer of a Llama turns its heads, for what is no whole model: a drafting head."""
+    rope = full.get("rope_parameters") or {
+        **(full.get("rope_scaling") or {}), "rope_theta": full.get("rope_theta", 10000.0),
+    }  # fmt: skip
+    context = int(full.get("max_position_embeddings", 2048))
+    return _rotary(rope, full, {"context": context, "head_width": head_width})
+
+
 def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = {"default": "none", "su": "longrope"}.get(kind, kind)

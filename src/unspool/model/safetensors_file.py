@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.float8 import FLOAT8, scales_of_rows
@@ -154,6 +155,17 @@ class SafetensorsFile:
             f"tensor {name} holds {_TYPES[placed.type][1]} numbers; only float32, float16, "
             "bfloat16 and FP8 (e4m3) checkpoints and GGUF files are supported"
         )
+
+    def whole_numbers(self, name: str) -> npt.NDArray[Any]:
+        """A tensor of whole numbers, or of truth values; a view into the file."""
+        placed = self.tensors[name]
+        kind = {"BOOL": "?", "U8": "u1", "I8": "i1"}.get(placed.type)
+        if kind is None and placed.type[0] in "UI":
+            kind = f"<{placed.type[0].lower()}{_TYPES[placed.type][0] // 8}"
+        if kind is None:
+            raise ModelFileError(f"tensor {name} holds {_TYPES[placed.type][1]}, not whole numbers")
+        flat = np.frombuffer(self._map, kind, placed.count, placed.start)
+        return flat.reshape(placed.shape)
 
 
 class _DoubleError(ValueError):

@@ -34,6 +34,7 @@ from unspool.backends.step import (
     Done,
     Floats,
     Inside,
+    Ints,
     Look,
     StepBatch,
     StepResult,
@@ -93,6 +94,7 @@ class CpuBackend:
 
     limits = StepLimits()
     overlaps = False
+    echoes = True
 
     def __init__(self, model: PlannedModel, *, memory: int | None, context: int) -> None:
         config = model.config
@@ -160,6 +162,10 @@ class CpuBackend:
         )
         adapters = self._adapters.of(batch) if len(batch.adapters) else None
         structure.adapters = ctypes.addressof(adapters.list) if adapters else None
+        if len(batch.echoes):
+            lines = contiguous(batch.echoes[:, 1])
+            starts = contiguous(np.searchsorted(batch.echoes[:, 0], np.arange(count + 1)))
+            structure.echo_starts, structure.echo_lines = address(starts), address(lines)
         logits = self._room_for(picked, asked)
         watch = _Watch(self.model, batch, batch.look) if batch.look else None
         status = functions().unspool_run(
@@ -247,9 +253,14 @@ class _Watch:
         every = np.concatenate([self._rows, taps.attention])
         if len(every) and not 0 <= every.min() <= every.max() < len(batch.tokens):
             raise UnspoolError("the taps name a token that is not in the batch")
-        self._snapshots = np.empty(
-            (2 * config.layers + 1, len(self._rows), config.width), np.float32
-        )
+        count = 2 * config.layers + 1  # before the first layer, and after the halves of each
+        self._places: Ints | None = None
+        if taps.layers is not None:  # only some, so nothing of what lies between them
+            before = 2 * np.array(taps.layers, np.int64)
+            self._places = np.full(count, -1, np.int64)
+            self._places[before] = np.arange(len(before))
+            count = len(before)
+        self._snapshots = np.empty((count, len(self._rows), config.width), np.float32)
         self._past = batch.visible_end[taps.attention]
         self._shape = (config.layers, config.heads)
         sizes = self._past * config.layers * config.heads
@@ -263,13 +274,14 @@ class _Watch:
             address(self._snapshots),
             address(self._where) if len(taps.attention) else None,
             address(self._weights),
+            None if self._places is None else address(self._places),
         )
 
     def inside(self) -> Inside:
         residuals = parts = None
         if len(self._taps.residuals):
             found = np.searchsorted(self._rows, self._taps.residuals)
-            residuals = self._snapshots[::2, found]
+            residuals = self._snapshots[:: 2 if self._places is None else 1, found]
         if len(self._taps.parts):
             found = np.searchsorted(self._rows, self._taps.parts)
             steps = np.diff(self._snapshots[:, found], axis=0)  # attention, feed, attention, ...

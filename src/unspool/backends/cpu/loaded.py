@@ -70,6 +70,7 @@ class CpuModel:
         self.packed: dict[str, Packed] = {}
         self.vectors: dict[str, Floats] = {}
         self._precision = ""
+        self._fingerprint: str | None = None
         self._quantization_error: str | None = None
         self._fault: BaseException | None = None
         self._process = os.getpid()
@@ -223,12 +224,15 @@ class CpuModel:
     def fingerprint(self) -> str:
         """Names and shapes of all weights, and a few numbers from all over each: the same for
         the same weights on every backend that keeps them exactly."""
+        if self._fingerprint is not None:
+            return self._fingerprint
         seen = hashlib.sha256()
         for name, shape in sorted(shapes(self.wait().config).items()):
             seen.update(f"{name} {tuple(shape)}".encode())
             spots = np.linspace(0, math.prod(shape) - 1, _SAMPLED).astype(np.int64)
             seen.update(self._numbers(name, shape, spots).astype("<f4").tobytes())
-        return seen.hexdigest()
+        self._fingerprint = seen.hexdigest()
+        return self._fingerprint
 
     def _numbers(self, name: str, shape: tuple[int, ...], spots: Ints) -> Floats:
         """Single numbers of a weight, by their place in it counted through."""

@@ -25,6 +25,7 @@ from unspool.backends.cpu.structures import (
     KINDS,
     NORMALIZE,
     PREPARE,
+    QUERIES_ONLY,
     ROWS,
     Op,
 )
@@ -55,6 +56,7 @@ class Operation:
     gated: bool = False
     centred: bool = False
     normalize: bool = False
+    queries_only: bool = False
     experts: int = 0
     chosen: int = 0
     scale: float = 1.0
@@ -115,6 +117,7 @@ class Plan:
         ops = []
         for o in self.operations:
             flags = ADD * o.add | GATED * o.gated | CENTRED * o.centred | NORMALIZE * o.normalize
+            flags |= QUERIES_ONLY * o.queries_only
             ops.append(
                 Op(
                     kind=KINDS[o.kind],

@@ -32,7 +32,7 @@ KINDS = {
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-ADD, GATED, CENTRED, NORMALIZE, BOTH_WAYS = 1, 2, 4, 8, 32  # flags
+ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY, BOTH_WAYS = 1, 2, 4, 8, 16, 32  # flags
 
 
 class Op(ctypes.Structure):
@@ -95,6 +95,8 @@ class BatchStructure(ctypes.Structure):
         ("table_columns", _i64),
         ("wanted_count", _i64),
         ("adapters", _pointer),
+        ("echo_starts", _pointer),
+        ("echo_lines", _pointer),
     )
 
 
@@ -118,6 +120,7 @@ class TapList(ctypes.Structure):
         ("snapshots", _pointer),
         ("attention", _pointer),
         ("weights", _pointer),
+        ("places", _pointer),
     )
 
 
@@ -152,6 +155,8 @@ def functions() -> ctypes.CDLL:
     library.unspool_run.restype = _i32
     library.unspool_run_head.argtypes = [_pointer, _pointer, _i64, _i64, _pointer]
     library.unspool_run_head.restype = _i32
+    library.unspool_run_given.argtypes = [_pointer] * 5
+    library.unspool_run_given.restype = _i32
     library.unspool_copy_page.argtypes = [_pointer, _i64, _i64]
     library.unspool_copy_page.restype = None
     library.unspool_profile.argtypes = [_pointer, _pointer]

@@ -39,6 +39,7 @@ class CudaBackend:
     """Captured steps and prompts over one pool of pages."""
 
     overlaps = True
+    echoes = False
     page_size = PAGE_SIZE
 
     @torch.inference_mode(False)  # what it makes is written to in either mode

@@ -25,6 +25,7 @@ class Looker:
     def __init__(self, program: Program, batch: StepBatch, look: Look) -> None:
         self._program, config = program, program.weights.config
         device = program.weights.device
+        self._look = look
         self._residual_rows = to_device(look.residuals, device)
         self._part_rows = to_device(look.parts, device)
         self._residuals: list[Tensor] = []
@@ -66,7 +67,7 @@ class Looker:
             return torch.stack(tensors).float().cpu().numpy()
 
         return Inside(
-            residuals=host(self._residuals) if self._residuals else None,
+            residuals=host(self._look.chosen(self._residuals)) if self._residuals else None,
             attention=[host(layers) for layers in self._attention],
             parts=host(self._parts) if self._parts else None,
         )

@@ -38,6 +38,7 @@ class TorchBackend:
 
     limits = StepLimits()
     overlaps = False
+    echoes = True
 
     def __init__(self, model: Transformer, *, page_count: int, context: int | None = None) -> None:
         config, weight = model.config, model.embed.weight
@@ -101,6 +102,9 @@ class TorchBackend:
         query, key, value = attention.project(layer.attention_norm(x), angles)
         keys, values = self._keys[number], self._values[number]
         keys[plan.slots], values[plan.slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        if plan.echoed is not None:
+            keys[plan.echo_slots] = key[0, :, plan.echoed].transpose(0, 1)
+            values[plan.echo_slots] = value[0, :, plan.echoed].transpose(0, 1)
         mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
         for rows in plan.groups:
             rows.attend(attention, query[0], keys, values, mixed, watch)
@@ -147,6 +151,13 @@ class _Plan:
         slots = table.pages[rows, batch.positions // page_size] * page_size
         self.tokens = torch.from_numpy(batch.tokens).to(device)
         self.slots = torch.from_numpy(slots + batch.positions % page_size).to(device)
+        self.echoed: Tensor | None = None  # tokens that are written to other rows' slots too
+        if len(batch.echoes):
+            tokens, lines = batch.echoes.T
+            places = batch.positions[tokens]
+            slots = table.pages[lines, places // page_size] * page_size + places % page_size
+            self.echoed = torch.from_numpy(tokens.copy()).to(device)
+            self.echo_slots = torch.from_numpy(slots).to(device)
         single = np.flatnonzero(counts == 1)
         self.groups: list[_Decoding | _Chunk] = []
         if len(single):
@@ -264,6 +275,7 @@ class _Watch:
         self._residual_rows = torch.from_numpy(taps.residuals).to(device)
         self._part_rows = torch.from_numpy(taps.parts).to(device)
         self._attention_rows = {int(token): number for number, token in enumerate(taps.attention)}
+        self._taps = taps
         self._residuals = [x[0, self._residual_rows]]
         self._parts: list[Tensor] = []
         self._attention: list[list[Tensor]] = [[] for _ in taps.attention]
@@ -285,7 +297,9 @@ class _Watch:
             return torch.stack(tensors).float().cpu().numpy()
 
         return Inside(
-            residuals=host(self._residuals) if len(self._residual_rows) else None,
+            residuals=host(self._taps.chosen(self._residuals))
+            if len(self._residual_rows)
+            else None,
             attention=[host(layers) for layers in self._attention],
             parts=host(self._parts) if self._parts else None,
         )

@@ -180,8 +180,10 @@ class Extension(Constraints):
     guard: GuardText | list[GuardText] | None = Field(
         None, description="loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; each also :stop"
     )
-    speculate: Literal["lookup"] | None = Field(
-        None, description="guess ahead from what stands in the text already"
+    speculate: Literal["lookup", "head"] | None = Field(
+        None,
+        description="guess ahead: from what stands in the text already, or by a head that was "
+        "trained for the model",
     )
     trace: bool = Field(False, description="tell every step: candidates, stages, draw")
     top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates that a trace tells")

@@ -36,6 +36,12 @@ int32_t unspool_run_head(void* model, const float* vectors, int64_t count, int64
     return static_cast<Model*>(model)->run(none, nullptr, batch, nullptr, logits, first, vectors);
 }
 
+int32_t unspool_run_given(void* model, const KeyValues* kv, const RotaryTable* rotary,
+                          const Batch* batch, float* const* given) {
+    return static_cast<Model*>(model)->run(*kv, rotary, *batch, nullptr, nullptr, 0, nullptr,
+                                           given);
+}
+
 void unspool_copy_page(const KeyValues* kv, int64_t source, int64_t target) {
     const int64_t bytes = 2 * kv->layers * kv->heads * kv_head_bytes(*kv);
     std::memcpy(kv->data + target * bytes, kv->data + source * bytes, bytes);

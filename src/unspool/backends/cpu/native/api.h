@@ -43,6 +43,12 @@ UNSPOOL_API int32_t unspool_run(void* model, const unspool::KeyValues* kv,
 // Runs the operations from `first` on, on vectors given for its source: for the lens.
 UNSPOOL_API int32_t unspool_run_head(void* model, const float* vectors, int64_t count,
                                      int64_t first, float* logits);
+// Runs a plan some of whose buffers are the caller's memory (given[i], or null), to be read and
+// written there; each with room for sixteen rows more. A plan without tokens works on the rows that
+// are wanted.
+UNSPOOL_API int32_t unspool_run_given(void* model, const unspool::KeyValues* kv,
+                                      const unspool::RotaryTable* rotary,
+                                      const unspool::Batch* batch, float* const* given);
 UNSPOOL_API void unspool_copy_page(const unspool::KeyValues* kv, int64_t source, int64_t target);
 // Seconds spent in each operation since the last call, by worker 0; off until first called.
 UNSPOOL_API void unspool_profile(void* model, double* seconds);

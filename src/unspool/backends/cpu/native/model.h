@@ -55,10 +55,11 @@ struct Model {
     std::vector<double> seconds;  // empty: not measured
 
     int32_t run(const KeyValues& kv, const RotaryTable* rotary, const Batch& batch,
-                const TapList* taps, float* logits, int64_t first_op, const float* given);
+                const TapList* taps, float* logits, int64_t first_op, const float* vectors,
+                float* const* given = nullptr);
 
 private:
-    void make_room(Run& run, int64_t rows, float* logits);
+    void make_room(Run& run, int64_t rows, float* logits, float* const* given);
     friend struct Running;
 };
 

@@ -37,6 +37,7 @@ enum Flags : int32_t {
     kGated = 2,    // the source's rows are [gate | up]
     kCentred = 4,  // the norm takes the mean away first (LayerNorm)
     kNormalizeExperts = 8,
+    kQueriesOnly = 16,  // kPlace: the source has no keys and values, and none are written
     kBothWays = 32,  // kAttend: the window reaches as far ahead as back
 };
 
@@ -120,6 +121,10 @@ struct Batch {
     int64_t table_columns;
     int64_t wanted_count;
     const Adapters* adapters;  // null: nobody has one
+    // Tokens whose keys and values are written into further lines of the block table too, at their
+    // own position: token t into echo_lines[echo_starts[t] ... echo_starts[t + 1]].
+    const int64_t* echo_starts;  // [count + 1]; null: none are
+    const int64_t* echo_lines;
 
     const int64_t* pages(int64_t row) const { return table + slots[row] * table_columns; }
 };
@@ -131,6 +136,7 @@ struct TapList {
     float* snapshots;          // [snapshots, row_count, width]
     const int64_t* attention;  // [count]: for each token where its weights go, or -1
     float* weights;            // a token's weights: [layers, heads, past], at attention[token]
+    const int64_t* places;  // [snapshots of the plan]: where each goes, -1: nowhere; null: in order
 };
 
 struct Buffer {

@@ -21,13 +21,29 @@ bool all_within(const int64_t* numbers, int64_t count, int64_t limit) {
     return true;
 }
 
+// Whether what is written more than once goes to pages that there are.
+bool echoes_make_sense(const Batch& batch, const KeyValues& kv) {
+    if (batch.echo_starts == nullptr) return true;
+    if (batch.echo_starts[0] != 0) return false;
+    for (int64_t token = 0; token < batch.count; ++token) {
+        const int64_t first = batch.echo_starts[token], last = batch.echo_starts[token + 1];
+        if (last < first || !all_within(batch.echo_lines + first, last - first, batch.table_rows))
+            return false;
+        for (int64_t i = first; i < last; ++i) {
+            const int64_t* pages = batch.table + batch.echo_lines[i] * batch.table_columns;
+            if (!all_within(pages + batch.positions[token] / kPage, 1, kv.pages)) return false;
+        }
+    }
+    return true;
+}
+
 // Whether a batch stays within the vocabulary, the pages, the tables: what comes from outside is
 // not believed.
 bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
                  const RotaryTable* rotary) {
     if (batch.rows < 0 || batch.starts[0] != 0 || batch.starts[batch.rows] != batch.count)
         return false;
-    const Op& embed = spec.ops[0];
+    const Op& embed = spec.ops[0];  // every plan that has tokens begins so
     if (!all_within(batch.tokens, batch.count, spec.matrices[embed.matrix].rows)) return false;
     if (!all_within(batch.wanted, batch.wanted_count, batch.count)) return false;
     if (!all_within(batch.slots, batch.rows, batch.table_rows)) return false;
@@ -36,17 +52,23 @@ bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
             if (batch.adapters->of_row[row] < -1 ||
                 batch.adapters->of_row[row] >= batch.adapters->count)
                 return false;
-    int64_t positions = batch.table_columns * kPage;
+    int64_t positions = INT64_MAX;
+    bool writes = false;  // keys and values
     if (embed.vector >= 0) {
         const int64_t known = spec.vectors[embed.vector].count / spec.buffer_widths[embed.target];
         positions = known < positions ? known : positions;
     }
     for (int64_t i = 0; i < spec.op_count; ++i) {
-        if (spec.ops[i].kind != kPlace || spec.ops[i].rotary < 0) continue;
+        if (spec.ops[i].kind != kPlace) continue;
+        writes = writes || !(spec.ops[i].flags & kQueriesOnly);
+        if (spec.ops[i].rotary < 0) continue;
         const int64_t known = rotary[spec.ops[i].rotary].positions;
         positions = known < positions ? known : positions;
     }
+    const int64_t room = batch.table_columns * kPage;
+    if (writes && room < positions) positions = room;
     if (!all_within(batch.positions, batch.count, positions)) return false;
+    if (!echoes_make_sense(batch, kv)) return false;
     for (int64_t row = 0; row < batch.rows; ++row) {
         const int64_t first = batch.starts[row], last = batch.starts[row + 1];
         if (last < first || last > batch.count) return false;
@@ -55,7 +77,8 @@ bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
         int64_t seen = 0;
         for (int64_t at = first; at < last; ++at) {
             const int64_t end = batch.visible_end[at];
-            if (end <= batch.positions[at] || end > batch.table_columns * kPage) return false;
+            if (end <= (writes ? batch.positions[at] : 0)) return false;  // sees what it wrote
+            if (end > batch.table_columns * kPage) return false;
             seen = end > seen ? end : seen;
         }
         if (!all_within(batch.pages(row), (seen + kPage - 1) / kPage, kv.pages)) return false;
@@ -89,13 +112,15 @@ int64_t scratch_needed(const Model& model) {
     return block + rows + scores;
 }
 
-void Model::make_room(Run& run, int64_t rows, float* logits) {
+void Model::make_room(Run& run, int64_t rows, float* logits, float* const* given) {
     const int64_t chosen = spec.chosen > 0 ? spec.chosen : 1;
     for (int64_t i = 0; i < spec.buffer_count; ++i) {
         const int64_t width = spec.buffer_widths[i];
         const int64_t count = rows_for(spec.buffer_rows[i], run.batch, chosen);
-        const bool theirs = i == spec.logits_buffer;
-        buffers[i].data = theirs ? logits : buffer_rooms[i].need((count + kRowSlack) * width);
+        float* theirs = given != nullptr ? given[i] : nullptr;
+        if (i == spec.logits_buffer && logits != nullptr) theirs = logits;
+        buffers[i].data =
+            theirs != nullptr ? theirs : buffer_rooms[i].need((count + kRowSlack) * width);
         buffers[i].width = width;
     }
     const int64_t prepared = rows * chosen + kRowSlack;
@@ -130,7 +155,9 @@ struct Running {
     static void snapshot(const Run& run, const Op& op, Worker& worker) {
         if (run.taps == nullptr) return;
         const Buffer& x = run.buffers[op.source];
-        float* to = run.taps->snapshots + op.layer * run.taps->row_count * x.width;
+        const int64_t place = run.taps->places ? run.taps->places[op.layer] : op.layer;
+        if (place < 0) return;
+        float* to = run.taps->snapshots + place * run.taps->row_count * x.width;
         worker.each(0, run.taps->row_count, [&](int64_t i) {
             std::memcpy(to + i * x.width, x.row(run.taps->rows[i]), x.width * sizeof(float));
         });
@@ -193,8 +220,10 @@ struct Running {
 };
 
 int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& batch,
-                   const TapList* taps, float* logits, int64_t first_op, const float* given) {
-    if (given == nullptr && !makes_sense(batch, spec, kv, rotary)) return kBadBatch;
+                   const TapList* taps, float* logits, int64_t first_op, const float* vectors,
+                   float* const* given) {
+    const bool bare = given != nullptr && batch.count == 0 && batch.rows == 0;
+    if (vectors == nullptr && !bare && !makes_sense(batch, spec, kv, rotary)) return kBadBatch;
     Running running{};
     running.model = this;
     running.first_op = first_op;
@@ -207,7 +236,8 @@ int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& 
     run.batch = batch;
     run.taps = taps;
     try {
-        make_room(run, batch.count > batch.wanted_count ? batch.count : batch.wanted_count, logits);
+        make_room(run, batch.count > batch.wanted_count ? batch.count : batch.wanted_count, logits,
+                  given);
         int32_t* rows = row_of.need(batch.count + 1);
         for (int64_t row = 0; row < batch.rows; ++row)
             for (int64_t at = batch.starts[row]; at < batch.starts[row + 1]; ++at)
@@ -217,9 +247,9 @@ int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& 
         return kOutOfMemory;
     }
     run.buffers = buffers.data();
-    if (given != nullptr) {
+    if (vectors != nullptr) {
         const Buffer& into = buffers[spec.ops[first_op].source];
-        std::memcpy(into.data, given, batch.wanted_count * into.width * sizeof(float));
+        std::memcpy(into.data, vectors, batch.wanted_count * into.width * sizeof(float));
     }
     Progress* every = progress.need(0);
     for (int64_t i = 0; i < spec.op_count * kParts; ++i) new (every + i) Progress;

@@ -62,27 +62,36 @@ void place(const Run& run, const Op& op, Worker& worker) {
         const int64_t token = task / kv.heads, head = task % kv.heads;
         const int64_t position = run.batch.positions[token];
         float* query = qkv.row(token) + head * group * width;
+        const bool with_keys = !(op.flags & kQueriesOnly);
         float* key = qkv.row(token) + (run.heads + head) * width;
         const float* value = qkv.row(token) + (run.heads + kv.heads + head) * width;
         if (op.vector >= 0) {
             for (int64_t i = 0; i < group; ++i)
                 norm_row(query + i * width, width, run.vectors[op.vector].data, nullptr, false,
                          op.epsilon, query + i * width);
-            norm_row(key, width, run.vectors[op.second_vector].data, nullptr, false, op.epsilon,
-                     key);
+            if (with_keys)
+                norm_row(key, width, run.vectors[op.second_vector].data, nullptr, false, op.epsilon,
+                         key);
         }
         if (op.rotary >= 0) {
             const RotaryTable& table = run.rotary[op.rotary];
             const float* cosine = table.cosine + position * table.pairs;
             const float* sine = table.sine + position * table.pairs;
             for (int64_t i = 0; i < group; ++i) turn(query + i * width, cosine, sine, table.pairs);
-            turn(key, cosine, sine, table.pairs);
+            if (with_keys) turn(key, cosine, sine, table.pairs);
         }
-        const int64_t* pages = run.batch.pages(run.row_of[token]);
-        const int64_t page = pages[position / kPage], slot = position % kPage;
-        write_head(kv, kv_page(kv, op.layer, 0, head, page), key, slot, kPage, slot);
-        write_head(kv, kv_page(kv, op.layer, 1, head, page), value, slot * filled_width(kv), 1,
-                   slot);
+        if (!with_keys) return;
+        const Batch& batch = run.batch;
+        const auto write = [&](const int64_t* pages) {
+            const int64_t page = pages[position / kPage], slot = position % kPage;
+            write_head(kv, kv_page(kv, op.layer, 0, head, page), key, slot, kPage, slot);
+            write_head(kv, kv_page(kv, op.layer, 1, head, page), value, slot * filled_width(kv), 1,
+                       slot);
+        };
+        write(batch.pages(run.row_of[token]));
+        if (batch.echo_starts == nullptr) return;
+        for (int64_t i = batch.echo_starts[token]; i < batch.echo_starts[token + 1]; ++i)
+            write(batch.table + batch.echo_lines[i] * batch.table_columns);
     });
 }
 

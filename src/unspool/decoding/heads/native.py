@@ -1,0 +1,234 @@
+"""A head of our own format on the native kernels: `own.py` step by step, in three short programs.
+
+`read` fuses the model's vectors and makes keys and values of them, `words` projects the last tokens
+for the mixture, `draft` runs one token of each of several nodes. Keys and values are turned and put
+into pages here, so that positions that nobody showed us simply have none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+
+from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.cpu.packing import Packed, pack, pack_all
+from unspool.backends.cpu.plan import Operation, Plan
+from unspool.backends.cpu.program import PagedFloats, Program, Tokens
+from unspool.backends.step import Floats, Ints
+from unspool.decoding.heads.arrays import turned
+from unspool.decoding.heads.files import HeadConfig, HeadFiles
+from unspool.decoding.heads.growing import Node, last_tokens
+from unspool.decoding.heads.own import chosen_rows
+from unspool.model.positions import Rotary
+from unspool.model.stored import Stored
+
+ROWS = 64  # most that a program takes at once
+_KNOWN_WORDS = 4096  # projections that are kept
+
+
+class NativeHead:
+    """A head of our own format beside a model of the native backend, whose embedding it uses."""
+
+    def __init__(self, files: HeadFiles, model: CpuModel, context: int) -> None:
+        self.config = config = files.config
+        self.name, self.layers, self.ids = config.name, config.layers, files.ids
+        model.wait()
+        rows = Stored.of(chosen_rows(model, "head.weight", files.ids))
+        matrices: dict[str, Packed] = pack_all(files.matrices, threads=model.threads)
+        matrices["head"] = pack(rows, store="8", threads=model.threads)
+        matrices["embed"] = model.packed["embed.weight"]
+        everywhere = np.arange(context + ROWS)
+        way = Rotary(width=config.head_width, base=config.rope_theta)
+        self.cosine, self.sine = way.tables(everywhere, 0)
+
+        def program(plan: Plan, *shared: str) -> Program:
+            return Program(
+                plan, matrices, files.norms, heads=config.heads, threads=model.threads, rows=ROWS,
+                shared=shared,
+            )  # fmt: skip
+
+        plans = _Plans(model, config, len(files.ids))
+        self.reading = program(plans.reading(), "features", "fused", "keys_values")
+        self.projecting = program(plans.projecting(), "words")
+        self.drafting = program(plans.drafting(), "state", "earlier", "x", "words", "logits")
+        self._projected: dict[int, Floats] = {}
+        self._embedding = PagedFloats(config.kv_heads, config.head_width, self.cosine, self.sine)
+        self._embedding.write(0, *(np.zeros((1, config.kv_heads, config.head_width), "f4"),) * 2)
+
+    def context(self) -> NativeContext:
+        return NativeContext(self)
+
+    def projected(self, token: int) -> Floats:
+        """What a token says to the mixture, for each place it may stand in."""
+        found = self._projected.get(token)
+        if found is None:
+            given = Tokens(np.array([token]), np.zeros(1, np.int64), 1, 1)
+            self.projecting.run_tokens(given, self._embedding)
+            found = self.remember(token, self.projecting.buffers["words"][0])
+        return found
+
+    def remember(self, token: int, projection: Floats) -> Floats:
+        if len(self._projected) >= _KNOWN_WORDS:
+            self._projected.clear()
+        found = self._projected[token] = projection.copy()
+        return found
+
+
+class NativeContext:
+    """One text as the head sees it."""
+
+    def __init__(self, head: NativeHead) -> None:
+        config = head.config
+        self._head, self._length = head, 0
+        self._fused = np.empty((64, config.width), np.float32)
+        self._memory = PagedFloats(config.kv_heads, config.head_width, head.cosine, head.sine)
+        zeros = np.zeros((1, config.kv_heads, config.head_width), np.float32)
+        self._memory.write(0, zeros, zeros)  # what a query looks at that finds nothing
+
+    def __len__(self) -> int:
+        return self._length
+
+    def cut(self, count: int) -> None:
+        self._length = min(self._length, count)
+
+    def fork(self, count: int) -> NativeContext:
+        other = copy.copy(self)
+        other._fused, other._memory = self._fused[: count + 64].copy(), self._memory.copy(count + 1)
+        other.cut(count)
+        return other
+
+    def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
+        for start in range(0, len(positions), ROWS):
+            self._read(positions[start : start + ROWS], vectors[:, start : start + ROWS])
+
+    def _read(self, positions: Ints, vectors: Floats) -> None:
+        head, count, at = self._head, len(positions), self._length
+        config, buffers = head.config, head.reading.buffers
+        buffers["features"][:count] = vectors.swapaxes(0, 1).reshape(count, -1)
+        head.reading.run(count)
+        both = buffers["keys_values"][:count].reshape(count, 2, config.kv_heads, -1)
+        keys = turned(both[:, 0], head.cosine[positions], head.sine[positions])
+        self._memory.write(at + 1, keys, both[:, 1])
+        if at + count > len(self._fused):
+            more = np.empty((at + count, config.width), np.float32)
+            self._fused = np.concatenate((self._fused, more))
+        self._fused[at : at + count] = buffers["fused"][:count]
+        self._length += count
+
+    def expand(self, nodes: list[Node], tokens: Sequence[int]) -> Floats:
+        found = [self._expand(nodes[at : at + ROWS], tokens) for at in range(0, len(nodes), ROWS)]
+        return np.concatenate(found) if len(found) > 1 else found[0]
+
+    def _expand(self, nodes: list[Node], tokens: Sequence[int]) -> Floats:
+        head, count = self._head, len(nodes)
+        config, buffers = head.config, head.drafting.buffers
+        width = config.word_width
+        for row, node in enumerate(nodes):
+            parent = node.parent
+            buffers["state"][row] = (
+                self._fused[self._length - 1] if parent is None else parent.state
+            )
+            earlier = last_tokens(node, tokens, config.words)[1:]
+            for back, token in enumerate(earlier):
+                part = head.projected(token)[(back + 1) * width : (back + 2) * width]
+                buffers["earlier"][row, back * width : (back + 1) * width] = part
+        depths = np.array([node.depth for node in nodes])
+        given = Tokens(
+            np.array([node.token for node in nodes]),
+            depths + (len(tokens) - 1),
+            self._length + 1,
+            self._memory.pages,
+        )
+        head.drafting.run_tokens(given, self._memory)
+        states = buffers["x"][:count].copy()
+        for row, node in enumerate(nodes):
+            node.state = states[row]
+            head.remember(node.token, buffers["words"][row])
+        return buffers["logits"][:count]
+
+
+class _Plans:
+    """The three programs as lists of operations."""
+
+    def __init__(self, model: CpuModel, config: HeadConfig, vocabulary: int) -> None:
+        self._model, self._config, self._vocabulary = model, config, vocabulary
+        self._plan = Plan(model.config)
+
+    def _buffers(self, rows: str, **widths: int) -> None:
+        self._plan.buffers.update({name: (width, rows) for name, width in widths.items()})
+
+    def _linear(
+        self, source: str, target: str, matrix: str, *, norm: str = "", width: int = 0,
+        add: bool = False, activated: bool = False, rows: str = "tokens",
+    ) -> None:  # fmt: skip
+        self._plan.operations.append(
+            Operation(
+                kind="linear", source=source, target=target, matrices=(matrix,), rows=rows,
+                width=width or self._plan.buffers[source][0], vector=norm, add=add,
+                prepare="normed" if norm else "activated" if activated else "as is",
+                gated=activated, epsilon=self._config.norm_eps,
+            )
+        )  # fmt: skip
+
+    def _embed(self) -> None:
+        self._plan.operations.append(Operation(kind="embed", target="e", matrices=("embed",)))
+
+    def reading(self) -> Plan:
+        config = self._config
+        self._plan = Plan(self._model.config)
+        features, both = config.width * len(config.layers), 2 * config.kv_heads * config.head_width
+        self._buffers("wanted", features=features, fused=config.width, keys_values=both)
+        for number in range(len(config.layers)):
+            self._plan.operations.append(
+                Operation(
+                    kind="norm", source="features", target="features", rows="wanted",
+                    offset=number * config.width, width=config.width,
+                    vector=f"features.norm.{number}", epsilon=config.norm_eps,
+                )
+            )  # fmt: skip
+        self._linear("features", "fused", "features.fuse", rows="wanted")
+        self._linear(
+            "fused", "keys_values", "context.keys_values", norm="context.norm", rows="wanted"
+        )
+        return self._plan
+
+    def projecting(self) -> Plan:
+        config = self._config
+        self._plan = Plan(self._model.config)
+        self._buffers("tokens", e=config.width, words=config.words * config.word_width)
+        self._embed()
+        self._linear("e", "words", "words.project", norm="words.norm")
+        return self._plan
+
+    def drafting(self) -> Plan:
+        config, width = self._config, self._config.width
+        inner, words = config.heads * config.head_width, config.words * config.word_width
+        self._plan = Plan(self._model.config)
+        self._buffers(
+            "tokens", e=width, state=width, x=width, words=words, mix=2 * config.mix_width,
+            earlier=words - config.word_width, queries=inner, mixed=inner,
+            hidden=2 * config.ff_width, said=width, logits=self._vocabulary,
+        )  # fmt: skip
+        self._embed()
+        self._linear("e", "words", "words.project", norm="words.norm")
+        self._linear("words", "mix", "mix.last_word", width=config.word_width)
+        self._linear("earlier", "mix", "mix.earlier_words", add=True)
+        self._linear("state", "x", "join.state", norm="join.state.norm")
+        self._linear("e", "x", "join.word", norm="join.word.norm", add=True)
+        self._linear("x", "queries", "attention.query", norm="attention.norm")
+        self._plan.operations += [
+            Operation(kind="place", source="queries", rotary=0, queries_only=True),
+            Operation(
+                kind="attend", source="queries", target="mixed", scale=config.head_width**-0.5
+            ),
+        ]
+        self._linear("mixed", "x", "attention.out", add=True)
+        self._linear("x", "hidden", "feed.gate_up", norm="feed.norm")
+        self._linear("hidden", "x", "feed.down", width=config.ff_width, add=True, activated=True)
+        self._plan.operations.append(Operation(kind="gather", source="x", target="said"))
+        self._linear("x", "mix", "mix.state", norm="mix.norm", add=True)
+        self._linear("mix", "said", "mix.out", width=config.mix_width, add=True, activated=True)
+        self._linear("said", "logits", "head", norm="final.norm")
+        return self._plan

@@ -1,0 +1,133 @@
+"""Tiny random drafting heads for the tiny model: of our own format, and EAGLE-3."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from unspool.decoding.heads.files import BLOCKS, FORMAT, VERSION, WEIGHTS, HeadConfig
+
+PROMPT = [7, 41, 99, 3, 150, 12, 200, 64, 31, 5, 18, 77, 240, 9, 11, 120, 33, 8, 54]
+IDS = np.sort(np.random.default_rng(3).permutation(259)[:200])
+
+
+def config_for(lm: Any, **changes: Any) -> HeadConfig:
+    width = lm.config.width
+    usual: dict[str, Any] = {
+        "name": "tiny", "base": "the tiny model", "fingerprint": lm.model.fingerprint(),
+        "layers": (1, 2, 4), "width": width, "heads": 4, "kv_heads": 2, "head_width": 16,
+        "ff_width": 64, "words": 4, "word_width": 32, "mix_width": 32, "rope_theta": 1e4,
+        "norm_eps": 1e-5, "weights": "F32",
+    }  # fmt: skip
+    return HeadConfig(**{**usual, **changes})
+
+
+def save_own(folder: Path, lm: Any, seed: int = 0, **changes: Any) -> HeadConfig:
+    """A random head of our own format; in blocks, if the config says so."""
+    config, chance = config_for(lm, **changes), np.random.default_rng(seed)
+    matrices: dict[str, Any] = {
+        name: (chance.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
+        for name, shape in config.shapes.items()
+    }
+    norms = {n: (1 + 0.2 * chance.standard_normal(config.width)).astype("f4") for n in config.norms}
+    if config.weights in BLOCKS:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quantize
+
+        kind = GGMLQuantizationType[config.weights]
+        matrices = {
+            n: quantize(a, kind) if a.shape[1] % 32 == 0 else a for n, a in matrices.items()
+        }
+    write_head(folder, config, matrices, norms, IDS)
+    return config
+
+
+def save_eagle(
+    folder: Path, lm: Any, seed: int = 0, *, kind: str = "llama", before: bool = False
+) -> dict[str, Any]:
+    """A random EAGLE-3 head, as `speculators` saves them; gives its tensors."""
+    chance = np.random.default_rng(seed)
+    width, heads, kept, head_width, inner, count = lm.config.width, 6, 2, 8, 80, len(IDS)
+    at = "layers.0."
+    shapes = {
+        "fc.weight": (width, 3 * width),
+        "lm_head.weight": (count, width),
+        at + "self_attn.q_proj.weight": (heads * head_width, 2 * width),
+        at + "self_attn.k_proj.weight": (kept * head_width, 2 * width),
+        at + "self_attn.v_proj.weight": (kept * head_width, 2 * width),
+        at + "self_attn.o_proj.weight": (width, heads * head_width),
+        at + "mlp.gate_proj.weight": (inner, width),
+        at + "mlp.up_proj.weight": (inner, width),
+        at + "mlp.down_proj.weight": (width, inner),
+        "embed_tokens.weight": (lm.config.vocab_size, width),
+    }
+    tensors: dict[str, Any] = {
+        name: (chance.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    norms = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
+    for name in ["norm.weight", *(f"{at}{norm}.weight" for norm in norms)]:
+        tensors[name] = (1 + 0.2 * chance.standard_normal(width)).astype(np.float32)
+    if kind == "qwen3":
+        for part in "qk":
+            gain = 1 + 0.2 * chance.standard_normal(head_width)
+            tensors[f"{at}self_attn.{part}_norm.weight"] = gain.astype(np.float32)
+    tensors["d2t"] = IDS - np.arange(count)
+    tensors["t2d"] = np.isin(np.arange(lm.config.vocab_size), IDS)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {n: np.ascontiguousarray(a) for n, a in tensors.items()}, folder / "model.safetensors"
+    )
+    config = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "draft_vocab_size": count, "norm_before_residual": before,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "tiny"}},
+        "transformer_layer_config": {
+            "model_type": kind, "hidden_size": width, "num_attention_heads": heads,
+            "num_key_value_heads": kept, "head_dim": head_width, "intermediate_size": inner,
+            "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "vocab_size": lm.config.vocab_size, "max_position_embeddings": 128,
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tensors
+
+
+def write_head(
+    folder: Path,
+    config: HeadConfig,
+    matrices: dict[str, Any],
+    norms: dict[str, Any],
+    ids: Any,
+) -> None:
+    """Save a head: matrices as floats, or as bytes of the config's blocks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    text = json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    tensors = {name: np.ascontiguousarray(array) for name, array in {**matrices, **norms}.items()}
+    tensors["ids"] = ids.astype(np.int32)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def vectors_of(lm: Any, tokens: list[int], layers: tuple[int, ...]) -> Any:
+    """The model's inner vectors [layers, tokens, width]."""
+    engine = lm.engine
+    branch = engine.open(tokens)
+    at = frozenset(range(len(tokens)))
+    seen = engine.look(branch, at=at, wanted=1, deep=False).inside
+    branch.release()
+    return np.concatenate([part.residuals for part in seen], 1)[list(layers)]
+
+
+def read_text(head: Any, lm: Any, tokens: list[int]) -> Any:
+    context = head.context()
+    count = len(tokens) - 1
+    vectors = vectors_of(lm, tokens[:-1], head.layers)
+    context.read(np.arange(count), vectors, tokens[1:])
+    return context
