@@ -45,7 +45,7 @@ from unspool.train.tuning.preference import Dpo, PairBatches
 from unspool.train.tuning.tasks import Task, judge_of
 
 _RATES = {"tune": (5e-4, 2e-5), "dpo": (5e-5, 1e-6), "grpo": (1e-4, 1e-6)}  # with LoRA, without
-_JUDGED = 16  # batches of held-out data
+_JUDGED = (4, 16)  # batches of held-out data: at least and at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +266,10 @@ class _Tuning:
         """The mean loss on what was held out."""
         assert self.held_out is not None
         total = count = 0.0
-        batches = min(_JUDGED, -(-self.held_out.rows // self.settings.batch))
+        # A batch for every ten steps between two judgements, so that those take little of the time.
+        least, most = _JUDGED
+        batches = min(most, max(least, self.train_settings.judge_every // 10))
+        batches = min(batches, -(-self.held_out.rows // self.settings.batch))
         device = model.embed.weight.device
         for number in range(batches):
             batch = self.held_out.batch(number)
