@@ -41,14 +41,14 @@ class Sight:
     def of(cls, config: ModelConfig, tokens: Tensor, allowed: Allowed | None = None) -> Sight:
         """As far as the model looks, or what `allowed` says; layers with a window see no further
         than that."""
-        allowed = allowed or _ahead(config)
         masks: dict[int, Any] = {}
         rows, length = tokens.shape if allowed is not None else (1, tokens.shape[1])
+        plain = allowed is None and config.sight == "causal"
         for window in {config.window(layer) for layer in range(config.layers)}:
-            if allowed is None and (window == 0 or window >= length):
+            if plain and (window == 0 or window >= length):
                 masks[window] = None
             else:
-                whole = _within(window, allowed or causal)
+                whole = _within(window, allowed or _usual(config), config.sight == "whole")
                 masks[window] = _mask(whole, rows, length, tokens.device, config)
         return cls(masks)
 
@@ -95,20 +95,19 @@ def in_blocks(block: int) -> Allowed:
     return allowed
 
 
-def _ahead(config: ModelConfig) -> Allowed | None:
-    """What the tokens of a model see that looks ahead; None for one that looks back."""
+def _usual(config: ModelConfig) -> Allowed:
     if config.sight == "block":
         return in_blocks(config.block)
-    return everything if config.sight == "whole" else None
+    return everything if config.sight == "whole" else causal
 
 
-def _within(window: int, allowed: Allowed) -> Allowed:
+def _within(window: int, allowed: Allowed, both_ways: bool) -> Allowed:
     if not window:
         return allowed
 
     def near(row: Any, head: Any, query: Any, key: Any) -> Any:
-        distance = query - key  # who looks back only never sees a negative one
-        return allowed(row, head, query, key) & (distance < window) & (distance > -window)
+        seen = allowed(row, head, query, key) & (key > query - window)
+        return seen & (key < query + window) if both_ways else seen
 
     return near
 
