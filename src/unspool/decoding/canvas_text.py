@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import takewhile
 from time import perf_counter
 from typing import Any, Literal
 
@@ -224,7 +225,7 @@ class CanvasText:
             return
         if full and plan.revises and not self._looks and plan.edit_passes:
             full = not had_masked and (not made.taken_back or self._checks >= plan.edit_passes)
-        if (full or not plan.revises) and self._leading()[1] == "stop":
+        if (full or not plan.revises) and self._has_ended():
             self._finish()
         elif full:
             self._next_block()
@@ -266,6 +267,14 @@ class CanvasText:
         return [*self._filled, *[None] * (length - len(self._filled))][:length]
 
     # -- the end ----------------------------------------------------------------------------------
+
+    def _has_ended(self) -> bool:
+        """Whether nothing can follow what stands before the first masked place."""
+        limits = self.plan.request.limits
+        if limits.stop or self._grammar is not None:
+            return self._leading()[1] == "stop"
+        known = takewhile(lambda step: step is not None, self._filled)
+        return any(step is not None and step.token in limits.end_ids for step in known)
 
     def _leading(self) -> tuple[list[Step], str | None]:
         """The text from its beginning to the first masked place, and why it ends there, if it

@@ -106,13 +106,11 @@ class Rows:
     def uniform(self, stream: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The draw of every row at its position; [rows]."""
         inputs = self.inputs
-        return uniforms(
-            [s.seed for s in self.settings],
-            [row.sample for row in inputs],
-            [len(row.history) if row.position is None else row.position for row in inputs],
-            stream,
-            [row.canvas_pass for row in inputs],
-        )
+        seeds, samples = [s.seed for s in self.settings], [row.sample for row in inputs]
+        at = [len(row.history) if row.position is None else row.position for row in inputs]
+        if all(row.canvas_pass is None for row in inputs):
+            return uniforms(seeds, samples, at, stream)
+        return uniforms(seeds, samples, at, stream, [row.canvas_pass for row in inputs])
 
     def mirostat_mu(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Mirostat's bound of every row, [rows, 1]: what was carried here, or 2·tau at first."""
