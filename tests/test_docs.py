@@ -61,11 +61,22 @@ def test_beyond_left_to_right(default_model: Path, monkeypatch: pytest.MonkeyPat
     seeing.close()
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("heading", ["Fill a gap", "Edit"])
+def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs" / "beyond.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(compile(block, "beyond.md", "exec"), {})
+    assert "mat" in capsys.readouterr().out
+
+
 def test_python_guide_names_every_method():
     import unspool
 
     table = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    methods = [name for name in vars(unspool.LanguageModel) if not name.startswith("_")]
+    every = {**vars(unspool.LanguageModel), **vars(unspool.LanguageModel.__base__)}
+    methods = [name for name in every if not name.startswith("_")]
     assert len(methods) > 12
     for name in [*methods, "score", "attach", "close"]:
         assert re.search(rf"[`.]{name}\b", table), name

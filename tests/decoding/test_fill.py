@@ -104,7 +104,7 @@ def test_more_than_the_likeliest_first_token_is_found(worded):
 # -- borders -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(WORDS, WORDS, WORDS)
 def test_texts_are_put_together_exactly(worded, left, inside, right):
     """However the vocabulary cuts it: the text is left + gap + right, and so are its steps."""
@@ -122,7 +122,7 @@ def test_texts_are_put_together_exactly(worded, left, inside, right):
         assert scored == pytest.approx(total(worded, one.text, first), abs=2e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(WORDS, WORDS)
 def test_drafts_continue_the_text_across_the_border(worded, left, right):
     found = worded.fill(left, gap(0, 3), right, candidates=5, drafts=2)

@@ -135,3 +135,20 @@ def test_a_model_without_a_mask_token_is_refused(worded):
         WholeText(worded)
     with pytest.raises(SettingsError, match="no mask token"):
         worded.edit(TEXT, twin=worded)
+
+
+def test_a_masked_model_fills_by_itself(tmp_path):
+    lm = unspool.load(save_worded(tmp_path), backend="torch", memory=16 << 20)
+    for name, value in {"sight": "whole", "mask_id": 3}.items():
+        object.__setattr__(lm.config, name, value)
+    found = lm.fill("The scheduler plans", gap(1, 3), ", and the tree", candidates=6, top=3)
+    assert found.by == "masked" and len(found.candidates) == 6
+    for one in found.candidates:
+        assert one.text == f"The scheduler plans{one.texts[0]}, and the tree"
+        assert one.score == pytest.approx(
+            sum(step.logprob for step in one.steps) / len(one.steps), abs=1e-6
+        )
+        assert all(step.token != 3 for step in one.steps)
+    with pytest.raises(SettingsError, match="give this as its twin"):
+        lm.edit(TEXT)
+    lm.close()

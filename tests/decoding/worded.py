@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import tiny
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-TEXT = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+TEXT = """
+The scheduler plans rows, and the batch builder makes a step of them. A branch stands at a node of
+the tree: a node is one full page of tokens, and its parents are the pages before it. Behind its
+node a branch has a short tail of its own, which nobody else reads. So a fork of the branch copies
+at most one page, and rewinding walks up as many nodes as pages are dropped.
+
+A page belongs to one place: to a node, which many read, or to the tail of a branch, which alone
+writes it. When room is needed, the pages that nobody has used for the longest time are given back.
+It's the same with a text that waits: what was computed of it stays, as long as there is room, and
+is computed again later if it's gone; slower, never different. Tokens may be provisional: computed,
+replaced, and computed again, until somebody says that the text is done.
+"""
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>",
        "<|file_sep|>")  # fmt: skip
 SIZE = 512
@@ -28,19 +39,16 @@ def save_worded(folder: Path, specials: tuple[str, ...] = (), seed: int = 0) -> 
         show_progress=False,
     )
     library.train_from_iterator([TEXT], trainer)
-    shape = {**tiny._SHAPE, "vocab_size": SIZE, "max_position_embeddings": 512}
-    del shape["bos_token_id"]
-    torch.manual_seed(seed)
-    model = tiny.randomized(_llama(shape))
-    model.save_pretrained(folder)
+    with patch.dict(tiny.FAMILIES, worded=_llama):
+        tiny.make("worded", seed).save_pretrained(folder)
     library.save(str(folder / "tokenizer.json"))
     named = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     return folder
 
 
-def _llama(shape: dict[str, Any]) -> Any:
+def _llama() -> Any:
     import transformers
 
-    shape = {**shape, "eos_token_id": 0}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    shape = {"vocab_size": SIZE, "max_position_embeddings": 512, "eos_token_id": 0}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**tiny._SHAPE, **shape}))

@@ -59,7 +59,8 @@ class WholeText:
         finally:
             engine.release(branch)
         # Where a vector guesses the token behind its own place, the first place has none.
-        return found if not lm.config.shifted else found[[0, *range(len(row) - 1)]]
+        moved: Logits = found[[0, *range(len(row) - 1)]] if lm.config.shifted else found
+        return moved
 
 
 def masked_model(given: Session | MaskedModel) -> MaskedModel:

@@ -85,5 +85,6 @@ class GapTexts(Texts):
         wanted = options.pop("max_tokens")
         room = max(1, lm.context - len(self.prompts[prompt]))
         most = min(wanted, LONGEST) if wanted < room else _USUAL
-        parts = [between.before, Gap(1, max(1, min(most, room))), between.right]
+        gap = Gap(1, max(1, min(most, room)))
+        parts: list[str | Gap] = [between.before, gap, between.right]
         return fill(lm, parts, candidates=max(_CANDIDATES, self.n), **options)
