@@ -129,11 +129,18 @@ def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
     head = load_head(tmp_path / "head", tiny_lm)
     assert isinstance(head, OwnHead)
     for shape in (Shape(3), Shape(9, width=3, depth=4)):
-        drafted = tiny_lm.generate(
-            PROMPT, max_tokens=20, temperature=0.8, seed=1,
-            speculate=lambda r, shape=shape: HeadDrafter(head, r, Fixed(shape)),
-        )  # fmt: skip
+        made = list[HeadDrafter]()
+
+        def make(request: Any, shape: Shape = shape, made: Any = made) -> HeadDrafter:
+            made.append(HeadDrafter(head, request, Fixed(shape)))
+            return made[-1]
+
+        drafted = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1, speculate=make)
         assert drafted.tokens == plain.tokens
+        count = len(made[0]._positions)
+        expected = read_text(head, tiny_lm, [*PROMPT, *drafted.tokens][: count + 1])
+        assert count > 20
+        assert np.allclose(made[0]._context._fused, expected._fused, atol=1e-3)
 
 
 def test_by_its_name(native: Any, own: Path):

@@ -246,6 +246,10 @@ def with_page(column: int, page: int) -> Callable[[StepBatch], StepBatch]:
     return change
 
 
+def with_echo(token: int, line: int) -> Callable[[StepBatch], StepBatch]:
+    return lambda batch: dataclasses.replace(batch, echoes=np.array([[token, line]]))
+
+
 BAD_BATCHES = {
     "token too large": changed("tokens", 3, 67),
     "token below zero": changed("tokens", 0, -1),
@@ -265,6 +269,9 @@ BAD_BATCHES = {
     "rows that begin elsewhere": changed("starts", 0, 1),
     "logits of nobody": changed("logits", 0, 20),
     "logits of minus one": changed("logits", 0, -1),
+    "an echo in a line that is none": with_echo(0, 1 << 40),
+    "an echo where there is no page": with_echo(3, 5),
+    "an echo of nobody": with_echo(-1, 0),
     "a row without pages": lambda batch: dataclasses.replace(batch, slots=batch.slots[:1]),
     "a token without a place": lambda b: dataclasses.replace(b, positions=b.positions[:-1]),
     "a place for no token": lambda batch: dataclasses.replace(batch, tokens=batch.tokens[:-1]),
