@@ -180,7 +180,7 @@ def save(name: str, folder: Path) -> Logits:
     """Write a family's checkpoint as its makers do, and give what its logits must be."""
     family = FAMILIES[name]
     torch.manual_seed(0)
-    model = tiny.randomized(family.build())
+    model = tiny.filled(family.build())
     model.save_pretrained(folder)
     if family.settings is not None:
         weights = load_file(folder / "model.safetensors")

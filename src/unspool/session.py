@@ -182,9 +182,9 @@ class Session:
 
     def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
-        self.config.check_left_to_right()
         request = build_request(self._facts, self.prompt_ids(prompt), dict(options))
         reason = "length" if request.limits.max_tokens == 0 else "context"
+        self.config.check_left_to_right()
         return Generation(request, empty_reason=reason, source=self)
 
     # -- going on with what was written (see `engine/generation.py`) ---------------------------
@@ -207,7 +207,6 @@ class Session:
         self, tokens: Sequence[int], top: int, adapter: str | None = None
     ) -> tuple[Candidate, ...]:
         """The likeliest tokens behind these."""
-        self.config.check_left_to_right()
         with self.opened(tokens, adapter) as branch:
             logits = self.engine.extend(branch)
         found = score_logits(logits[-1:], [0], top)
@@ -296,7 +295,8 @@ class Session:
 
     @contextmanager
     def opened(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
-        """A branch with these tokens, released again afterwards."""
+        """A branch with these tokens, read from left to right, and released again afterwards."""
+        self.config.check_left_to_right()
         branch = self.engine.open(tokens, adapter or self.adapter)
         try:
             yield branch
@@ -342,7 +342,6 @@ class Session:
 
         With `top`, also the likeliest candidates at each position.
         """
-        self.config.check_left_to_right()
         ids = self.prompt_ids(text)
         # A start token that the model wants before every text is read but not judged.
         lead = isinstance(text, str) and self.tokenizer.add_bos

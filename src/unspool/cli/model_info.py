@@ -77,7 +77,7 @@ def plan(model: Model = None, offline: o.Offline = False) -> None:
       unspool models plan
       unspool models plan ./model.gguf
     """
-    from unspool.backends.cpu.plan import printed
+    from unspool.backends.cpu.plan_builder import printed
 
     print(printed(find_checkpoint(model, offline)))
 

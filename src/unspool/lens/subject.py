@@ -13,7 +13,6 @@ Text = str | Sequence[int] | Generation
 
 
 def tokens_of(lm: Session, text: Text) -> list[int]:
-    lm.config.check_left_to_right()
     if isinstance(text, Generation):
         return lm.prompt_ids([*text.prompt, *text.tokens])
     return lm.prompt_ids(text)

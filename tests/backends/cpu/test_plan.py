@@ -10,8 +10,8 @@ import tiny
 from paged_texts import config
 
 from unspool.backends.cpu import structures
-from unspool.backends.cpu.operations import Plan
-from unspool.backends.cpu.plan import build_plan
+from unspool.backends.cpu.plan import Plan
+from unspool.backends.cpu.plan_builder import build_plan
 from unspool.cli.main import _exit_code
 from unspool.errors import ModelFileError
 from unspool.model.weights import shapes

@@ -18,7 +18,7 @@ from unspool.backends.step import Floats, Ints, StepBatch
 from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.backends.cpu.operations import Plan
+    from unspool.backends.cpu.plan import Plan
     from unspool.model.adapters import Adapter
 
 _LANES = 16

@@ -43,7 +43,7 @@ from unspool.errors import UnspoolError
 from unspool.sampling.picker import pick
 
 if TYPE_CHECKING:
-    from unspool.backends.cpu.operations import Plan
+    from unspool.backends.cpu.plan import Plan
     from unspool.model.adapters import Adapter
     from unspool.model.config import ModelConfig
 

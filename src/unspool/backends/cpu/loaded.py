@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unspool.backends.cpu.operations import Plan
 from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error
-from unspool.backends.cpu.plan import build_plan
+from unspool.backends.cpu.plan import Plan
+from unspool.backends.cpu.plan_builder import build_plan
 from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
 from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError

@@ -32,7 +32,7 @@ KINDS = {
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-ADD, GATED, CENTRED, NORMALIZE, BOTH_WAYS = 1, 2, 4, 8, 16  # flags
+ADD, GATED, CENTRED, NORMALIZE, BOTH_WAYS = 1, 2, 4, 8, 32  # flags
 
 
 class Op(ctypes.Structure):

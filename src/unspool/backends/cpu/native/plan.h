@@ -37,7 +37,7 @@ enum Flags : int32_t {
     kGated = 2,    // the source's rows are [gate | up]
     kCentred = 4,  // the norm takes the mean away first (LayerNorm)
     kNormalizeExperts = 8,
-    kBothWays = 16,  // kAttend: the window reaches as far ahead as back
+    kBothWays = 32,  // kAttend: the window reaches as far ahead as back
 };
 
 struct Op {
