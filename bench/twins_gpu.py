@@ -101,8 +101,9 @@ class Job:
             run = new_run(settings, folder)
 
         def listen(event: Event) -> None:
-            if isinstance(event, Logged):
-                _tell(part, run, event)
+            if not isinstance(event, Logged):
+                return
+            _tell(part, run, event)
             if self.until is not None and time.monotonic() > self.until:
                 run.ask("stop")
 
@@ -228,7 +229,7 @@ def puzzle(job: Job, name: str) -> dict[str, Any]:
         steps = run.steps
         job.keep(f"{name}-{sight}", run)
         assert run.final is not None
-        count = 8 if given.tiny else 1000
+        count = 2 if given.tiny else 1000
         names = EMPTY[name][:1] if given.tiny else EMPTY[name]
         told[sight] = {
             "steps": steps, "parameters": run.facts["parameters"],
