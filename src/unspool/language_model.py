@@ -13,16 +13,16 @@ in `lens/`. Those are imported when they are first used.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
+from unspool.diffusing import Diffusing
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options, tells_options
 from unspool.engine.stream import StepStream
-from unspool.request_options import strings
-from unspool.session import Messages, Prompt, Session
+from unspool.request_options import several, strings
+from unspool.session import Messages, Prompt
 
 if TYPE_CHECKING:
     from unspool.backends.step import Floats
@@ -42,7 +42,7 @@ Conversations = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any
 Tools = Sequence[Mapping[str, Any]]
 
 
-class LanguageModel(Session):
+class LanguageModel(Diffusing):
     """A model, ready to write; made by `unspool.load`."""
 
     # -- writing ----------------------------------------------------------------------------
@@ -67,10 +67,10 @@ class LanguageModel(Session):
         than a second shows a bar, unless `progress` is False. If some of many texts go wrong, the
         others are written all the same, and a `BatchError` holds them.
         """
-        if several := _several(prompt):
+        if texts := several(prompt):
             from unspool.decoding.together import generate_all
 
-            return generate_all(self, several, dict(options), progress=progress)
+            return generate_all(self, texts, dict(options), progress=progress)
         generation, steps = self.begin(cast(Prompt, prompt), **options)
         for _ in generation.extend(steps):
             pass
@@ -122,8 +122,8 @@ class LanguageModel(Session):
         model may call, as JSON schemas.
         """
         options["stop"] = strings(options.get("stop")) + self.chat_template.stops
-        if several := _several(messages):
-            prompts = [self.chat_prompt(one, tools=tools).ids for one in several]
+        if asked := several(messages):
+            prompts = [self.chat_prompt(one, tools=tools).ids for one in asked]
             return self.generate(prompts, progress=progress, **options)
         return self.generate(self.chat_prompt(cast(Messages, messages), tools=tools).ids, **options)
 
@@ -354,23 +354,3 @@ class LanguageModel(Session):
 
         found = load_trace(trace) if isinstance(trace, str | Path) else trace
         return replay(self, found, tolerance=tolerance)
-
-
-def _several(given: Any) -> list[Any] | None:
-    """The prompts or conversations of a list of them; None for a single one.
-
-    A list of whole numbers is one prompt, and a list of messages one conversation.
-    """
-    if isinstance(given, str | bytes | Mapping):
-        return None
-    try:
-        items = list(given)
-    except TypeError:
-        return None
-    if not items or isinstance(items[0], Mapping):
-        return None
-    try:
-        operator.index(items[0])
-    except TypeError:
-        return items
-    return None

@@ -6,6 +6,7 @@ that is none.
 
 from __future__ import annotations
 
+import operator
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,26 @@ def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
         raise SettingsError(f"stop is {stop!r}; it may be a string, or a list of strings")
     return tuple(stop)
+
+
+def several(given: Any) -> list[Any] | None:
+    """The prompts or conversations of a list of them; None for a single one.
+
+    A list of whole numbers is one prompt, and a list of messages one conversation.
+    """
+    if isinstance(given, str | bytes | Mapping):
+        return None
+    try:
+        items = list(given)
+    except TypeError:
+        return None
+    if not items or isinstance(items[0], Mapping):
+        return None
+    try:
+        operator.index(items[0])
+    except TypeError:
+        return items
+    return None
 
 
 _USUAL = SamplingSettings()

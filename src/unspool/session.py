@@ -29,7 +29,7 @@ from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.engine.judge import chosen_steps, explain, judge
 from unspool.engine.options import Options
-from unspool.engine.request import Drafter, DraftMaker
+from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.tree import Branch
@@ -183,9 +183,13 @@ class Session:
     def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
         self.config.check_left_to_right()
-        request = build_request(self._facts, self.prompt_ids(prompt), dict(options))
+        request = self.request(prompt, dict(options))
         reason = "length" if request.limits.max_tokens == 0 else "context"
         return Generation(request, empty_reason=reason, source=self)
+
+    def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
+        """What a caller asks for, checked; options as in `stream`."""
+        return build_request(self._facts, self.prompt_ids(prompt), options)
 
     # -- going on with what was written (see `engine/generation.py`) ---------------------------
 

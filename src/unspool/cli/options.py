@@ -216,6 +216,39 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _with_options(command, "sampling", added, _settings)
 
 
+# Option of `lm.diffuse` -> (type, help).
+_DIFFUSION: dict[str, tuple[Any, str]] = {
+    "order": (str, "threshold, factor, entropy, left, fixed, margin or random."),
+    "threshold": (float, "Set what is at least so likely. Default: 0.9."),
+    "factor": (float, "How much a pass may risk (order factor). Default: 1."),
+    "entropy_bound": (float, "The same in nats (order entropy). Default: 0.1."),
+    "block": (int, "Fill so many places before the next; by default the model's own."),
+    "steps": (int, "The most passes a block may take; 1: all at once."),
+    "k": (int, "Set at least so many places a pass. Default: 1."),
+    "remask": (float, "Take a token back that has become less likely than this."),
+    "edit": (float, "Replace one by another that is likelier than this."),
+    "guidance": (float, "Go by the prompt so much more; 0: off."),
+    "cache": (str, "none, or approximate: prefix, dual."),
+    "twin": (Path, "A folder with the adapter that fills the places."),
+    "mask": (str, "The mask token, where the model does not say."),
+}
+
+
+def diffusion_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command`, which takes `diffusion: dict`, the options of filling a text in any order."""
+    panel = "In any order (diffusion models)"
+    switch = typer.Option("--diffuse", help="Fill masked places.", rich_help_panel=panel)
+    added = [_parameter("diffuse", Annotated[bool, switch], False)]
+    for name, (kind, text) in _DIFFUSION.items():
+        option = typer.Option(_flag(name), help=text, show_default=False, rich_help_panel=panel)
+        added.append(_parameter(name, Annotated[kind | None, option], None))
+
+    def gathered(given: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if value not in (None, False)}
+
+    return _with_options(command, "diffusion", added, gathered)
+
+
 def _with_options(
     command: Callable[..., Any],
     place: str,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MANY, _FORM = "Several texts", "What the text must be"
 
 
+@o.diffusion_options
 @o.sampling_options
 @o.model_options
 def run(
@@ -79,6 +80,7 @@ def run(
     *,
     chosen: o.ModelChoice,
     sampling: dict[str, Any],
+    diffusion: dict[str, Any],
 ) -> None:
     """Write on from a prompt.
 
@@ -95,6 +97,7 @@ def run(
       unspool "List ten birds" -t 0 --guard loop
       unspool "Hi" --json | jq -r .text
       unspool "The sea" --adapter runs/poet/adapter
+      unspool "Why is the sky blue?" -m GSAI-ML/LLaDA-8B-Instruct --diffuse
     """
     if mistaken := hints.model_hint(prompt or ""):
         raise UnspoolError(mistaken)
@@ -120,7 +123,13 @@ def run(
         "speculate": speculate,
     }
     many = Many.of(options, trace is not None, samples=samples, best_of=best_of, beam=beam)
-    o.check(options)
+    if diffusion:
+        from unspool.cli.diffuse import checked
+
+        filling = checked(diffusion, options, many is not None or trace is not None)
+    else:
+        filling = None
+        o.check(options)
     lm = o.with_adapter(chosen.load(), adapter)
     if chat or (chat is None and lm.is_instruct):
         messages = [{"role": "system", "content": system}] if system is not None else []
@@ -128,6 +137,11 @@ def run(
         options["stop"] += lm.chat_template.stops
     else:
         ids = text
+    if filling is not None:
+        from unspool.cli.diffuse import fill
+
+        fill(lm, ids, filling, as_json=as_json, probs=probs, top=top, quiet=quiet)
+        return
     show = _bars if top else show_colours if probs else show_plain
     if many:
         texts = many.write(lm, ids, options)

@@ -8,7 +8,7 @@ import numpy as np
 
 from unspool.backends.step import Inside, Look, StepBatch, StepResult, TableUpdates
 from unspool.engine.scheduler import Task
-from unspool.engine.tree import Tree
+from unspool.engine.tree import Branch, Tree
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, PickRows
 
 _NOTHING = np.empty(0, np.int64)
@@ -51,7 +51,7 @@ class BatchBuilder:
         logits: list[int] = []
         seen: list[int] = []
         deep: list[int] = []
-        blocks: list[tuple[int, int]] = []
+        seeing_ahead: list[int] = []
         adapters: list[int] = []
         histories: _Histories | None = None
         for row, task in enumerate(rows):
@@ -63,7 +63,7 @@ class BatchBuilder:
             starts.append(end)
             slot = branch.slot if branch.slot >= 0 else self._enter(task)
             slots.append(slot)
-            adapters.append(branch.adapter)
+            adapters.append(branch.adapter if branch.twin is None else _adapter(branch, first))
             column = branch.tabled
             if column * size < until:
                 for page in branch.pages_from(column):
@@ -86,8 +86,8 @@ class BatchBuilder:
                 places = [p for p in sorted(task.look) if first <= p < until]
                 seen += [p - first + at for p in places]
                 deep += [p - first + at for p in places] if task.deep else []
-            if branch.provisional is not None:
-                blocks.append((row, branch.provisional))
+            if branch.provisional is not None or branch.block:
+                seeing_ahead.append(row)
             task.flights += 1
             shares.append(Share(task, until, outcomes, places))
         count = len(tokens)
@@ -99,11 +99,10 @@ class BatchBuilder:
             counts = np.diff(begins)
             positions = np.arange(count) + np.repeat(positions - begins[:-1], counts)
         behind = positions + _ONE
-        visible_end = behind.copy() if blocks else behind
-        for row, provisional in blocks:  # its tokens see each other too
+        visible_end = behind.copy() if seeing_ahead else behind
+        for row in seeing_ahead:
             mine = slice(starts[row], starts[row + 1])
-            inside = positions[mine] >= provisional
-            visible_end[mine] = np.where(inside, rows[row].until, visible_end[mine])
+            visible_end[mine] = _sight(rows[row].branch, positions[mine])
         picked_after, pick = _NOTHING, None
         if sampled:
             if len(sampled) == len(rows) == count:
@@ -146,6 +145,20 @@ class BatchBuilder:
                 self._ints = np.concatenate((self._ints, self._ints))
             self._floats[slot], self._ints[slot] = task.pick_floats, task.pick_ints
         return slot
+
+
+def _adapter(branch: Branch, first: int) -> int:
+    """What a row from this position on is computed with: its provisional end has its own."""
+    canvas = branch.provisional is not None and first >= branch.provisional
+    return branch.twin if canvas and branch.twin is not None else branch.adapter
+
+
+def _sight(branch: Branch, positions: Ints) -> Ints:
+    """How far tokens see that do not only look back: to the end of their block, or, of a
+    provisional end, to its end."""
+    if branch.block:
+        return np.minimum((positions // branch.block + 1) * branch.block, branch.length)
+    return np.where(positions >= (branch.provisional or 0), branch.length, positions + 1)
 
 
 def _look(seen: list[int], deep: list[int]) -> Look:
@@ -205,7 +218,7 @@ def share_out(
         if not task.queued:
             continue  # it was cancelled while the step was running
         tree.advance(task.branch, share.until)
-        if error is not None or task.branch.computed >= task.branch.length - task.ahead:
+        if error is not None or task.branch.computed >= task.goal - task.ahead:
             complete.append((task, error))
     return complete
 

@@ -29,6 +29,13 @@ class Node:
     live: int = 0  # branches that stand here, and children that are live
     used: int = 0  # when it was last live
     removed: bool = False
+    # Where tokens see ahead, what they depend on beyond the page: the rest of its last block.
+    ahead: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """All tokens that the page's numbers depend on, besides those of its parents."""
+        return self.tokens + self.ahead
 
     def all_children(self) -> Iterator[Node]:
         for same_start in self.children.values():
@@ -40,27 +47,33 @@ class PrefixIndex:
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool, self._size = pool, page_size
-        # What is computed with an adapter serves nobody else: each has a tree of its own.
-        self._roots = {0: Node((), -1, None, 0, live=1)}
+        # What is computed with an adapter serves nobody else, nor what was read in blocks of a
+        # size: each has a tree of its own.
+        self._roots = {(0, 0): Node((), -1, None, 0, live=1)}
         self.pages = 0  # in the index
         self.live_pages = 0  # of these, needed by some branch
         self.shared_pages = 0  # of these, where several of them part
         self._clock = count(1)
         self._candidates: list[tuple[int, int, Node]] = []  # to evict; some entries are outdated
 
-    def root(self, adapter: int = 0) -> Node:
-        """Where the texts with an adapter begin; 0: those without one."""
-        return self._roots.setdefault(adapter, Node((), -1, None, 0, live=1))
+    def root(self, adapter: int = 0, block: int = 0) -> Node:
+        """Where the texts with an adapter begin (0: those without one) whose tokens see to the end
+        of their block (0: whose tokens see back)."""
+        return self._roots.setdefault((adapter, block), Node((), -1, None, 0, live=1))
 
     def forget(self, adapter: int) -> bool:
         """Let nobody find what was computed with an adapter; False while a branch needs it. The
         pages are evicted like any others."""
-        if self.root(adapter).live > 1:
+        mine = [key for key in self._roots if key[0] == adapter]
+        if any(self._roots[key].live > 1 for key in mine):
             return False
-        del self._roots[adapter]
+        for key in mine:
+            del self._roots[key]
         return True
 
-    def match(self, tokens: Sequence[int], root: Node) -> tuple[Node, Node | None, int]:
+    def match(
+        self, tokens: Sequence[int], root: Node, block: int = 0
+    ) -> tuple[Node, Node | None, int]:
         """The longest stored prefix below a root: the last whole page, a page that fits in part,
         and how many tokens that is in all."""
         node, at = root, 0
@@ -68,21 +81,32 @@ class PrefixIndex:
             siblings = node.children.get(tokens[at])
             if siblings is None:
                 break
-            page = tuple(tokens[at : at + self._size])
+            page = tuple(tokens[at : self.reach(at, block)])
             child = siblings.get(page)
+            if child is None and block and self._size % block:
+                break  # a part of such a page may depend on what lies behind it
             if child is None or len(page) < self._size:
                 best = max(siblings.values(), key=lambda other: _common(other.tokens, page))
                 return node, best, at + _common(best.tokens, page)
             node, at = child, at + self._size
         return node, None, at
 
-    def insert(self, parent: Node, chunk: tuple[int, ...], page: int) -> Node:
-        """The node for a page behind `parent`; the page is the index's from now on.
+    def reach(self, at: int, block: int) -> int:
+        """How far the tokens of the page at this position see: to its end, or to the end of the
+        block in which it ends."""
+        end = at + self._size
+        return -(-end // block) * block if block else end
+
+    def insert(
+        self, parent: Node, chunk: tuple[int, ...], page: int, ahead: tuple[int, ...] = ()
+    ) -> Node:
+        """The node for a page behind `parent`; the page is the index's from now on. `ahead` are
+        tokens behind the page that its numbers depend on.
 
         If all of its tokens are known already, the page is given back, and the known one serves.
         """
         siblings = parent.children.setdefault(chunk[0], {})
-        known = siblings.get(chunk)
+        known = siblings.get(chunk + ahead)
         if known is None and len(chunk) < self._size:  # perhaps as the beginning of another
             known = next((n for n in siblings.values() if n.tokens[: len(chunk)] == chunk), None)
         if known is not None:
@@ -91,13 +115,13 @@ class PrefixIndex:
         for child in siblings.values():
             held = len(child.tokens)
             if held < self._size and child.tokens == chunk[:held]:  # known in part: more now
-                del siblings[child.tokens]
+                del siblings[child.key]
                 self._pool.release((child.page,))
                 child.page, child.tokens = page, chunk
                 siblings[chunk] = child
                 return child
-        node = Node(chunk, page, parent, parent.depth + 1)
-        siblings[chunk] = node
+        node = Node(chunk, page, parent, parent.depth + 1, ahead=ahead)
+        siblings[node.key] = node
         self.pages += 1
         self._cached(node)
         return node
@@ -148,7 +172,7 @@ class PrefixIndex:
         parent = node.parent
         assert parent is not None and not node.children
         siblings = parent.children[node.tokens[0]]
-        del siblings[node.tokens]
+        del siblings[node.key]
         if not siblings:
             del parent.children[node.tokens[0]]
         node.removed = True

@@ -29,7 +29,7 @@ class Task:
     __slots__ = (
         "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
         "logits", "look", "number", "pick_floats", "pick_ints", "pick_number", "picked", "priority",
-        "queued", "sees_history", "until", "wanted",
+        "queued", "sees_history", "stop", "until", "wanted",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
@@ -47,6 +47,7 @@ class Task:
         self.number = 0  # in order of arrival
         self.cached = True  # whether what others computed may be used
         self.decoding = False  # its prompt is read: what is left are next tokens
+        self.stop: int | None = None  # computed up to here, and not to the branch's end
         self.first = 0  # the next step computes the positions from here ...
         self.until = 0  # ... to here
         self.flights = 0  # steps with it that are launched and not settled yet
@@ -65,6 +66,9 @@ class Task:
         """It cannot be computed; the task is out of the scheduler already."""
         raise NotImplementedError
 
+    def preempted(self) -> None:
+        """What was computed of it is lost, and is computed again later."""
+
     def run_ahead(self) -> bool:
         """Asked while the task's step is running: whether the next one can be launched with the
         token that will be picked. If so, the branch has a placeholder for it afterwards."""
@@ -81,9 +85,14 @@ class Task:
         return -self.priority, self.number
 
     @property
+    def goal(self) -> int:
+        """Up to where it is computed."""
+        return self.branch.length if self.stop is None else self.stop
+
+    @property
     def left(self) -> int:
         """Tokens still to compute."""
-        return self.branch.length - self.branch.computed
+        return self.goal - self.branch.computed
 
     @property
     def first_needed(self) -> int:
@@ -190,18 +199,23 @@ class Scheduler:
                 prompts.append(task)
                 continue
             # Most often the page at hand has room: no need to ask for more.
-            launched = task.until
+            launched, end = task.until, task.goal
             room = branch.start + len(branch.pages) * self.tree.page_size
-            if branch.length <= room or self._reserve(task, branch.length, rows):
+            if end <= room or self._reserve(task, end, rows):
                 task.first = launched if task.flights else branch.computed
-                task.until = branch.length
+                task.until = end if branch.twin is None else branch.step_end(task.first, end)
                 rows.append(task)
         if prompts:
             budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
             for task, count in _shares(prompts, budget)[: limits.max_rows - len(rows)]:
-                if task.admitted and self._reserve(task, task.branch.computed + count, rows):
+                if task.admitted and self._reserve(task, self._chunk_end(task, count), rows):
                     rows.append(task)
         return rows or self._last_resort()
+
+    def _chunk_end(self, task: Task, count: int) -> int:
+        """Up to where about so many tokens of a prompt reach, nothing cut that belongs together."""
+        first = task.branch.computed
+        return min(task.goal, task.branch.step_end(first, first + count))
 
     def _runs_ahead(self, task: Task) -> bool:
         """Whether a task's next step can be launched before the last one is settled."""
@@ -216,7 +230,8 @@ class Scheduler:
         for task in self.waiting[:_LOOKED_AT]:
             if len(self.running) >= self.limits.max_rows:
                 return
-            if task.cached and task.branch.computed == 0:  # since it came, or since it ran
+            # Since it came, or since it ran; a canvas may have pages of which nothing holds.
+            if task.cached and task.branch.computed == 0 and not task.branch.pages:
                 self.tree.adopt(task.branch)
                 self.tree.recompute(task.branch, task.first_needed)
             pages = self._pages(task)
@@ -243,7 +258,9 @@ class Scheduler:
                 if not self._preempt_last(task, rows):
                     return False
             else:
-                task.first, task.until = task.branch.computed, until
+                # A borrowed page may have been lost, and more is to be computed then than was said.
+                first = task.branch.computed
+                task.first, task.until = first, min(task.goal, task.branch.step_end(first, until))
                 return True
 
     def _preempt_last(self, task: Task, rows: list[Task]) -> bool:
@@ -270,6 +287,7 @@ class Scheduler:
         task.picked.clear()
         task.logits.clear()
         task.inside.clear()
+        task.preempted()
 
     def _last_resort(self) -> list[Task]:
         """Nobody can go on: the first one may preempt all others, whether it ran before or not."""
@@ -282,4 +300,4 @@ class Scheduler:
         if not first.admitted:
             self._enter(first)
         count = min(first.left, max(SMALLEST_CHUNK, first.wanted))
-        return [first] if self._reserve(first, first.branch.computed + count, []) else []
+        return [first] if self._reserve(first, self._chunk_end(first, count), []) else []

@@ -54,6 +54,8 @@ class Step:
     draft: str | None = None  # `accepted` or `rejected`, where a draft had guessed this token
     retracts: int = 0  # how many steps before this one were taken back by a guard
     chosen: bool = False  # by a person, not by the model
+    # In which pass over a canvas it was set. None: written left to right, as all that traces save.
+    canvas_pass: int | None = field(default=None, compare=False)
     # Of a character that the tokens before left unfinished: follows from them, and is not saved.
     begun: _Bytes = field(default=b"", compare=False)
 
@@ -104,6 +106,8 @@ class Step:
         """For JSON; bytes as a list of numbers."""
         told = {**asdict(self), "bytes": list(self.bytes)}
         del told["begun"]  # what the bytes of the steps before say
+        if self.canvas_pass is None:
+            del told["canvas_pass"]
         return told
 
 

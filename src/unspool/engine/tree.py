@@ -6,7 +6,8 @@ the last whole page is its own. So appending, forking and rewinding cost the sam
 text is. Computing what was appended is the engine's work; `computed` says how far it is.
 
 Tokens may be provisional: they can be computed and replaced as often as one likes, and become part
-of what others can find only when they are committed.
+of what others can find only when they are committed. The tokens of a branch may also see to the end
+of their block: then what is computed of a token holds only as long as its block stays as it is.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ class Branch:
     """A text: its tokens, and the pages that hold what is computed of them."""
 
     __slots__ = (
-        "adapter", "borrowed", "closed", "computed", "length", "node", "owner", "pages",
-        "provisional", "reused", "slot", "start", "tabled", "tail",
+        "adapter", "block", "borrowed", "closed", "computed", "length", "node", "owner", "pages",
+        "provisional", "reused", "slot", "start", "tabled", "tail", "twin",
     )  # fmt: skip
 
-    def __init__(self, root: Node, adapter: int = 0) -> None:
+    def __init__(self, root: Node, adapter: int = 0, block: int = 0) -> None:
         self.node = root  # the last whole page
         self.adapter = adapter  # the number of the one it is computed with; 0: none
+        self.twin: int | None = None  # ... and of that of its provisional end, if it is another
+        self.block = block  # each token sees to the end of its block of so many; 0: only back
         self.start = 0  # how many tokens the whole pages hold
         self.tail: list[int] = []  # the tokens behind them
         self.length = 0  # tokens in all
@@ -65,6 +68,23 @@ class Branch:
             parts.append(list(node.tokens))
             node = node.parent
         return [token for part in reversed(parts) for token in part]
+
+    def whole_blocks(self, length: int) -> int:
+        """Of so many tokens, those whose keys and values do not change with what follows."""
+        return length // self.block * self.block if self.block else length
+
+    def step_end(self, first: int, until: int) -> int:
+        """Up to where one step can compute from `first` on, about to `until`: tokens that see each
+        other are computed together."""
+        begin = self.length if self.provisional is None else self.provisional
+        if self.twin is not None and first < begin:
+            until = min(until, begin)
+        if until >= self.length or (first < until <= begin and not self.block):
+            return until
+        if self.block:
+            end = max(self.whole_blocks(until), self.whole_blocks(first) + self.block)
+            return min(end, self.length)
+        return begin if first < begin else self.length
 
     def pages_from(self, column: int) -> list[int]:
         """The pages of the block table from a column on."""
@@ -115,9 +135,11 @@ class Tree:
         """Pages that are free or can be made free."""
         return self.pool.free + self.index.evictable
 
-    def open(self, tokens: Sequence[int], cached: bool = True, adapter: int = 0) -> Branch:
+    def open(
+        self, tokens: Sequence[int], cached: bool = True, adapter: int = 0, block: int = 0
+    ) -> Branch:
         """A branch with these tokens; what was computed of them before is taken over."""
-        branch = Branch(self.index.root(adapter), adapter)
+        branch = Branch(self.index.root(adapter, block), adapter, block)
         self.index.attach(branch.node)
         branch.tail, branch.length = list(tokens), len(tokens)
         if cached:
@@ -133,11 +155,14 @@ class Tree:
         known = branch.length - 1
         if branch.provisional is not None:
             known = min(known, branch.provisional)
-        root = self.index.root(branch.adapter)
-        node, partial, length = self.index.match(branch.tail[:known], root)
+        root, block = self.index.root(branch.adapter, branch.block), branch.block
+        node, partial, length = self.index.match(
+            branch.tail[: max(0, branch.whole_blocks(known))], root, block
+        )
         self._move(branch, node)
         del branch.tail[: branch.start]
-        if partial is not None:
+        length = max(branch.start, branch.whole_blocks(length))
+        if partial is not None and length > branch.start:
             self._borrow(branch, partial)
         branch.computed = length
 
@@ -145,6 +170,10 @@ class Tree:
         """Put tokens behind the branch; they are computed when the engine runs next."""
         if provisional and branch.provisional is None:
             branch.provisional = branch.length
+        if branch.block:
+            branch.computed = min(branch.computed, branch.whole_blocks(branch.length))
+        if branch.provisional is not None:  # what is provisional sees what comes behind it
+            branch.computed = min(branch.computed, branch.provisional)
         branch.tail.extend(tokens)
         branch.length += len(tokens)
 
@@ -158,21 +187,25 @@ class Tree:
         branch.tail[at : at + len(tokens)] = tokens
         branch.computed = min(branch.computed, first)
 
-    def commit(self, branch: Branch) -> None:
-        """What is provisional stays as it is, and can be found by others."""
-        branch.provisional = None
+    def commit(self, branch: Branch, length: int | None = None) -> None:
+        """What is provisional, or what of it lies before `length`, stays as it is, and can be found
+        by others."""
+        branch.provisional = None if length is None or length >= branch.length else length
         self.advance(branch, branch.computed)
 
     def fork(self, branch: Branch) -> Branch:
-        """Another branch with the same past. Nothing is copied but the unfinished page's tokens."""
-        if branch.provisional is not None:
-            raise ValueError("a branch with provisional tokens cannot be forked; commit them first")
+        """Another branch with the same past. Nothing is copied but the unfinished page's tokens;
+        what is computed of provisional tokens is lost to both."""
         self._store_tail(branch)
-        other = Branch(branch.node, branch.adapter)
+        if branch.provisional is not None:
+            branch.computed = min(branch.computed, branch.provisional)
+        other = Branch(branch.node, branch.adapter, branch.block)
         self.index.attach(other.node)
         other.start, other.length = branch.start, branch.length
         other.tail = branch.tail.copy()
-        other.computed, other.reused = branch.computed, branch.computed
+        other.provisional, other.twin = branch.provisional, branch.twin
+        known = branch.start if branch.borrowed is None else branch.computed
+        other.computed = other.reused = min(branch.computed, known)
         other.owner = branch.owner
         if branch.borrowed is not None:
             self._borrow(other, branch.borrowed)
@@ -183,8 +216,12 @@ class Tree:
         worth storing."""
         if not 0 <= length <= branch.length:
             raise ValueError(f"cannot rewind {branch.length} tokens to {length}")
-        if branch.provisional is not None and branch.provisional >= length:
-            branch.provisional = None
+        if branch.provisional is not None:  # what is left of these saw what is dropped
+            branch.computed = min(branch.computed, branch.provisional)
+            if branch.provisional >= length:
+                branch.provisional = None
+        if branch.block:
+            self.recompute(branch, branch.whole_blocks(length))
         if length < branch.start:
             self._step_back(branch, length, store)
             del branch.tail[length - branch.start :]
@@ -240,7 +277,7 @@ class Tree:
         whole pages stay in the index as long as nobody needs their room."""
         tokens = branch.tokens
         self._drop_own(branch)
-        self._move(branch, self.index.root(branch.adapter))
+        self._move(branch, self.index.root(branch.adapter, branch.block))
         branch.tail, branch.computed = tokens, 0
 
     def reserve(self, branch: Branch, length: int) -> None:
@@ -281,13 +318,18 @@ class Tree:
         size, final = self.page_size, computed
         if branch.provisional is not None and branch.provisional < final:
             final = branch.provisional
-        whole = (final - branch.start) // size
+        whole, block = (final - branch.start) // size, branch.block
+        while block and whole and self.index.reach(branch.start + (whole - 1) * size, block) > final:
+            whole -= 1  # its last block is not whole
         if whole <= 0:
             return
+        first = branch.start
         for number in range(whole):
             page = branch.pages[number]
             chunk = tuple(branch.tail[number * size : (number + 1) * size])
-            node = self.index.insert(branch.node, chunk, page)
+            seen = self.index.reach(first + number * size, block) - first
+            ahead = tuple(branch.tail[(number + 1) * size : seen])
+            node = self.index.insert(branch.node, chunk, page, ahead)
             if node.page != page:  # somebody else had computed the same
                 branch.tabled = min(branch.tabled, branch.node.depth)
             self._move(branch, node)
@@ -337,7 +379,8 @@ class Tree:
         filled = branch.computed - branch.start
         if branch.provisional is not None:
             filled = min(filled, branch.provisional - branch.start)
-        if filled <= 0 or not branch.pages:
+        filled = branch.whole_blocks(branch.start + filled) - branch.start
+        if filled <= 0 or not branch.pages or (branch.block and self.page_size % branch.block):
             return
         chunk = tuple(branch.tail[: min(filled, self.page_size)])
         self._borrow(branch, self.index.insert(branch.node, chunk, branch.pages[0]))

@@ -3,7 +3,8 @@
 `uniform(seed, sample, position)` is counter-based (Philox4x32-10, Salmon et al. 2011): there is no
 generator whose state moves on, so a step's number does not depend on what else is in the batch, on
 rewinding, or on how often anyone looked. `stream` gives a stage that tosses its own coin (XTC) a
-number of its own at the same step.
+number of its own at the same step. Where a position is guessed again and again (a canvas), each
+pass has streams of its own: `in_pass`.
 
 The candidates lie end to end, likeliest first, each as wide as its probability; `landing` says on
 which one the number falls.
@@ -24,8 +25,11 @@ TOKEN_STREAM = 0
 """The stream of the number that picks the token."""
 XTC_STREAM = 1
 """The stream of XTC's coin."""
+ORDER_STREAM = 2
+"""The stream of the number by which a canvas is filled in random order."""
 
 _WORD = 0xFFFFFFFF
+_PASS_BITS = 8  # of the counter's last word: the stream lies below, the pass above
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
@@ -79,18 +83,29 @@ def uniform(seed: int, sample: int, position: int, stream: int = TOKEN_STREAM) -
     return float(((w0 << 32) | w1) >> 11) * 2.0**-53
 
 
+def in_pass(stream: int, canvas_pass: int | None) -> int:
+    """A stream as one pass over a canvas has it; None: a text that is written once."""
+    return stream if canvas_pass is None else stream | (canvas_pass + 1) << _PASS_BITS
+
+
 def uniforms(
-    seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int], stream: int = 0
+    seeds: Sequence[int],
+    samples: Sequence[int],
+    positions: Sequence[int],
+    stream: int = TOKEN_STREAM,
+    passes: Sequence[int | None] | None = None,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """`uniform` for many rows at once; the same numbers, bit for bit."""
+    streams = [in_pass(stream, one) for one in passes or [None] * len(seeds)]
     if len(seeds) <= 8:  # array arithmetic costs 100 µs however few the rows; ints 5 µs a row
-        triples = zip(seeds, samples, positions, strict=True)
-        return np.array([uniform(*triple, stream) for triple in triples], dtype=np.float64)
+        rows = zip(seeds, samples, positions, streams, strict=True)
+        return np.array([uniform(*row) for row in rows], dtype=np.float64)
     bits = np.array([seed_bits(seed) for seed in seeds], dtype=np.uint64)
     sample = np.array([s & 0xFFFFFFFFFFFFFFFF for s in samples], dtype=np.uint64)
     position = np.array([p & _WORD for p in positions], dtype=np.uint64)
+    last = np.array([s & _WORD for s in streams], dtype=np.uint64)
     w0, w1, _, _ = philox(
-        (position, sample & _WORD, sample >> 32, np.full_like(position, stream & _WORD)),
+        (position, sample & _WORD, sample >> 32, last),
         (bits & _WORD, bits >> 32),
     )
     drawn = (((w0 << 32) | w1) >> 11).astype(np.float64) * 2.0**-53

@@ -32,7 +32,8 @@ class RowInput:
     """One row at one step.
 
     `history` is every token so far, prompt first; a numpy array spares a conversion at each step.
-    `position` is that of the token to be picked, by default the next one. `forbidden` are tokens
+    `position` is that of the token to be picked, by default the next one; `canvas_pass` is the pass
+    in which it is, where positions are picked for more than once. `forbidden` are tokens
     that may not be picked at this step, whatever the settings say. `allowed`, where given, says of
     each token of the vocabulary whether it may be picked (a grammar's mask); columns of the logits
     beyond its end are padding, and may not.
@@ -42,6 +43,7 @@ class RowInput:
     prompt_length: int = 0
     sample: int = 0
     position: int | None = None
+    canvas_pass: int | None = None
     state: StageState | None = None
     forbidden: Sequence[int] = ()
     allowed: np.ndarray[Any, np.dtype[np.bool_]] | None = None
@@ -109,6 +111,7 @@ class Rows:
             [row.sample for row in inputs],
             [len(row.history) if row.position is None else row.position for row in inputs],
             stream,
+            [row.canvas_pass for row in inputs],
         )
 
     def mirostat_mu(self) -> np.ndarray[Any, np.dtype[np.float64]]:

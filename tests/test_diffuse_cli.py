@@ -1,0 +1,124 @@
+"""Diffusion with words: stop strings, grammars, and the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import canvas_support as support
+import pytest
+
+from unspool.cli.main import _exit_code
+from unspool.errors import SettingsError
+
+PROMPT = "The sea is"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return support.with_vocabulary(tmp_path_factory.mktemp("words"), sight="whole")
+
+
+@pytest.fixture(scope="module")
+def shifted_words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("shifted")
+    return support.with_vocabulary(folder, sight="causal", block=4, shifted=True)
+
+
+@pytest.fixture
+def command(words: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: words)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b""), encoding="utf-8"))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = _exit_code([PROMPT, *arguments])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_a_stop_string_ends_the_text_and_is_no_part_of_it(words: Any):
+    given: dict[str, Any] = {"max_tokens": 20, "order": "left", "threshold": 1.0, "end": False}
+    given["logit_bias"] = {n: -100.0 for n in range(259) if not 32 <= n < 127}
+    free = words.diffuse(PROMPT, **given)
+    stop = free.text[6:9]
+    ended = words.diffuse(PROMPT, stop=stop, **given)
+    assert ended.text == free.text[: free.text.index(stop)]
+    assert ended.finish_reason == "stop" and len(ended.passes) < len(free.passes)
+    assert "".join(step.text for step in ended.steps) == ended.text
+
+
+@pytest.mark.parametrize("name", ["words", "shifted_words"])
+def test_a_grammar_holds_from_left_to_right(name: str, request: pytest.FixtureRequest):
+    lm = request.getfixturevalue(name)
+    given: dict[str, Any] = {"order": "left", "max_tokens": 24, "block": 4, "threshold": 0.02}
+    found = lm.diffuse(PROMPT, regex="(cat|dog) [0-9]{3}", **given)
+    assert found.text[:4] in ("cat ", "dog ") and len(found.text) == 7
+    assert found.finish_reason == "stop"
+    assert lm.diffuse(PROMPT, choice=["yes", "no"], **given).text in ("yes", "no")
+
+
+def test_a_grammar_on_a_whole_canvas_is_refused(words: Any):
+    with pytest.raises(SettingsError, match="nothing comes next"):
+        words.diffuse(PROMPT, regex="[a-z]+")
+    with pytest.raises(SettingsError, match="taken back"):
+        words.diffuse(PROMPT, regex="[a-z]+", order="left", edit=0.5)
+
+
+def test_the_text_alone_into_a_pipe(command: Any, words: Any):
+    code, out, err = command("--diffuse", "-n", "12", "--threshold", "0.1", "--seed", "3")
+    assert code == 0
+    expected = words.diffuse(PROMPT, max_tokens=12, threshold=0.1, seed=3)
+    assert out.rstrip("\n") == expected.text.rstrip("\n")
+    assert f"in {len(expected.passes)} passes" in err and "seed 3" in err
+
+
+def test_a_line_for_each_pass_as_json(command: Any):
+    code, out, _ = command("--diffuse", "-n", "6", "--k", "2", "--order", "fixed", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and len(lines) == 4
+    assert [line["number"] for line in lines[:3]] == [0, 1, 2]
+    assert sum(place["change"] == "set" for place in lines[0]["places"]) == 2
+    assert lines[3]["diffusion"]["passes"] == 3
+
+
+def test_a_screen_shows_masked_places_as_they_fill(words: Any):
+    from unspool.cli.diffuse import picture
+    from unspool.decoding.passes import MASK
+
+    passes = list(words.stream_diffusion(PROMPT, max_tokens=6, k=2, order="fixed", remask=0.9))
+    first, last = picture(words, passes[0]), picture(words, passes[-1])
+    assert first.plain.count(MASK) == 4 and "pass 1: 2 set, 4 left" in first.plain
+    assert MASK not in last.plain
+    assert any("taken back" in picture(words, one).plain for one in passes)
+
+
+def test_a_screen_is_drawn_pass_by_pass(
+    command: Any, words: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, _ = command("--diffuse", "-n", "6", "--k", "2", "--order", "fixed", "--probs")
+    assert code == 0 and "pass 1: 2 set, 4 left" in out and "▒" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--block", "4"], "add --diffuse"),
+        (["--diffuse", "--samples", "3"], "writes one text"),
+        (["--diffuse", "--guard", "loop"], "--guard has no meaning for --diffuse"),
+        (["--diffuse", "--speculate", "lookup"], "--speculate has no meaning"),
+        (["--diffuse", "--order", "up"], "it may be threshold"),
+        (["--diffuse", "--threshold", "7"], "from 0 to 1"),
+        (["--diffuse", "-n", "1000"], "context holds 128"),
+        (["--diffuse", "-n", "8", "--regex", "[a-z]+"], "order='left'"),
+        (["--diffuse", "--twin", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(command: Any, arguments: list[str], said: str):
+    code, _, err = command(*arguments)
+    assert code == 2 and said in err and len(err.splitlines()) == 1
