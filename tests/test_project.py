@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "decoding": {"errors", "text", "sampling", "backends", "engine", "session", "notebook"},
     "lens": {"errors", "text", "model", "sampling", "backends", "engine", "session", "notebook"},
     "diffusing": {"engine", "request_options", "session", "decoding"},
+    "beyond": {"engine", "session", "decoding"},
     "language_model": {"backends", "engine", "request_options", "session", "decoding", "lens",
-                       "diffusing"},
+                       "beyond", "diffusing"},
     "loading": {"collecting", "errors", "text", "model", "backends", "native", "engine", "session",
                 "decoding", "language_model"},
     "train": {"errors", "collecting", "text", "model", "sampling", "backends", "engine", "session",
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "cli": {"collecting", "errors", "text", "model", "backends", "sampling", "engine", "session",
             "decoding", "lens", "language_model", "loading", "conversation", "request_options",
             "serve", "train", "__init__"},
-    "__init__": {"errors", "text", "engine", "language_model", "loading"},
+    "__init__": {"errors", "text", "engine", "decoding", "language_model", "loading"},
     "__main__": {"cli"},
 }  # fmt: skip
 

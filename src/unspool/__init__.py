@@ -15,6 +15,7 @@ TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes long
 if TYPE_CHECKING:
     from typing import Any
 
+    from unspool.decoding.fill.gaps import gap
     from unspool.engine.generation import Generation, Generations
     from unspool.engine.options import Options
     from unspool.engine.steps import Score, Step
@@ -38,10 +39,12 @@ __all__ = [
     "Tokenizer",
     "UnspoolError",
     "__version__",
+    "gap",
     "load",
 ]
 
 _HOME_OF = {
+    "gap": "unspool.decoding.fill.gaps",
     "load": "unspool.loading",
     "LanguageModel": "unspool.language_model",
     "Generation": "unspool.engine.generation",

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
+from unspool.beyond import BeyondLeftToRight
 from unspool.diffusing import Diffusing
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options, tells_options
@@ -42,7 +43,7 @@ Conversations = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any
 Tools = Sequence[Mapping[str, Any]]
 
 
-class LanguageModel(Diffusing):
+class LanguageModel(BeyondLeftToRight, Diffusing):
     """A model, ready to write; made by `unspool.load`."""
 
     # -- writing ----------------------------------------------------------------------------

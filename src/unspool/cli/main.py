@@ -26,7 +26,7 @@ ClickException: Any = UsageError.__base__
 # Where the help shows a command. Each lies in the file of its name and is imported when it is
 # meant, so that no command waits for the others.
 _PANELS = {
-    "run": "Write", "chat": "Write", "replay": "Write",
+    "run": "Write", "chat": "Write", "replay": "Write", "fill": "Write", "edit": "Write",
     "explore": "Look", "tokenize": "Look", "score": "Look",
     "page": "Serve", "serve": "Serve",
 }  # fmt: skip

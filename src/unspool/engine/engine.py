@@ -102,9 +102,13 @@ class Engine:
         return self.extend_all([(branch, tokens)], wanted=wanted)[0]
 
     def extend_all(
-        self, additions: Sequence[tuple[Branch, Sequence[int]]], *, wanted: int = 1
+        self,
+        additions: Sequence[tuple[Branch, Sequence[int]]],
+        *,
+        wanted: int | Sequence[int] = 1,
     ) -> list[Logits]:
-        """`extend` for several branches, computed in the same steps."""
+        """`extend` for several branches, computed in the same steps; of each, as many logits as
+        wanted, or as `wanted` says of it."""
         return [seen.logits for seen in self._compute(additions, wanted, frozenset(), False)]
 
     def look(
@@ -129,13 +133,17 @@ class Engine:
     def _compute(
         self,
         additions: Sequence[tuple[Branch, Sequence[int]]],
-        wanted: int,
+        wanted: int | Sequence[int],
         look: frozenset[int],
         deep: bool,
     ) -> list[Computed]:
         for branch, tokens in additions:
             self._check_length(branch.length + len(tokens))
-        tasks = [_Computation(self.loop, branch, wanted) for branch, _ in additions]
+        counts = [wanted] * len(additions) if isinstance(wanted, int) else wanted
+        tasks = [
+            _Computation(self.loop, branch, count)
+            for (branch, _), count in zip(additions, counts, strict=True)
+        ]
 
         def add() -> None:
             if len({branch for branch, _ in additions}) < len(additions):

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from unspool.serve.core.filling import Between, GapTexts
 from unspool.serve.core.foreign import keep_alive_seconds
 from unspool.serve.core.registry import ModelRegistry, ServedModel
 from unspool.serve.core.schema import ForeignRequest
@@ -122,14 +123,22 @@ class Call:
         self._resources.callback(self._end, texts)
 
     async def write(
-        self, prompts: list[list[int]], options: dict[str, Any], n: int = 1, *, start: bool = True
+        self,
+        prompts: list[list[int]],
+        options: dict[str, Any],
+        n: int = 1,
+        *,
+        start: bool = True,
+        gaps: list[Between] | None = None,
     ) -> Texts:
-        """Texts, started unless that is put off; `options` are those of `LanguageModel.stream`."""
+        """Texts, started unless that is put off; `options` are those of `LanguageModel.stream`.
+        With `gaps`, they are what stands there."""
         for ids in prompts:
             self.check_prompt(len(ids))
         arrived = self.request.state.arrived
         at_once = max(1, self.places // n)
-        texts = Texts(self.served, self.state.metrics, arrived, prompts, n, options, at_once)
+        asked = (self.served, self.state.metrics, arrived, prompts, n, options, at_once)
+        texts = Texts(*asked) if gaps is None else GapTexts(*asked, gaps=gaps)
         self.hold_texts(texts)
         if start:
             async with asyncio.timeout_at(self.until):

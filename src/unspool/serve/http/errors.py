@@ -29,7 +29,7 @@ _TYPES = {
 }
 
 
-LLAMACPP_PATHS = ("/completion", "/completions", "/props", "/slots")
+LLAMACPP_PATHS = ("/completion", "/completions", "/infill", "/props", "/slots")
 
 
 class ApiError(HTTPException):

@@ -41,9 +41,9 @@ def _ollama() -> list[APIRouter]:
 
 
 def _llamacpp() -> list[APIRouter]:
-    from unspool.serve.llamacpp import completion
+    from unspool.serve.llamacpp import completion, infill
 
-    return [completion.router]
+    return [completion.router, infill.router]
 
 
 def _tokens() -> list[APIRouter]:
@@ -75,5 +75,5 @@ LATER = (  # in this order at /docs
         _tokens,
     ),
     Later(("/api/",), _ollama),
-    Later(("/completion", "/props", "/slots"), _llamacpp),
+    Later(("/completion", "/infill", "/props", "/slots"), _llamacpp),
 )

@@ -38,7 +38,7 @@ async def completion(body: CompletionRequest, request: Request) -> Response:
     places = n * max(1, min(len(many), state.settings.max_running // n))
     call = await state.enter(request, body.model, places)
     prompts, options = await call.thread(_prepare, call, body, many)
-    answer = _Answer(call, body, await call.write(prompts, options, n))
+    answer = CompletionAnswer(call, body, await call.write(prompts, options, n))
     if body.stream:
         return call.stream(answer.write, lambda error: event(error.llamacpp()))
     return await call.reply(answer.whole())
@@ -70,7 +70,7 @@ def _ids(call: Call, parts: list[int | str]) -> list[int]:
     return lm.prompt_ids(ids or start_ids(call))
 
 
-class _Answer:
+class CompletionAnswer:
     """What is answered, whole or in chunks."""
 
     def __init__(self, call: Call, body: CompletionRequest, texts: Texts) -> None:

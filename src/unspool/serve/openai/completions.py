@@ -6,7 +6,7 @@ harnesses score given answers.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import Request
 from pydantic import Field
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Score, Step
+from unspool.serve.core.filling import Between
 from unspool.serve.core.options import (
     check_choices,
     check_stream_options,
@@ -22,7 +23,7 @@ from unspool.serve.core.options import (
     read_schema,
     sampling_options,
 )
-from unspool.serve.core.schema import Prompts, Reasons, SamplingRequest, as_list
+from unspool.serve.core.schema import Prompts, SamplingRequest, as_list
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
@@ -39,11 +40,8 @@ DEFAULT_TOKENS = 16  # as OpenAI
 class CompletionRequest(SamplingRequest):
     """Texts to be continued."""
 
-    unsupported_fields: ClassVar[Reasons] = {
-        "suffix": "the models here write from the left to the right"
-    }
-
     prompt: Prompts
+    suffix: str | None = Field(None, description="what stands behind the text to be written")
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
@@ -60,8 +58,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     prompts = len(as_list(body.prompt))
     places = written * max(1, min(prompts, state.settings.max_running // written))
     call = await state.enter(request, body.model, places)
-    ids, options = await call.thread(_prepare, call, body)
-    texts = await call.write(ids, options, written, start=not _is_scored(body))
+    ids, gaps, options = await call.thread(_prepare, call, body)
+    texts = await call.write(ids, options, written, start=not _is_scored(body), gaps=gaps)
     answer = _Completion(call, body, texts, n)
     return call.stream(answer.write) if body.stream else await call.reply(answer.answer())
 
@@ -71,6 +69,8 @@ def _check(body: CompletionRequest, n: int) -> None:
         raise bad_request(f"best_of is {body.best_of}, and n is {n}: n cannot be larger", "best_of")
     if body.best_of is not None and body.best_of > n and body.stream:
         raise bad_request("best_of cannot be streamed: which is best shows at the end", "best_of")
+    if body.suffix and body.echo:
+        raise bad_request("echo gives the prompt before the text: leave it or suffix out", "echo")
     check_stream_options(body)
     if body.max_tokens == 0 and not body.echo:
         raise bad_request(
@@ -78,19 +78,25 @@ def _check(body: CompletionRequest, n: int) -> None:
         )
 
 
-def _prepare(call: Call, body: CompletionRequest) -> tuple[list[list[int]], dict[str, Any]]:
+def _prepare(
+    call: Call, body: CompletionRequest
+) -> tuple[list[list[int]], list[Between] | None, dict[str, Any]]:
     lm, many = call.served.lm, as_list(body.prompt)
     for text in many:
-        if isinstance(text, str):
-            call.check_text(text)
+        call.check_text(text if isinstance(text, str) else "", body.suffix or "")
     # A model that begins every text with a token of its own has that for an empty prompt.
     prompts = [lm.prompt_ids(text or start_ids(call)) for text in many]
+    gaps = None
+    if body.suffix:
+        words = [text if isinstance(text, str) else lm.tokenizer.decode(text) for text in many]
+        gaps = [Between(text, body.suffix) for text in words]
+        prompts = [gap.prompt(lm) for gap in gaps]
     call.heed(body)
     options = sampling_options(lm, body, top=body.logprobs or 0)
     read_schema(call, options)
     longest = max(map(len, prompts))
     options["max_tokens"] = call.token_limit(body.max_tokens, longest, default=DEFAULT_TOKENS)
-    return prompts, options
+    return prompts, gaps, options
 
 
 def start_ids(call: Call) -> list[int]:

@@ -42,6 +42,7 @@ class Tokenizer:
         self.unk_id: int | None = vocabulary.unk_id
         self.pad_id: int | None = vocabulary.pad_id
         self.add_bos: bool = vocabulary.add_bos and vocabulary.bos_id is not None
+        self.add_eos: bool = vocabulary.add_eos and vocabulary.eos_id is not None
         self.end_ids: frozenset[int] = vocabulary.end_ids
         self.special_tokens: Mapping[str, int] = MappingProxyType(dict(vocabulary.control))
         self.special_ids: frozenset[int] = frozenset(vocabulary.control.values())
