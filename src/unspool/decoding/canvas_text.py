@@ -47,7 +47,7 @@ class CanvasText:
             prompts.append((plan.kind.mask_id,) * self._prompt)
         self.canvases = [open_canvas(lm.engine, prompt, size, plan.kind) for prompt in prompts]
         self.canvas = self.canvases[0]
-        self._filled += [None] * size
+        self._add_places(size)
         if plan.cache != "none":
             result.notes.append(
                 f"cache={plan.cache}: what lies outside the block is computed once a block, so the "
@@ -73,6 +73,22 @@ class CanvasText:
     def _block(self) -> range:
         """The places that are being filled."""
         return range(self._done, min(self._done + self._block_length(), len(self._filled)))
+
+    def _add_places(self, count: int) -> None:
+        """More places at the end of the canvas, with the tokens that were given for them."""
+        first, given = len(self._filled), self.plan.given
+        self._filled += [None] * count
+        for number in range(first, min(first + count, len(given))):
+            token = given[number]
+            if token is not None:
+                self._filled[number] = self._guesser.given_step(number, token)
+                for canvas in self.canvases:
+                    canvas.set(self._prompt + number - canvas.start, token)
+
+    @property
+    def wants_first(self) -> bool:
+        """Whether the first place of the block has no token yet."""
+        return self._filled[self._done] is None
 
     def _fresh_block(self) -> None:
         self._count = 0  # passes over the canvas since it began
@@ -104,7 +120,7 @@ class CanvasText:
             self.canvas.commit(size)
             more = self._block_length()
             self.canvas.append(more)
-            self._filled += [None] * more
+            self._add_places(more)
         self.begins = True
         self._fresh_block()
 

@@ -89,7 +89,7 @@ def _passes(
             guessed = first_guesses([text.canvas for text in fresh])
             for text, ahead in zip(fresh, guessed, strict=True):
                 text.begins = False
-                if ahead is not None:
+                if ahead is not None and text.wants_first:
                     yield texts.index(text), text.take_first(ahead)
             going = [text for text in going if not (text.finished or text.begins)]
             wanted = [(canvas, text.window) for text in going for canvas in text.canvases]
