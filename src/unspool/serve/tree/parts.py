@@ -84,7 +84,7 @@ def _filled(call: Call, plain: PlainText, first: int, last: int, body: FillReque
     most = body.most if body.most is not None else min(last - first + _LONGER, _LONGEST)
     parts = (left, Gap(min(body.least, most), most), right)
     made = fill(lm, parts, candidates=body.candidates)
-    scores = {one.texts[0]: one.score for one in made.candidates if one.texts[0].strip()}
+    scores = {one.texts[0]: one.score for one in made.candidates if one.texts[0].strip("_ \n")}
     if made.by == "ranking" and core not in scores:
         now = fill(lm, parts, choices=[core], by="ranking").candidates[0]
         scores[core] = now.score

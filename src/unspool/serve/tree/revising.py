@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,9 +26,9 @@ from unspool.serve.tree.branches import TreeBranch
 from unspool.serve.tree.plain import PlainText
 from unspool.serve.tree.writing import error_event
 
-_DRAFTS = 3
-_CANDIDATES = 12
-_REACH = 24  # tokens behind a word that are weighed
+# A person waits for them: fewer first tokens are weighed than in `lm.edit`.
+_SINGLES, _DRAFTS, _CANDIDATES = 24, 2, 8
+_REACH = 16  # tokens behind a word that are weighed
 _TOLD = 5  # alternatives
 
 
@@ -126,6 +127,7 @@ def _revised(
         if step.text
     ]
     how = drafting(call.served.lm, {}, candidates=_CANDIDATES, drafts=_DRAFTS)
+    how = replace(how, singles=_SINGLES)
     inside = [unit for unit in units(text, doubts) if unit.start >= shift]
     for unit in inside[: body.places]:
         found = proposals(call.served.lm, text, unit, how, reach=_REACH, twin=twin)
