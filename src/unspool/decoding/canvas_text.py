@@ -53,6 +53,7 @@ class CanvasText:
                 f"cache={plan.cache}: what lies outside the block is computed once a block, so the "
                 "text is approximately what it would be"
             )
+        self._skip_given()
 
     def close(self) -> None:
         """Whatever happened: give everything back, and tell what there is."""
@@ -110,7 +111,23 @@ class CanvasText:
         first = self._offset
         return first, first + len(self._block) if self.plan.cache == "dual" else None
 
+    def _is_full(self) -> bool:
+        return None not in [self._filled[n] for n in self._block]
+
     def _next_block(self) -> None:
+        """The next block of which something is still to be said."""
+        self._advance()
+        self._skip_given()
+
+    def _skip_given(self) -> None:
+        """A block that was given whole needs no pass, unless tokens may be taken back."""
+        while not self.finished and not self.plan.revises and self._is_full():
+            if self._leading()[1] == "stop":
+                self._finish()
+            else:
+                self._advance()
+
+    def _advance(self) -> None:
         size = len(self._block)
         self._done += size
         if self._done >= self.plan.length or self._block_length() == 0:
@@ -235,7 +252,7 @@ class CanvasText:
     def _go_on(self, had_masked: bool, made: Pass) -> None:
         """Whether the block is full, and the text at its end."""
         self._checks += not had_masked
-        plan, full = self.plan, None not in [self._filled[n] for n in self._block]
+        plan, full = self.plan, self._is_full()
         if full and plan.steps == 1 and not self._looks:
             self._looks = True  # what was set at once has never been seen together
             return
