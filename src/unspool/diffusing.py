@@ -47,6 +47,7 @@ class Diffusing(Session):
         """Fill masked places behind a prompt in any order, several a pass; needs a mask token.
 
         max_tokens, block    how many places (128), and how many are filled before the next.
+        given                tokens that stand there from the start; None: a masked place.
         order                threshold (0.9), factor (1), entropy (entropy_bound=0.1), left,
                              fixed, margin, random (k=1 a pass, or steps=), or a function.
         steps                the most passes a block may take; 1: all of it at once.

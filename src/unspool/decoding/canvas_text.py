@@ -48,12 +48,13 @@ class CanvasText:
             prompts.append((plan.kind.mask_id,) * self._prompt)
         self.canvases = [open_canvas(lm.engine, prompt, size, plan.kind) for prompt in prompts]
         self.canvas = self.canvases[0]
-        self._filled += [None] * size
+        self._add_places(size)
         if plan.cache != "none":
             result.notes.append(
                 f"cache={plan.cache}: what lies outside the block is computed once a block, so the "
                 "text is approximately what it would be"
             )
+        self._skip_given()
 
     def close(self) -> None:
         """Whatever happened: give everything back, and tell what there is."""
@@ -75,6 +76,22 @@ class CanvasText:
         """The places that are being filled."""
         return range(self._done, min(self._done + self._block_length(), len(self._filled)))
 
+    def _add_places(self, count: int) -> None:
+        """More places at the end of the canvas, with the tokens that were given for them."""
+        first, given = len(self._filled), self.plan.given
+        self._filled += [None] * count
+        for number in range(first, min(first + count, len(given))):
+            token = given[number]
+            if token is not None:
+                self._filled[number] = self._guesser.given_step(number, token)
+                for canvas in self.canvases:
+                    canvas.set(self._prompt + number - canvas.start, token)
+
+    @property
+    def wants_first(self) -> bool:
+        """Whether the first place of the block has no token yet."""
+        return self._filled[self._done] is None
+
     def _fresh_block(self) -> None:
         self._count = 0  # passes over the canvas since it began
         self._checks = 0  # ... of these, since it was first full
@@ -95,7 +112,23 @@ class CanvasText:
         first = self._offset
         return first, first + len(self._block) if self.plan.cache == "dual" else None
 
+    def _is_full(self) -> bool:
+        return None not in [self._filled[n] for n in self._block]
+
     def _next_block(self) -> None:
+        """The next block of which something is still to be said."""
+        self._advance()
+        self._skip_given()
+
+    def _skip_given(self) -> None:
+        """A block that was given whole needs no pass, unless tokens may be taken back."""
+        while not self.finished and not self.plan.revises and self._is_full():
+            if self._leading()[1] == "stop":
+                self._finish()
+            else:
+                self._advance()
+
+    def _advance(self) -> None:
         size = len(self._block)
         self._done += size
         if self._done >= self.plan.length or self._block_length() == 0:
@@ -105,7 +138,7 @@ class CanvasText:
             self.canvas.commit(size)
             more = self._block_length()
             self.canvas.append(more)
-            self._filled += [None] * more
+            self._add_places(more)
         self.begins = True
         self._fresh_block()
 
@@ -219,7 +252,7 @@ class CanvasText:
     def _go_on(self, had_masked: bool, made: Pass) -> None:
         """Whether the block is full, and the text at its end."""
         self._checks += not had_masked
-        plan, full = self.plan, None not in [self._filled[n] for n in self._block]
+        plan, full = self.plan, self._is_full()
         if full and plan.steps == 1 and not self._looks:
             self._looks = True  # what was set at once has never been seen together
             return

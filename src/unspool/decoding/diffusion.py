@@ -107,7 +107,7 @@ def _round(going: Sequence[tuple[int, CanvasText]]) -> Iterator[tuple[int, Pass]
     guessed = first_guesses([text.canvas for _, text in fresh])
     for (number, text), ahead in zip(fresh, guessed, strict=True):
         text.begins = False
-        if ahead is not None:
+        if ahead is not None and text.wants_first:
             yield number, text.take_first(ahead)
     ready = [(number, text) for number, text in going if not (text.finished or text.begins)]
     wanted = [(canvas, text.window) for _, text in ready for canvas in text.canvases]

@@ -29,6 +29,9 @@ class DiffusionOptions(SamplingOptions, total=False):
     but for the temperature, which is 0 unless it is given."""
 
     max_tokens: Annotated[int | None, "how many places there are (128)"]
+    given: Annotated[
+        Sequence[int | None] | None, "tokens that stand on the canvas from the start; None: masked"
+    ]
     block: Annotated[int | None, "how many places are filled before the next (the model's own)"]
     steps: Annotated[int | None, "the most passes a block may take; 1: all of it at once"]
     k: Annotated[int | None, "how many places a pass sets at least (1)"]
@@ -73,6 +76,7 @@ class DiffusionPlan:
     request: Request  # the prompt, how tokens are picked, when the text ends
     kind: CanvasKind
     length: int
+    given: tuple[int | None, ...]  # what stands there from the start, of every place
     block: int  # places that are filled before the next ones
     steps: int | None
     least: int
@@ -106,11 +110,15 @@ def plan_of(lm: Session, prompt: Prompt, options: dict[str, Any]) -> DiffusionPl
     order = order_of(given.get("order", "threshold"), threshold=threshold, **own)
     kind = canvas_kind(lm, given)
     request = lm.request(prompt, {"temperature": 0, **_of_a_text(given)})
-    length = _length(lm, request, given.get("max_tokens"))
+    start = _start(lm, kind, given.get("given", ()))
+    length = _length(lm, request, given.get("max_tokens", len(start) or None))
+    if len(start) > length:
+        raise SettingsError(f"given names {len(start)} places, and there are {length}")
     plan = DiffusionPlan(
         request=request,
         kind=kind,
         length=length,
+        given=(*start, *[None] * (length - len(start))),
         block=min(_block(lm, kind, block, length), length) if kind.sight != "block" else kind.block,
         steps=steps,
         least=whole("k", given.get("k", 1)),
@@ -171,6 +179,20 @@ def _length(lm: Session, request: Request, given: Any) -> int:
     return int(given)
 
 
+def _start(lm: Session, kind: CanvasKind, tokens: Any) -> tuple[int | None, ...]:
+    """What a caller put on the canvas; the mask itself is as good as nothing."""
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise SettingsError(f"given is {tokens!r}; it may be a list of tokens, None where masked")
+    for token in tokens:
+        is_token = isinstance(token, int) and not isinstance(token, bool)
+        if token is not None and not (is_token and 0 <= token < lm.vocab_size):
+            raise SettingsError(
+                f"given holds {token!r}; each may be a token, from 0 to {lm.vocab_size - 1}, or "
+                "None for a masked place"
+            )
+    return tuple(None if token == kind.mask_id else token for token in tokens)
+
+
 def _of_a_text(given: dict[str, Any]) -> dict[str, Any]:
     for name in _SEQUENTIAL:
         if given.get(name):
@@ -202,6 +224,8 @@ def _check_together(plan: DiffusionPlan, given: dict[str, Any]) -> None:
                 "a grammar says what may come next, and on a canvas nothing comes next; give "
                 "order='left', which fills it from left to right, or leave the grammar out"
             )
+        if any(token is not None for token in plan.given):
+            raise SettingsError("a grammar cannot be kept beside given tokens; leave one out")
         if plan.revises:
             raise SettingsError("a grammar cannot be kept while tokens are taken back; leave out "
                                 "remask and edit, or the grammar")  # fmt: skip

@@ -97,6 +97,11 @@ class Guesser:
         step = explained_step(pick, position, place.text, token_bytes, 0.0, None)
         return replace(step, canvas_pass=number, candidates=place.candidates)
 
+    def given_step(self, number: int, token: int) -> Step:
+        """A token that somebody put in a place, before any pass."""
+        own, position = self._lm.engine.token_bytes(token), len(self._prompt) + number
+        return Step(token, own, self._lm.readable(token), 0.0, position, chosen=True)
+
     def _told(self, best: Any) -> tuple[Candidate, ...]:
         readable = self._lm.readable
         told = tuple(Candidate(t, readable(t), logprob, chance) for t, logprob, chance in best)

@@ -32,7 +32,7 @@ export function clearFault() {
 }
 
 /** Run an action that may fail; true if it did not. */
-async function tried(action, where) {
+export async function tried(action, where) {
   clearFault();
   try {
     await action();
@@ -205,7 +205,7 @@ export async function choose(position, { token, text }) {
   });
 }
 
-const short = (words) => (words.length > 24 ? `${words.slice(0, 23)}…` : words).trim();
+export const short = (words) => (words.length > 24 ? `${words.slice(0, 23)}…` : words).trim();
 
 /** Stream what the server writes into a branch. */
 async function run(branch, n = null) {
@@ -306,12 +306,13 @@ export async function setSpeed(speed) {
   else await tried(() => api.patch(`/v1/tree/${state.writing.branch}`, { pace: speed }));
 }
 
-function display(id, selected = null) {
+export function display(id, selected = null) {
   state.current = id;
   state.selected = selected;
   state.hovered = null;
   state.comparing = null;
-  changed("current", "selection", "hover", "steps", "comparing");
+  state.part = null;
+  changed("current", "selection", "hover", "steps", "comparing", "part");
 }
 
 /** Show another branch. */

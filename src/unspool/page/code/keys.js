@@ -1,7 +1,8 @@
 // Keys that work wherever no field has the focus, and the list of them.
 
 import { html, useEffect, useRef } from "./lib.js";
-import { state } from "./state.js";
+import { branchNow, changed, state } from "./state.js";
+import { clearPart, markPart } from "./write/marks.js";
 import { closeSheet, goOn, open, pause, redo, select, show, stepOnce, stop, undo } from "./actions.js";
 
 const KEYS = [
@@ -10,6 +11,7 @@ const KEYS = [
   [".", "one token"],
   ["s", "stop"],
   ["← →", "in the text: from token to token; ↑ ↓ from line to line"],
+  ["Shift+← →", "in the text: mark words; r writes the marked part, or the token, anew"],
   ["Ctrl+Z", "undo; with Shift: do it again"],
   ["1 – 5", "the panels: step, inside, map, costs, settings"],
   ["/", "to the prompt"],
@@ -51,6 +53,7 @@ function act(event, help) {
     else goOn();
   } else if (event.key === ".") stepOnce();
   else if (event.key === "s") stop();
+  else if (event.key === "r") rewritePart();
   else if (event.key === "/") {
     open("write");
     document.getElementById("prompt")?.focus();
@@ -60,8 +63,19 @@ function act(event, help) {
   return true;
 }
 
+/** Ask what else could stand in the marked words, or else in the selected token. */
+function rewritePart() {
+  const branch = branchNow();
+  if (!branch || state.writing) return;
+  if (state.part === null && state.selected !== null) markPart(branch, state.selected, state.selected + 1);
+  if (state.part === null) return;
+  state.part = { ...state.part, asked: true };
+  changed("part");
+}
+
 /** Let go of the token, put the panel away; false if there is neither. */
 function leave() {
+  if (clearPart()) return true;
   if (state.selected === null && !state.sheet) return false;
   select(null);
   closeSheet();

@@ -18,6 +18,8 @@ export const state = {
   current: null,
   selected: null, // a position in the whole text, prompt included
   hovered: null,
+  part: null, // {branch, first, last}: steps that a person marked, to write them anew
+  revision: null, // {branch, proposals, …}: what would fit better, until it is taken or not
   comparing: null, // a second branch, beside the current one
   writing: null,
   tint: "probability",

@@ -58,6 +58,12 @@ def _tree() -> list[APIRouter]:
     return [endpoints.router]
 
 
+def _diffuse() -> list[APIRouter]:
+    from unspool.serve import diffuse
+
+    return [diffuse.router]
+
+
 def _runs() -> list[APIRouter]:
     from unspool.serve.runs import endpoints
 
@@ -69,6 +75,7 @@ LATER = (  # in this order at /docs
     Later(("/v1/messages",), _messages),
     Later(("/v1/embeddings",), _embeddings),
     Later(("/v1/tree",), _tree),
+    Later(("/v1/diffuse",), _diffuse),
     Later(("/v1/runs",), _runs),
     Later(
         ("/tokenize", "/detokenize", "/vocabularies", "/apply-template", "/score"),

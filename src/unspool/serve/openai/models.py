@@ -73,6 +73,8 @@ def _model_json(state: ServerState, entry: ModelEntry | AdapterEntry) -> dict[st
             layers=lm.config.layers,
             heads=lm.config.heads,
             width=lm.config.width,
+            sight=lm.config.sight,
+            mask_id=lm.config.mask_id,
         )
     return {
         "id": entry.name,

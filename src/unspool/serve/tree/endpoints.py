@@ -22,7 +22,13 @@ from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.openai.chat_prompt import template_message
-from unspool.serve.tree import look, resume, try_step  # noqa: F401  they put their routes in
+from unspool.serve.tree import (  # noqa: F401  they put their routes in
+    look,
+    parts,
+    resume,
+    revising,
+    try_step,
+)
 from unspool.serve.tree.branch_json import branches_of, reply, router, summary
 from unspool.serve.tree.branches import TreeBranch
 from unspool.serve.tree.prompt import new_branch, turn

@@ -35,8 +35,8 @@ export function Controls() {
   </div>`;
 }
 
-/** What the colors mean. While attention lights the text, they are its own. */
-export function TintChoice() {
+/** What the colors mean. While attention lights the text, they are its own. Doubt is asked for of one text only. */
+export function TintChoice({ doubts = false }) {
   useChanges("tint", "light");
   const set = (event) => {
     state.tint = event.target.value;
@@ -47,10 +47,12 @@ export function TintChoice() {
       <span class="ramp" aria-hidden="true">${[1, 2, 3, 4, 5, 6, 7, 8, 9].map((n) => html`<i class="t lit"
         style=${{ "--lit": n / 9 }}></i>`)}</span> most</span></div>`;
   }
-  const scale = SCALE[state.tint];
+  const tints = Object.entries(TINTS).filter(([tint]) => doubts || tint !== "doubt");
+  const tint = !doubts && state.tint === "doubt" ? "none" : state.tint;
+  const scale = SCALE[tint];
   return html`<div class="row tint-choice small folds">
-    <label>Color by <select id="tint" class="field" value=${state.tint} onChange=${set}>
-      ${Object.entries(TINTS).map(([value, name]) => html`<option value=${value}>${name}</option>`)}
+    <label>Color by <select id="tint" class="field" value=${tint} onChange=${set}>
+      ${tints.map(([value, name]) => html`<option value=${value}>${name}</option>`)}
     </select></label>
     ${scale && html`<span class="scale quiet">${scale[0]}
       <span class="ramp" aria-hidden="true">${[1, 2, 3, 4, 5, 6, 7, 8, 9].map((n) => html`<i class=${`tint-${n}`}></i>`)}</span>

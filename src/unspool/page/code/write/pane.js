@@ -4,6 +4,7 @@
 import { isNarrow, isWord, spelled } from "../lib.js";
 import { branchNow, changed, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
 import { select } from "../actions.js";
+import { applyMarks, extendPart, markedChange, watchSelection } from "./marks.js";
 import { said, tintOf } from "./tint.js";
 
 const NEAR_END = 80; // px: who is as close as this to the end follows the text
@@ -43,6 +44,7 @@ export function mountPane(element) {
   resized.observe(box);
   const leave = [
     on("steps", draw), on("current", draw), on("tint", retint), on("selection", mark), on("writing", began),
+    on("part", remark), on("revision", remark), watchSelection(body),
     () => resized.disconnect(),
   ];
   draw();
@@ -163,7 +165,7 @@ function dress(span, branch, at, token, isPrompt) {
   if (isPrompt ? token.added : branch.added?.has(index)) names.push("added");
   if (!isPrompt) {
     names.push(tintOf(token, state.tint));
-    if (token.chosen) names.push("chosen");
+    if (token.chosen && !branch.kept?.has(index)) names.push("chosen");
     if (token.draft) names.push(token.draft);
     if (branch.retracted.some((cutOut) => cutOut.at === index && cutOut.verb === "retract")) {
       names.push("repaired");
@@ -194,8 +196,11 @@ function mark() {
   marked?.classList.remove("selected");
   marked = drawn.spans[state.selected] ?? null;
   marked?.classList.add("selected");
+  remark();
   body.classList.toggle("writing", state.writing?.branch === drawn.id && drawn.id !== null);
 }
+
+const remark = () => body && applyMarks(drawn.spans, branchNow());
 
 // -- pointing ---------------------------------------------------------------------------------
 
@@ -205,6 +210,7 @@ function positionOf(target) {
 }
 
 function tapped(position) {
+  if (markedChange(position)) return;
   select(position);
   // On a narrow screen a sheet comes up from below: whoever cannot see that is taken there.
   if (position !== null && isNarrow()) {
@@ -236,6 +242,7 @@ function onKey(event) {
   else if (event.key === "End") next = last;
   if (next === null || next < 0 || next > last) return;
   event.preventDefault();
+  if (event.shiftKey && event.key in MOVES) extendPart(branch, now, next);
   select(next);
   reveal(next);
   const step = stepAt(branch, next);

@@ -3,7 +3,7 @@
 import { clamp, nats, ordinal, percent } from "../lib.js";
 
 export const TINTS = {
-  probability: "probability", entropy: "entropy", rank: "rank", none: "no color",
+  probability: "probability", entropy: "entropy", rank: "rank", doubt: "doubt", none: "no color",
 };
 
 const LOG_STEPS = 9 / Math.log(1000); // from certain to one in a thousand
@@ -13,6 +13,7 @@ const level = {
   probability: (step) => -(step.logprob ?? -50) * LOG_STEPS,
   entropy: (step) => (step.entropy ?? 0) * ENTROPY_STEPS,
   rank: (step) => (step.rank ? 1 + Math.log2(step.rank) : 0),
+  doubt: (step) => (step.doubt ?? 0) * LOG_STEPS, // known once it was asked for: doubt.js
   none: () => 0,
 };
 
@@ -26,6 +27,7 @@ export function tintOf(step, by) {
 /** The least and the greatest of the scale, in words. */
 export const SCALE = {
   probability: ["likely", "1 in 1,000"], entropy: ["sure", "6 nats"], rank: ["1st", "256th"],
+  doubt: ["fits", "doubtful"],
 };
 
 /** A step in a few words, for those who hear the page. */

@@ -1,11 +1,12 @@
 // The view in which a text is written: prompt and text on the left, what is behind it on the right.
 
-import { count, Fold, html, useCalmChanges, useChanges, useEffect, useRef, useState } from "../lib.js";
+import { count, Fold, html, render, useCalmChanges, useChanges, useEffect, useRef, useState } from "../lib.js";
 import { branchNow, modelOf, promptLength, state } from "../state.js";
 import { clearFault, connect, goOn, say, show } from "../actions.js";
 import { Lazy } from "../lazy.js";
 import { Composer, ModeChoice } from "./composer.js";
 import { Controls, TintChoice } from "./controls.js";
+import { loadDoubts } from "./doubt.js";
 import { mountPane } from "./pane.js";
 import { OtherModel, TinyNote } from "../models/notes.js";
 import { Side } from "./side.js";
@@ -14,9 +15,10 @@ export function WriteView() {
   return html`<div class="write">
     <section class="paper" aria-label="The text">
       <${Composer} />
-      <${Fold} class="bar row" name="More controls"><${ModeChoice} /><${Controls} /><${TintChoice} /><//>
+      <${Fold} class="bar row" name="More controls"><${ModeChoice} /><${Controls} /><${TintChoice} doubts /><${ReviseButton} /><//>
       <${OtherModel} />
       <${Text} />
+      <${Revision} />
       <${Fault} />
       <${Reply} />
       <${Foot} />
@@ -36,9 +38,36 @@ export function Pane() {
   useChanges("current", "writing");
   const box = useRef();
   useEffect(() => mountPane(box.current), []);
+  useEffect(() => mountRewrite(box.current), []);
   return html`<div class="text-box" id="text" ref=${box} tabindex="0" role="group" data-branch=${state.current ?? ""}
       aria-label="The text, token by token; arrow keys move from token to token" aria-busy=${state.writing !== null}></div>
     ${state.current === null && html`<${Welcome} />`}`;
+}
+
+/** Where the words that are marked are written anew: inside the text, so that it scrolls with it. */
+function mountRewrite(box) {
+  const place = document.createElement("div");
+  box.append(place);
+  render(html`<${Lazy} file="./write/rewrite.js" name="Rewrite" quiet />`, place);
+  return () => render(null, place);
+}
+
+/** Ask what would fit better; the proposals come below the text, and are drawn in it. */
+function ReviseButton() {
+  useChanges("current", "writing", "revision", "server", "steps");
+  const branch = branchNow();
+  const can = branch?.steps.length > 0 && !branch.recorded && !state.writing && state.server.ready;
+  const start = async () => (await import("./revision.js")).revise();
+  return html`<button id="revise" class="button tiny folds" disabled=${!can || state.revision?.looking} onClick=${start}
+    title="Doubtful words, and what would fit better: as changes to accept or reject">Revise</button>`;
+}
+
+function Revision() {
+  useChanges("revision", "current");
+  useChanges("tint", "writing");
+  useEffect(loadDoubts, [state.tint, state.current, state.writing]);
+  if (!state.revision || state.revision.branch !== state.current) return null;
+  return html`<${Lazy} file="./write/revision.js" name="RevisionPanel" quiet />`;
 }
 
 function Welcome() {

@@ -1,0 +1,176 @@
+"""`POST /v1/diffuse`: a text that is filled in any order, pass by pass.
+
+The canvas begins with masked places, or with those tokens that somebody has put there (`given`): so
+a person may stop at a pass, set and clear places by hand, and go on from there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from unspool.decoding.diffusion import DiffusionStream, stream_diffusion
+from unspool.decoding.passes import Pass, Place
+from unspool.serve.core.schema import Sampling, Seed, StopStrings, Tokens, stops
+from unspool.serve.core.state import Call, state_of
+from unspool.serve.core.step_json import finite
+from unspool.serve.http.errors import bad_request
+from unspool.serve.http.events import event, pouring
+from unspool.serve.http.routes import new_router
+from unspool.serve.http.threads import Worker
+from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message
+from unspool.serve.openai.chat_schema import Message
+from unspool.serve.tree.writing import error_event
+
+router = new_router("Diffusion")
+MAX_CANDIDATES = 20
+_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "stop", "stages", "seed"}
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+Given = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)] | None], Field(max_length=1 << 16)]
+
+
+class DiffuseRequest(Sampling):
+    """A prompt and how to fill the places behind it. The temperature is 0 unless it is given."""
+
+    model: str | None = None
+    prompt: str | Tokens | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    max_tokens: Count | None = Field(None, description="how many places there are (128)")
+    given: Given | None = Field(None, description="tokens that stand there already; null: masked")
+    block: Count | None = Field(None, description="places that are filled before the next ones")
+    steps: Count | None = Field(None, description="the most passes a block may take")
+    k: Count | None = Field(None, description="how many places a pass sets at least")
+    order: (
+        Literal["threshold", "factor", "entropy", "left", "fixed", "margin", "random"] | None
+    ) = None
+    threshold: Share | None = Field(None, description="how likely a token must be to be set (0.9)")
+    factor: float | None = Field(None, ge=0)
+    entropy_bound: float | None = Field(None, ge=0)
+    remask: Share | None = Field(None, description="clear what became less likely than this")
+    edit: Share | None = Field(None, description="replace what another is likelier than this for")
+    edit_passes: int | None = Field(None, ge=0, le=1024)
+    guidance: float | None = Field(None, ge=0)
+    cache: Literal["none", "prefix", "dual"] | None = None
+    end: bool | None = None
+    stop: StopStrings | None = None
+    seed: Seed | None = None
+    top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates told at each place")
+    stream: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """As `lm.stream_diffusion` takes them."""
+        found = self.model_dump(exclude_none=True, exclude=_NOT_OPTIONS)
+        if self.given is not None:
+            found["given"] = self.given  # whose nulls mean something
+        if self.stages is not None:
+            found["stages"] = tuple(self.stages)
+        found["seed"] = secrets.randbits(32) if self.seed is None else self.seed
+        return {**found, "stop": stops(self.stop)}
+
+
+@router.post("/v1/diffuse", summary="Fill masked places in any order, pass by pass")
+async def diffuse(body: DiffuseRequest, request: Request) -> Response:
+    """With `stream` an event `start` tells the prompt and the canvas, each `pass` what every place of
+    its block would say, how sure the model is, and what was set or taken back; `done` tells the
+    text. Without it the answer has all of them."""
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    call = await state_of(request).enter(request, body.model)
+    prompt, stream = await call.thread(_begun, call, body)
+    passes = await call.hold(Worker(stream))
+    start = _start(call, body, prompt, stream)
+    if body.stream:
+        return call.stream(pouring(_events(start, passes, stream)), error_event)
+    return await call.reply(_whole(start, passes, stream))
+
+
+def _begun(call: Call, body: DiffuseRequest) -> tuple[list[int], DiffusionStream]:
+    """The diffusion, all its settings checked; nothing is computed yet."""
+    lm, options = call.served.lm, body.options()
+    if body.messages is not None:
+        messages = [template_message(message) for message in body.messages]
+        call.check_text(*(str(message.get("content", "")) for message in messages))
+        chat = chat_prompt(call.served, messages, ToolUse(), {})
+        ids = list(chat.ids)
+        options["stop"] = (*options["stop"], *lm.chat_template.stops)
+    else:
+        assert body.prompt is not None
+        if isinstance(body.prompt, str):
+            call.check_text(body.prompt)
+        ids = lm.prompt_ids(body.prompt)
+    call.check_prompt(len(ids))
+    limit = call.settings.max_tokens
+    if limit is not None:
+        options["max_tokens"] = min(options.get("max_tokens", limit), limit)
+    return ids, stream_diffusion(lm, ids, **options)
+
+
+def _start(
+    call: Call, body: DiffuseRequest, prompt: list[int], stream: DiffusionStream
+) -> dict[str, Any]:
+    lm = call.served.lm
+    given = [*(body.given or ())] + [None] * (stream.length - len(body.given or ()))
+    return {
+        "object": "diffusion",
+        "model": call.served.name,
+        "prompt": [{"id": token, "text": lm.readable(token)} for token in prompt],
+        "places": stream.length,
+        "given": [
+            None if token is None else {"token": token, "text": lm.readable(token)}
+            for token in given
+        ],
+        "mask_id": lm.config.mask_id,
+        "sight": lm.config.sight,
+        "block": lm.config.block,
+        "seed": stream.result.seed,
+    }
+
+
+def pass_json(one: Pass) -> dict[str, Any]:
+    return {
+        "number": one.number,
+        "kind": one.kind,
+        "tokens": list(one.tokens),
+        "places": [_place(place) for place in one.places],
+        "set": one.set,
+        "taken_back": one.taken_back,
+        "masked": one.masked,
+        "seconds": one.seconds,
+    }
+
+
+def _place(place: Place) -> dict[str, Any]:
+    candidates = [
+        {"token": c.token, "text": c.text, "probability": finite(c.probability)}
+        for c in place.candidates
+    ]
+    return {
+        "number": place.number,
+        "token": place.token,
+        "text": place.text,
+        "probability": finite(place.probability),
+        "change": place.change,
+        "candidates": candidates,
+    }
+
+
+async def _events(
+    start: dict[str, Any], passes: Worker[Pass], stream: DiffusionStream
+) -> AsyncGenerator[bytes, None]:
+    yield event(start, "start")
+    async for one in passes:
+        yield event(pass_json(one), "pass")
+    yield event(stream.result.to_dict(), "done")
+
+
+async def _whole(
+    start: dict[str, Any], passes: Worker[Pass], stream: DiffusionStream
+) -> dict[str, Any]:
+    told = [pass_json(one) async for one in passes]
+    return {**start, **stream.result.to_dict(), "data": told}

@@ -1,0 +1,203 @@
+"""Words of a text written anew in place, doubt as a color, and revision as tracked changes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from acts import adopt, branch, post, text, tokens, until
+from looks import check_looks
+from playwright.sync_api import Locator, Page, expect
+
+SLOW = 90_000  # milliseconds: a machine that does much else at the same time
+WORDS = " a cat that sat at the mat and slept. Then it woke up, and went out into the garden."
+FOUND = "#text .rewrite-list button"
+
+
+@pytest.fixture
+def story(page: Page) -> Page:
+    """A text that is always the same: nobody waits for a model to write it."""
+    made = post(page, "", prompt="Once there was", seed=1)["id"]
+    post(page, f"/{made}/append", text=WORDS)
+    adopt(page, [made], made)
+    expect(tokens(page).first).to_be_visible()
+    assert text(page) == WORDS
+    return page
+
+
+def token(page: Page, word: str) -> Locator:
+    return tokens(page).filter(has_text=re.compile(rf"^ ?{word}$")).first
+
+
+def candidates(page: Page) -> Locator:
+    expect(page.locator(FOUND).first).to_be_visible(timeout=SLOW)
+    return page.locator(FOUND)
+
+
+def mark(page: Page, first: str, last: str) -> None:
+    """With the mouse, from one word to another."""
+    begin, end = token(page, first).bounding_box(), token(page, last).bounding_box()
+    assert begin and end
+    page.mouse.move(begin["x"] + begin["width"] / 2, begin["y"] + begin["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(end["x"] + end["width"] - 1, end["y"] + end["height"] / 2, steps=4)
+    page.mouse.up()
+    expect(page.locator("#rewrite")).to_be_visible()
+
+
+def test_a_part_is_written_anew_and_the_rest_stays(story: Page) -> None:
+    before = branch(story)["id"]
+    mark(story, "that", "sat")
+    assert story.locator("#text .in-part").all_text_contents() == [" that", " sat"]
+    story.locator("#rewrite").click()
+    found = candidates(story)
+    assert 2 <= found.count() <= 9
+    now = found.filter(has_text="stands there")
+    expect(now).to_have_count(1)
+    expect(now).to_be_disabled()
+    other = story.locator(f"{FOUND}:not([disabled])").first
+    words = other.locator(".rewrite-words").inner_text()
+    other.click()
+    expect(story.locator("#text")).not_to_have_attribute("data-branch", before)
+    head, rest = WORDS.split(" that sat")
+    assert text(story) == f"{head} {words}{rest}"
+    chosen = "".join(story.locator("#text .chosen").all_text_contents())
+    assert chosen.strip() == words  # what stays is not the person's
+    story.locator("#text").press("Control+z")
+    expect(story.locator("#text")).to_have_attribute("data-branch", before)
+    assert text(story) == WORDS
+    story.locator("#text").press("Control+Shift+z")
+    expect(story.locator("#text")).not_to_have_attribute("data-branch", before)
+    assert text(story) == f"{head} {words}{rest}"
+
+
+def test_by_keys_alone(story: Page) -> None:
+    token(story, "mat").click()
+    story.locator("#text").focus()
+    story.keyboard.press("Shift+ArrowRight")
+    expect(story.locator("#text .in-part")).to_have_text([" mat", " and"])
+    story.keyboard.press("Escape")
+    expect(story.locator("#text .in-part")).to_have_count(0)
+    story.keyboard.press("r")  # the selected token alone
+    expect(story.locator("#text .in-part")).to_have_text([" and"])
+    candidates(story)
+    until(story, "document.activeElement.closest('.rewrite-list') !== null")
+    story.keyboard.press("ArrowDown")
+    story.keyboard.press("Escape")
+    expect(story.locator(".rewrite")).to_have_count(0)
+    assert text(story) == WORDS
+    until(story, "document.activeElement.id === 'text'")
+
+
+def test_the_prompt_is_not_marked(story: Page) -> None:
+    story.evaluate(
+        """() => {
+            const [first, , last] = document.querySelectorAll("#text .t");
+            document.getSelection().setBaseAndExtent(first.firstChild, 0, last.firstChild, 3);
+        }"""
+    )
+    expect(story.locator("#rewrite")).to_have_count(0)
+    story.evaluate(  # as a finger selects
+        """() => {
+            const own = document.querySelectorAll("#text .t:not(.prompt)");
+            document.getSelection().setBaseAndExtent(
+                document.querySelector("#text .t").firstChild, 0, own[1].firstChild, 3);
+        }"""
+    )
+    expect(story.locator("#text .in-part")).to_have_text([" a", " cat"])
+
+
+def test_doubt_is_a_color(story: Page) -> None:
+    story.locator("#tint").select_option("doubt")
+    expect(story.get_by_text("doubtful", exact=True)).to_be_visible()
+    expect(story.locator("#text .t[class*='tint-']").first).to_be_visible(timeout=SLOW)
+    found = post(story, f"/{branch(story)['id']}/doubt")["doubts"]
+    worst = max(range(len(found)), key=found.__getitem__)
+    classes = tokens(story).nth(worst).get_attribute("class") or ""
+    assert re.search(r"tint-[3-9]", classes)
+    sure = [n for n, level in enumerate(found) if level < 0.3]
+    assert sure and "tint-" not in (tokens(story).nth(sure[0]).get_attribute("class") or "")
+
+
+PROPOSALS = [
+    {"first": 5, "last": 6, "text": " on", "old": "at", "new": "on", "probability": 0.9},
+    {"first": 9, "last": 10, "text": " fell asleep", "old": "slept", "new": "fell asleep",
+     "probability": 0.6},
+    {"first": 12, "last": 13, "text": " he", "old": "it", "new": "he", "probability": 0.4},
+]  # fmt: skip
+
+
+def proposed(page: Page) -> Locator:
+    """Proposals that are always the same, as the server would send them."""
+    import json
+
+    events = [("proposal", {"looked": n + 1, **one}) for n, one in enumerate(PROPOSALS)]
+    events.append(("done", {"looked": 3, "proposals": 3}))
+    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+    page.route("**/revise", lambda route: route.fulfill(
+        status=200, content_type="text/event-stream", body=body))  # fmt: skip
+    page.locator("#revise").click()
+    panel = page.get_by_role("region", name="Revision")
+    expect(panel.get_by_text("3 proposals")).to_be_visible()
+    return panel
+
+
+def test_changes_are_accepted_one_by_one_rejected_and_undone(story: Page) -> None:
+    panel = proposed(story)
+    struck = story.locator("#text .struck")
+    assert struck.all_text_contents() == [" at", " slept", " it"]
+    assert [s.get_attribute("data-new") for s in struck.all()] == [" on", " fell asleep", " he"]
+    panel.get_by_role("button", name="Accept “slept” to “fell asleep”").click()
+    expect(panel.get_by_text("2 proposals")).to_be_visible()
+    assert text(story) == WORDS.replace("slept", "fell asleep")
+    assert struck.all_text_contents() == [" at", " it"]  # the one behind has moved
+    panel.get_by_role("button", name="Reject “at” to “on”").click()
+    assert struck.all_text_contents() == [" it"]
+    panel.get_by_role("button", name="Accept “it” to “he”").click()
+    expect(panel).to_have_count(0)
+    assert text(story) == WORDS.replace("slept", "fell asleep").replace("Then it", "Then he")
+    story.locator("#text").press("Control+z")
+    expect(struck).to_have_text([" it"])
+    story.locator("#text").press("Control+z")
+    expect(struck).to_have_text([" at", " slept", " it"])
+    assert text(story) == WORDS
+
+
+def test_all_changes_at_once(story: Page) -> None:
+    panel = proposed(story)
+    story.locator("#text .struck").nth(1).click()  # a tap is about the change
+    expect(panel.locator("li.current-change")).to_have_text(re.compile("slept"))
+    panel.get_by_role("button", name="Accept all").click()
+    expect(panel).to_have_count(0)
+    changed = WORDS.replace("sat at", "sat on").replace("slept", "fell asleep")
+    assert text(story) == changed.replace("Then it", "Then he")
+    kept: Any = story.locator("#text .chosen").all_text_contents()
+    assert "".join(kept) == " on fell asleep he"
+
+
+def test_proposals_of_the_model_itself(story: Page) -> None:
+    """Whatever it proposes: words of the text, drawn in it, and enough is enough."""
+    story.locator("#revise").click()
+    panel = story.get_by_role("region", name="Revision")
+    expect(panel.get_by_role("status")).to_contain_text(re.compile(r"[1-9]\d* of up to|looked at"),
+                                                        timeout=SLOW)  # fmt: skip
+    enough = panel.get_by_role("button", name="Enough")
+    if enough.is_visible():
+        enough.click()
+    expect(enough).to_have_count(0)
+    for one in panel.locator("del").all_text_contents():
+        assert one in WORDS
+
+
+def test_looks(story: Page) -> None:
+    proposed(story)
+    token(story, "garden").click()
+    story.locator("#text").press("Escape")
+    check_looks(story, "revision")
+    story.set_viewport_size({"width": 1280, "height": 800})
+    story.get_by_role("button", name="Close the revision").click()
+    mark(story, "woke", "up")
+    story.locator("#rewrite").click()
+    candidates(story)
+    check_looks(story, "rewrite")
