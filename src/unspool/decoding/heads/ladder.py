@@ -18,12 +18,13 @@ SHAPES = (
     Shape(1), Shape(2), Shape(3), Shape(5), Shape(7), Shape(15, width=4, depth=6),
     Shape(31, width=8, depth=7),
 )  # fmt: skip
-FIRST_RUNG = 1
+FIRST_RUNG = 0  # what is lost least on, should it not pay
 ORDINARY_FIRST = 2  # rounds without a draft before the first one
 ORDINARY_EVERY = 48  # drafted rounds after which one without is measured anew
 FEWEST = 3  # rounds on a rung before it is judged
 STALE = 64  # drafted rounds after which a neighbouring rung is tried again
-FIRST_REST, LONGEST_REST = 64, 1024
+NEARLY = 0.92  # of the speed without drafts: from there on the next rung is worth a try
+FIRST_REST, LONGEST_REST = 128, 4096
 WAKING = 16  # rounds before the end of a rest from which on the text is read again
 
 
@@ -120,9 +121,9 @@ class Ladder:
             rung for rung in beside
             if rung not in known or self._rounds - self._tried.get(rung, -STALE) >= STALE
         ]  # fmt: skip
-        # Upwards only from where drafts pay; downwards only from where they do not.
-        pays = known[best] > plain
-        untried = [rung for rung in untried if (rung > here) == pays]
+        # Upwards only from where drafts pay, or nearly; downwards only from where they do not.
+        pays, nearly = known[best] > plain, known[best] > NEARLY * plain
+        untried = [rung for rung in untried if (nearly if rung > here else not pays)]
         if best != here or untried:
             self.rung, self._on_rung = best if best != here else untried[0], 0
             return None
