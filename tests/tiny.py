@@ -110,7 +110,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 def make(name: str, seed: int = 0) -> Any:
     """A random model of the family, its norms and biases random too, so that none is a no-op."""
     torch.manual_seed(seed)
-    model = FAMILIES[name]().eval().float()
+    return filled(FAMILIES[name]())
+
+
+def filled(model: Any) -> Any:
+    """A model with random numbers in all of its parameters."""
+    model = model.eval().float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1:
