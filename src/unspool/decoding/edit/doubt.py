@@ -1,7 +1,7 @@
 """Which tokens of a text are doubtful: how surprising each is, in nats, given what is around it.
 
-A causal model is surprised by a token, and, where that was wrong, by those that follow it. A masked
-model sees both sides of a place that is hidden from it. Together: the mean of the two.
+A causal model is surprised by a token, and, where that was wrong, by the one that follows it. A
+masked model sees both sides of a place that is hidden from it. Together: the mean of the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unspool.sampling.scoring import Floats
 from unspool.session import Session
 
 WAYS = ("auto", "causal", "masked", "both")
-_BEHIND = 4  # tokens behind one that may tell that it was wrong
+_NEXT = 3.0  # how much the next token's surprise tells (see bench/fill.py: planted errors)
 _STRIDE = 8  # every so manieth token is hidden at once
 
 
@@ -32,7 +32,7 @@ class Doubt:
     text: str
     start: int  # in characters
     end: int
-    surprise: float  # nats; 0: certain
+    surprise: float  # nats; 0 and below: certain
 
 
 def doubts(
@@ -65,16 +65,15 @@ def document_score(lm: Session, text: str) -> Score:
 
 
 def causal_surprise(score: Score, count: int) -> Floats:
-    """Of each token: its own surprise, and how much more than expected the next ones were."""
+    """Of each token: its own surprise, and how much more than expected the next one was.
+
+    A wrong token that the model itself might have written is no surprise; but what follows is.
+    """
     known = [p for p in score.positions if p.logprob is not None]
     own = np.array([-(p.logprob or 0.0) for p in known])
     excess = own - np.array([p.entropy or 0.0 for p in known])
-    behind = np.array([_mean(excess[n + 1 : n + 1 + _BEHIND]) for n in range(len(own))])
-    return np.concatenate([np.zeros(count - len(own)), own + behind])
-
-
-def _mean(values: Floats) -> float:
-    return float(values.mean()) if len(values) else 0.0
+    following = np.append(excess[1:], 0.0)[: len(own)]
+    return np.concatenate([np.zeros(count - len(own)), own + _NEXT * following])
 
 
 def masked_surprise(model: MaskedModel, text: str) -> tuple[list[tuple[int, int]], Floats]:
