@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
+from unspool.model.positions import Rotary
 from unspool.model.transformer import Transformer, activate, turn
 from unspool.train.data.batches import Batch
-from unspool.train.learning.forward import angle_tables
 from unspool.train.learning.objectives import Loss
 from unspool.train.twins.block import documents_of, kept_halves
 from unspool.train.twins.halves import Halves, document_starts
@@ -61,6 +61,22 @@ class HeadShape:
         return cls(layers, tokens, max(16, inner // 32 * 32), max(16, recent // 16 * 16))
 
 
+def rotation(config: ModelConfig) -> Rotary:
+    """How a head turns its queries and keys: plainly, whatever its model does."""
+    return Rotary(width=config.head_width, base=config.rotary.base if config.rotary else 10000.0)
+
+
+@cache
+def _tables(
+    rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    cosine, sine = rotary.tables(np.arange(length), length)
+    return (
+        torch.from_numpy(cosine).to(device, dtype),
+        torch.from_numpy(sine).to(device, dtype),
+    )
+
+
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -89,20 +105,20 @@ class DraftLayer(nn.Module):
         self.down = linear(width, config.ff_width)
 
     def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor,
+        self, x: Tensor, angles: tuple[Tensor, Tensor], key: Tensor, value: Tensor,
         mask: Tensor,
     ) -> Tensor:  # fmt: skip
         config = self.config
         query = self.q(rms(x, self.norm, config.norm_eps)).unflatten(-1, (-1, config.head_width))
-        query = query.transpose(1, 2)
-        if angles is not None:
-            query = turn(query, *angles)
+        query = turn(query.transpose(1, 2), *angles)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, scale=config.scale, enable_gqa=config.heads != config.kv_heads
         )
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         fed = rms(x, self.feed_norm, config.norm_eps)
-        return x + self.down(activate(config.activation, self.gate(fed)) * self.up(fed))
+        fed = self.down(activate(config.activation, self.gate(fed)) * self.up(fed))
+        summed: Tensor = x + fed
+        return summed
 
 
 class DraftHead(nn.Module):
@@ -169,15 +185,13 @@ class DraftHead(nn.Module):
         normed: Tensor = self.fuse(rms(features, weight, eps).flatten(-2))
         return normed
 
-    def keys_and_values(
-        self, f: Tensor, angles: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, f: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x = rms(f, self.context_norm, self.config.norm_eps)
         key, value = (
             part(x).unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
             for part in (self.k, self.v)
         )
-        return (key if angles is None else turn(key, *angles)), value
+        return turn(key, *angles), value
 
     def joined(self, before: Tensor, embedded: Tensor) -> Tensor:
         eps = self.config.norm_eps
@@ -241,8 +255,10 @@ class DraftTwin:
             here.flatten().float(),
         )
         total = torch.zeros((), device=guess.device)
-        for piece in zip(*(part.split(_AT_ONCE) for part in parts), strict=True):
-            total = total + compare(drafts.table, *piece, 1 / self.temperature)
+        pieces = zip(*(part.split(_AT_ONCE) for part in parts), strict=True)
+        for ours, wanted, whole, weight in pieces:
+            scale = 1 / self.temperature
+            total = total + compare(drafts.table, ours, wanted, whole, weight, scale)
         return total / here.sum().clamp(min=1)
 
 
@@ -278,8 +294,8 @@ class Drafts:
             self.logits, self.whole = _said(clean, vectors, head.ids, temperature)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         f = head.fused(features)
-        self._angles = angle_tables(clean, np.arange(tokens.shape[1] + AHEAD), f)[-1]
-        key, value = head.keys_and_values(f, self._turned(0, f))
+        self._angles = _tables(rotation(head.config), tokens.shape[1] + AHEAD, f.dtype, f.device)
+        key, value = head.keys_and_values(f, self._turned(0))
         # A token sees what stands before it, and a place with nothing in it.
         self._key, self._value = _behind(key), _behind(value)
         before = places[None] - 1
@@ -289,12 +305,11 @@ class Drafts:
         self.before = torch.where((before >= starts)[..., None], f.roll(1, 1), 0.0)
         self.recent = head.recent_part(self.embedded)
 
-    def _turned(self, ahead: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._angles is None:
-            return None
+    def _turned(self, ahead: int) -> tuple[Tensor, Tensor]:
+        """The angles of all places, so many tokens further on."""
+        cosine, sine = self._angles
         length = self.tokens.shape[1]
-        cosine, sine = (part[ahead : ahead + length].to(like) for part in self._angles)
-        return cosine, sine
+        return cosine[ahead : ahead + length], sine[ahead : ahead + length]
 
     def step(self, ahead: int) -> Tensor:
         """At each place the guess of the token `ahead` + 1 behind it, where all the tokens between
@@ -302,7 +317,7 @@ class Drafts:
         head = self.head
         x = head.joined(self.before, self.embedded.roll(-ahead, 1))
         layer = head.layers[0]
-        state = layer(x, self._turned(ahead, x), self._key, self._value, self.mask)
+        state = layer(x, self._turned(ahead), self._key, self._value, self.mask)
         self.before = state
         return head.guess(state, self.recent.roll(-ahead, 1))
 

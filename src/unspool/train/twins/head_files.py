@@ -21,7 +21,7 @@ from torch import Tensor
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 from unspool.model.stored import Stored
-from unspool.train.twins.draft import RECENT, HeadShape
+from unspool.train.twins.draft import RECENT, HeadShape, rotation
 
 CONFIG, WEIGHTS = "config.json", "head.safetensors"
 _FORMAT = {"format": "unspool-draft-head", "version": 1}
@@ -60,7 +60,7 @@ def save_head(
         "layers": list(shape.layers), "width": config.width, "heads": config.heads,
         "kv_heads": config.kv_heads, "head_width": config.head_width, "ff_width": config.ff_width,
         "words": RECENT, "word_width": shape.recent, "mix_width": shape.inner,
-        "rope_theta": config.rotary.base if config.rotary else 0.0, "norm_eps": config.norm_eps,
+        "rope_theta": rotation(config).base, "norm_eps": config.norm_eps,
         "weights": type,
     }  # fmt: skip
     (folder / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

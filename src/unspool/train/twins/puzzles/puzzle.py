@@ -12,6 +12,7 @@ rows; the vocabulary has a mask in either case, so that they have as many weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +26,6 @@ from unspool.train.data.batches import Batch
 from unspool.train.twins.puzzles.countdown import Countdown
 from unspool.train.twins.puzzles.sudoku import Sudoku
 
-PUZZLES = {"sudoku": Sudoku, "sudoku4": Sudoku, "countdown": Countdown}
 END, MASK = "<end>", "<mask>"
 HELD_OUT = 1 << 20  # the number of the first batch that is only judged by
 
@@ -60,12 +60,19 @@ class Puzzle(Protocol):
         ...
 
 
+PUZZLES: dict[str, Callable[[str, str], Puzzle]] = {
+    "sudoku": Sudoku.called,
+    "sudoku4": Sudoku.called,
+    "countdown": Countdown.called,
+}
+
+
 def puzzle_named(name: str) -> Puzzle:
     """`sudoku`, `sudoku:48` (so many empty cells), `sudoku:30-56`, `countdown`, `countdown:3`."""
     kind, _, more = name.partition(":")
     if kind not in PUZZLES:
         raise SettingsError(f"there is no puzzle {name!r}; there are {', '.join(PUZZLES)}")
-    return PUZZLES[kind].called(kind, more)
+    return PUZZLES[kind](kind, more)
 
 
 def token_ids(puzzle: Puzzle) -> dict[str, int]:
