@@ -38,7 +38,7 @@ enum Flags : int32_t {
     kCentred = 4,  // the norm takes the mean away first (LayerNorm)
     kNormalizeExperts = 8,
     kQueriesOnly = 16,  // kPlace: the source has no keys and values, and none are written
-    kBothWays = 32,  // kAttend: the window reaches as far ahead as back
+    kBothWays = 32,     // kAttend: the window reaches as far ahead as back
 };
 
 struct Op {
