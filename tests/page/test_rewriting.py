@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -21,6 +22,13 @@ def story(page: Page) -> Page:
     made = post(page, "", prompt="Once there was", seed=1)["id"]
     post(page, f"/{made}/append", text=WORDS)
     adopt(page, [made], made)
+    page.evaluate(  # as if the model had written it
+        """import("/page/code/state.js").then(({ branchNow, changed }) => {
+            for (const step of branchNow().steps) step.chosen = false;
+            changed("tint");
+        })"""
+    )
+    expect(page.locator("#text .chosen")).to_have_count(0)
     expect(tokens(page).first).to_be_visible()
     assert text(page) == WORDS
     return page
@@ -130,8 +138,6 @@ PROPOSALS = [
 
 def proposed(page: Page) -> Locator:
     """Proposals that are always the same, as the server would send them."""
-    import json
-
     events = [("proposal", {"looked": n + 1, **one}) for n, one in enumerate(PROPOSALS)]
     events.append(("done", {"looked": 3, "proposals": 3}))
     body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)

@@ -46,9 +46,9 @@ class DiffuseRequest(Sampling):
     block: Count | None = Field(None, description="places that are filled before the next ones")
     steps: Count | None = Field(None, description="the most passes a block may take")
     k: Count | None = Field(None, description="how many places a pass sets at least")
-    order: (
-        Literal["threshold", "factor", "entropy", "left", "fixed", "margin", "random"] | None
-    ) = None
+    order: Literal["threshold", "factor", "entropy", "left", "fixed", "margin", "random"] | None = (
+        None
+    )
     threshold: Share | None = Field(None, description="how likely a token must be to be set (0.9)")
     factor: float | None = Field(None, ge=0)
     entropy_bound: float | None = Field(None, ge=0)
@@ -76,8 +76,8 @@ class DiffuseRequest(Sampling):
 
 @router.post("/v1/diffuse", summary="Fill masked places in any order, pass by pass")
 async def diffuse(body: DiffuseRequest, request: Request) -> Response:
-    """With `stream` an event `start` tells the prompt and the canvas, each `pass` what every place of
-    its block would say, how sure the model is, and what was set or taken back; `done` tells the
+    """With `stream` an event `start` tells the prompt and the canvas, each `pass` what every place
+    of its block would say, how sure the model is, and what was set or taken back; `done` tells the
     text. Without it the answer has all of them."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")

@@ -154,7 +154,9 @@ def _proposal(plain: PlainText, unit: Unit, found: Any) -> dict[str, Any]:
     }
 
 
-async def _events(identity: str, found: Worker[dict[str, Any] | None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    identity: str, found: Worker[dict[str, Any] | None]
+) -> AsyncGenerator[bytes, None]:
     looked = proposed = 0
     async for one in found:
         looked += 1
