@@ -128,17 +128,26 @@ def test_doubt_is_a_color(story: Page) -> None:
     assert sure and "tint-" not in (tokens(story).nth(sure[0]).get_attribute("class") or "")
 
 
-PROPOSALS = [
-    {"first": 5, "last": 6, "text": " on", "old": "at", "new": "on", "probability": 0.9},
-    {"first": 9, "last": 10, "text": " fell asleep", "old": "slept", "new": "fell asleep",
-     "probability": 0.6},
-    {"first": 12, "last": 13, "text": " he", "old": "it", "new": "he", "probability": 0.4},
-]  # fmt: skip
+CHANGES = [("at", "on", 0.9), ("slept", "fell asleep", 0.6), ("it", "he", 0.4)]
+
+
+def proposals(page: Page) -> list[dict[str, Any]]:
+    pieces = [step["text"] for step in branch(page)["steps"]]
+    found = []
+    for old, new, chance in CHANGES:
+        begin = WORDS.index(f" {old}")
+        first = next(n for n in range(len(pieces)) if len("".join(pieces[: n + 1])) > begin)
+        last = first
+        while "".join(pieces[first:last]) != f" {old}":
+            last += 1
+        words = {"old": old, "new": new, "text": f" {new}", "probability": chance}
+        found.append({"first": first, "last": last, **words})
+    return found
 
 
 def proposed(page: Page) -> Locator:
     """Proposals that are always the same, as the server would send them."""
-    events = [("proposal", {"looked": n + 1, **one}) for n, one in enumerate(PROPOSALS)]
+    events = [("proposal", {"looked": n + 1, **one}) for n, one in enumerate(proposals(page))]
     events.append(("done", {"looked": 3, "proposals": 3}))
     body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
     page.route("**/revise", lambda route: route.fulfill(

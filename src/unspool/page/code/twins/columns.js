@@ -20,7 +20,7 @@ export function Written() {
     <h3>Left to right</h3>
     ${left.fault && html`<p class="fault" role="alert">${left.fault.message}</p>`}
     ${!branch ? html`<p class="quiet">${causalNow() ? "Nothing is written yet." : "No causal model is in memory."}</p>`
-      : size ? html`<${Board} size=${size} puzzle=${branch.prompt.text} cells=${shown.map(({ text }, at) => ({ number: at, token: 0, text,
+      : size ? html`<${Board} size=${size} puzzle=${branch.prompt.text} cells=${shown.map(({ text }, at) => ({ number: -1 - at, token: 0, text,
           change: at === shown.length - 1 ? "set" : null }))} />`
         : html`<${TokenText} steps=${shown} label="Written left to right" writing=${left.writing}
           pick=${(at) => openInWrite(left.id, at)} />`}
