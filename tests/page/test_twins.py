@@ -46,14 +46,14 @@ def view(page: Page, server: Running) -> Locator:
     """The view with a diffusion model in memory."""
     httpx.post(f"{server.url}/v1/models/tiny/load", timeout=60).raise_for_status()
     found = opened(page)
-    expect(found.get_by_label("In any order", exact=True).first).to_have_value("tiny")
+    expect(found.locator("[name=masked]")).to_have_value("tiny")
     return found
 
 
 def written(view: Locator, prompt: str = "hello", length: int = 12, **fields: str) -> Locator:
     """Both have written; gives the canvas' column."""
-    view.get_by_label("Prompt, for both").fill(prompt)
-    view.get_by_label("Tokens", exact=True).fill(str(length))
+    view.locator("[name=prompt]").fill(prompt)
+    view.locator("[name=length]").fill(str(length))
     for name, value in fields.items():
         view.locator(f"[name={name}]").fill(value)
     view.locator("#twins-write").click()
@@ -146,10 +146,10 @@ def test_what_is_wrong_is_said_in_place(
     page: Page, view: Locator, expected_errors: list[str]
 ) -> None:
     expected_errors.append("400")
-    view.get_by_label("Tokens", exact=True).fill("many")
+    view.locator("[name=length]").fill("many")
     view.locator("#twins-write").click()
     expect(view.get_by_role("alert")).to_contain_text("it must be a whole number")
-    view.get_by_label("Tokens", exact=True).fill("500")
+    view.locator("[name=length]").fill("500")
     view.locator("[name=prompt]").fill("hello")
     page.route("**/v1/tree", lambda route: route.abort())  # only the canvas is asked for
     expected_errors.append("Failed to load")
