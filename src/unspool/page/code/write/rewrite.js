@@ -33,7 +33,7 @@ function Popup({ part }) {
     if (!goes) setFound(null);
   };
   useEffect(() => { if (part.asked && found === null) ask(); }, [part.asked]);
-  useEffect(() => { if (found?.candidates) box.current?.querySelector("li button")?.focus(); }, [found]);
+  useEffect(() => { if (found?.candidates) box.current?.querySelector("li button:not(:disabled)")?.focus(); }, [found]);
   const leave = () => {
     clearPart();
     document.getElementById("text").focus({ preventScroll: true });
