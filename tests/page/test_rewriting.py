@@ -169,7 +169,7 @@ def test_changes_are_accepted_one_by_one_rejected_and_undone(story: Page) -> Non
     panel = proposed(story)
     struck = story.locator("#text .struck")
     expect(struck).to_have_text([" at", " slept", " it"])
-    assert [s.get_attribute("data-new") for s in struck.all()] == [" on", " fell asleep", " he"]
+    assert [s.get_attribute("data-new") for s in struck.all()] == ["on", "fell asleep", "he"]
     panel.get_by_role("button", name="Accept “slept” to “fell asleep”").click()
     expect(panel.get_by_text("2 proposals")).to_be_visible()
     reads(story, WORDS.replace("slept", "fell asleep"))
