@@ -58,7 +58,7 @@ def written(view: Locator, prompt: str = "hello", length: int = 12, **fields: st
         view.locator(f"[name={name}]").fill(value)
     view.locator("#twins-write").click()
     column = view.get_by_role("region", name="In any order")
-    expect(column.get_by_text("all places are full.")).to_be_visible(timeout=SLOW)
+    expect(column.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
     expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
     return column
 
@@ -116,7 +116,7 @@ def test_a_place_is_set_by_hand_and_the_rest_goes_on_from_there(view: Locator) -
     own.press("Enter")
     expect(filled.locator(".place.did-hand")).to_have_text(["A", "B"])
     filled.locator("#twins-go-on").click()
-    expect(filled.get_by_text("all places are full.")).to_be_visible(timeout=SLOW)
+    expect(filled.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
     expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
     after = filled.locator(".place").all_inner_texts()
     assert after[9:11] == ["A", "B"] and after != before and len(after) == 12
@@ -138,7 +138,7 @@ def test_a_place_is_cleared_and_another_candidate_taken(page: Page, view: Locato
     panel.get_by_role("button", name="Clear it").click()
     expect(filled.get_by_text("1 place changed by hand")).to_be_visible()
     filled.locator("#twins-go-on").click()
-    expect(filled.get_by_text("all places are full.")).to_be_visible(timeout=SLOW)
+    expect(filled.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
     expect(filled.locator(".place.guess, .place.blank")).to_have_count(0)
 
 

@@ -70,6 +70,8 @@ def test_it_is_what_the_library_makes(client: httpx.Client, masked: Any) -> None
         assert [p["probability"] for p in one["places"]] == pytest.approx(
             [p.probability for p in expected.places], abs=1e-4
         )
+        chances = [sum(c["probability"] for c in p["candidates"]) for p in one["places"]]
+        assert all(0 < chance <= 1.0001 for chance in chances)  # the model's own, of the likeliest
 
 
 def test_streamed_pass_by_pass(client: httpx.Client) -> None:

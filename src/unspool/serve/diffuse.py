@@ -6,6 +6,7 @@ a person may stop at a pass, set and clear places by hand, and go on from there.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -18,7 +19,6 @@ from unspool.decoding.diffusion import DiffusionStream, stream_diffusion
 from unspool.decoding.passes import Pass, Place
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Tokens, stops
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.core.step_json import finite
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event, pouring
 from unspool.serve.http.routes import new_router
@@ -147,14 +147,14 @@ def pass_json(one: Pass) -> dict[str, Any]:
 
 def _place(place: Place) -> dict[str, Any]:
     candidates = [
-        {"token": c.token, "text": c.text, "probability": finite(c.probability)}
+        {"token": c.token, "text": c.text, "probability": math.exp(c.logprob)}
         for c in place.candidates
     ]
     return {
         "number": place.number,
         "token": place.token,
         "text": place.text,
-        "probability": finite(place.probability),
+        "probability": place.probability,
         "change": place.change,
         "candidates": candidates,
     }

@@ -29,7 +29,7 @@ export function Written() {
   </section>`;
 }
 
-const ENDS = { stop: "it ended by itself", length: "all places are full", interrupted: "stopped", context: "the context is full" };
+const ENDS = { stop: "It ended by itself", length: "All places are full", interrupted: "Stopped", context: "The context is full" };
 
 export function Filled() {
   const { right } = twins;
