@@ -220,7 +220,7 @@ def test_looks(story: Page) -> None:
     story.set_viewport_size({"width": 1280, "height": 800})
     story.get_by_role("button", name="Close the revision").click()
     expect(story.get_by_role("region", name="Revision")).to_have_count(0)
-    mark(story, "woke", "up")
+    mark(story, "that", "sat")
     story.locator("#rewrite").click()
     candidates(story)
     check_looks(story, "rewrite")
