@@ -20,8 +20,9 @@ TOKENS = [
     f'<div class="{around}"><div class="tokens"><span class="t {tint} {kind}">a</span></div></div>'
     for around in ("text-box", "cmp-column panel cmp-text", "beside-column panel")
     for tint in ("", *(f"tint-{n}" for n in TINTS))
-    for kind in ("", "chosen", "special", "added", "selected", "part", "accepted")
-]
+    for kind in ("", "chosen", "special", "added", "selected", "part", "accepted", "in-part",
+                 "struck", "struck current-change")
+]  # fmt: skip
 TOKENS += [
     f'<div class="text-box"><div class="tokens"><span class="t prompt {kind}">a</span></div></div>'
     for kind in ("", "special", "added", "selected", "part")
@@ -65,6 +66,19 @@ PARTS = [
     f'<p class="{kind}"><span>a</span></p>'
     for kind in ("notice", "notice bad", "fault", "chip", "step-pen", "tiny-note", "map-deleted")
 ]
+PARTS += [
+    f'<div class="panel"><div class="{around}"><button class="place {kind}">a</button></div></div>'
+    for around in ("canvas", "board board-9")
+    for kind in ("", "guess", "blank", "did-set", "did-edited", "did-hand", "guess did-cleared",
+                 "given", "wrong", "given wrong", "wrong did-set")
+]  # fmt: skip
+PARTS += [
+    f'<ul class="revision-list"><li class="{kind}"><{tag}>a</{tag}></li></ul>'
+    for kind in ("", "current-change")
+    for tag in ("del", "ins", 'span class="quiet"')
+]
+PARTS += [f'<ul class="twins-candidates"><li><button aria-pressed="{is_on}"><span class="piece">'
+          "<i>a</i></span></button></li></ul>" for is_on in ("true", "false")]  # fmt: skip
 
 FAINT = """async (pieces) => {
     const { numbersOf } = await import("/page/code/colors.js");

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import canvas_support
 import httpx
 import pytest
 from running_server import Running, running, settled
 from tree_client import read
 
+import canvas_support
 from unspool.serve.core.registry import ModelEntry
 
 ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 12, "seed": 3, "threshold": 0.05}
@@ -70,6 +70,8 @@ def test_it_is_what_the_library_makes(client: httpx.Client, masked: Any) -> None
         assert [p["probability"] for p in one["places"]] == pytest.approx(
             [p.probability for p in expected.places], abs=1e-4
         )
+        chances = [sum(c["probability"] for c in p["candidates"]) for p in one["places"]]
+        assert all(0 < chance <= 1.0001 for chance in chances)  # the model's own, of the likeliest
 
 
 def test_streamed_pass_by_pass(client: httpx.Client) -> None:
@@ -132,11 +134,10 @@ def test_what_cannot_be_is_said(
 def test_who_leaves_gives_the_pages_back(serving: Running) -> None:
     body = {**ASKED, "model": "block", "max_tokens": 100, "order": "fixed", "stream": True}
     for events in (0, 1, 3):
-        with httpx.Client(base_url=serving.url, timeout=60) as gone:
-            with gone.stream("POST", "/v1/diffuse", json=body) as answer:
-                lines = answer.iter_lines()
-                for _ in range(3 * events):
-                    next(lines)
+        with httpx.stream("POST", f"{serving.url}/v1/diffuse", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            for _ in range(3 * events):
+                next(lines)
         settled(serving)
 
 

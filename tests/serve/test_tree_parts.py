@@ -35,7 +35,9 @@ def span(branch: dict[str, Any], words: str) -> tuple[int, int]:
     raise AssertionError(f"{words!r} is not in {pieces}")
 
 
-def test_candidates_are_ranked_by_the_whole_text(tree: Tree, story: dict[str, Any], lm: Any) -> None:
+def test_candidates_are_ranked_by_the_whole_text(
+    tree: Tree, story: dict[str, Any], lm: Any
+) -> None:
     first, last = span(story, " sat")
     asked = {"first": first, "last": last, "candidates": 4}
     found = tree.ask("POST", f"/{story['id']}/fill", json=asked)
@@ -47,7 +49,9 @@ def test_candidates_are_ranked_by_the_whole_text(tree: Tree, story: dict[str, An
     start = [lm.tokenizer.special_tokens["<|endoftext|>"]]
     texts = [PROMPT + WORDS.replace(" sat", f" {one['new']}") for one in told]
     totals = [lm.score([*start, *lm.tokenizer.encode(text)]).total for text in texts]
-    assert [s - scores[0] for s in scores] == pytest.approx([t - totals[0] for t in totals], abs=0.5)
+    assert [s - scores[0] for s in scores] == pytest.approx(
+        [t - totals[0] for t in totals], abs=0.5
+    )
     for one in told:
         change = {name: one[name] for name in ("first", "last", "text")}
         made = tree.do("replace", story, changes=[change])
@@ -82,7 +86,7 @@ def test_a_character_of_several_tokens_is_replaced_whole(tree: Tree, story: dict
     found = tree.ask("POST", f"/{story['id']}/fill", json={"first": cat, "last": cat + 1})
     one = found["candidates"][0]
     assert one["first"] <= cat < one["last"] and found["old"].endswith("🐈")
-    change = {"first": one["first"], "last": one["last"], "text": " (cat)"}
+    change = {**{name: one[name] for name in ("first", "last")}, "text": " (cat)"}
     assert tree.do("replace", story, changes=[change])["text"] == WORDS.replace("🐈", "(cat)")
 
 
@@ -112,9 +116,9 @@ def test_proposals_come_one_by_one_or_together(tree: Tree, story: dict[str, Any]
 
 def test_who_leaves_a_revision_ends_it(tree: Tree, story: dict[str, Any], server: Any) -> None:
     body = {"places": 200, "stream": True}
-    with httpx.Client(base_url=server.url, timeout=60) as gone:
-        with gone.stream("POST", f"/v1/tree/{story['id']}/revise", json=body) as answer:
-            next(answer.iter_lines())
+    path = f"{server.url}/v1/tree/{story['id']}/revise"
+    with httpx.stream("POST", path, json=body, timeout=60) as answer:
+        next(answer.iter_lines())
     settled(server)
 
 

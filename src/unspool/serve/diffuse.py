@@ -6,6 +6,7 @@ a person may stop at a pass, set and clear places by hand, and go on from there.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -18,7 +19,6 @@ from unspool.decoding.diffusion import DiffusionStream, stream_diffusion
 from unspool.decoding.passes import Pass, Place
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Tokens, stops
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.core.step_json import finite
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event, pouring
 from unspool.serve.http.routes import new_router
@@ -46,9 +46,9 @@ class DiffuseRequest(Sampling):
     block: Count | None = Field(None, description="places that are filled before the next ones")
     steps: Count | None = Field(None, description="the most passes a block may take")
     k: Count | None = Field(None, description="how many places a pass sets at least")
-    order: (
-        Literal["threshold", "factor", "entropy", "left", "fixed", "margin", "random"] | None
-    ) = None
+    order: Literal["threshold", "factor", "entropy", "left", "fixed", "margin", "random"] | None = (
+        None
+    )
     threshold: Share | None = Field(None, description="how likely a token must be to be set (0.9)")
     factor: float | None = Field(None, ge=0)
     entropy_bound: float | None = Field(None, ge=0)
@@ -76,8 +76,8 @@ class DiffuseRequest(Sampling):
 
 @router.post("/v1/diffuse", summary="Fill masked places in any order, pass by pass")
 async def diffuse(body: DiffuseRequest, request: Request) -> Response:
-    """With `stream` an event `start` tells the prompt and the canvas, each `pass` what every place of
-    its block would say, how sure the model is, and what was set or taken back; `done` tells the
+    """With `stream` an event `start` tells the prompt and the canvas, each `pass` what every place
+    of its block would say, how sure the model is, and what was set or taken back; `done` tells the
     text. Without it the answer has all of them."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
@@ -147,14 +147,14 @@ def pass_json(one: Pass) -> dict[str, Any]:
 
 def _place(place: Place) -> dict[str, Any]:
     candidates = [
-        {"token": c.token, "text": c.text, "probability": finite(c.probability)}
+        {"token": c.token, "text": c.text, "probability": math.exp(c.logprob)}
         for c in place.candidates
     ]
     return {
         "number": place.number,
         "token": place.token,
         "text": place.text,
-        "probability": finite(place.probability),
+        "probability": place.probability,
         "change": place.change,
         "candidates": candidates,
     }

@@ -4,6 +4,7 @@ there while the rest stays."""
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Annotated, Any
 
 from fastapi import Request
@@ -70,7 +71,9 @@ async def fill_part(identity: str, body: FillRequest, request: Request) -> Respo
     return JsonReply({"object": "tree.fill", "branch": identity, **found})
 
 
-def _filled(call: Call, plain: PlainText, first: int, last: int, body: FillRequest) -> dict[str, Any]:
+def _filled(
+    call: Call, plain: PlainText, first: int, last: int, body: FillRequest
+) -> dict[str, Any]:
     lm = call.served.lm
     start, end = plain.span(first, last)
     part = plain.written[start:end]
@@ -129,7 +132,7 @@ async def replace_parts(identity: str, body: ReplaceRequest, request: Request) -
 
 def _in_order(branch: TreeBranch, given: list[Replacement]) -> list[tuple[int, int, str]]:
     found = sorted((*checked_range(branch, one.first, one.last), one.text) for one in given)
-    for (_, end, _), (start, _, _) in zip(found, found[1:], strict=False):
+    for (_, end, _), (start, _, _) in pairwise(found):
         if start < end:
             raise bad_request("two of the changes are about the same steps", "changes")
     return found

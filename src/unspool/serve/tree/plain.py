@@ -45,8 +45,8 @@ class PlainText:
     def steps_of(self, start: int, end: int) -> tuple[int, int]:
         """The steps that have a part in these characters of what was written."""
         first = bisect_right(self.ends, start)
-        while first and not self.steps[first - 1].text and self.steps[first - 1].bytes:
-            first -= 1  # the beginning of a character of several tokens
+        while 0 < first < len(self.steps) and self.steps[first].begun:
+            first -= 1  # a character of several tokens goes as a whole
         last = first
         while last < len(self.steps) and (self.ends[last - 1] if last else 0) < end:
             last += 1

@@ -121,8 +121,9 @@ def _revised(
     """A proposal or nothing for each word that is looked at."""
     levels = _levels(call, tokens, plain, body.by, twin)
     shift, text = len(plain.before), plain.text
+    ends = [shift, *(shift + at for at in plain.ends)]
     doubts = [
-        Doubt(step.token, step.text, *(shift + at for at in plain.span(n, n + 1)), level)
+        Doubt(step.token, step.text, ends[n], ends[n + 1], level)
         for n, (step, level) in enumerate(zip(plain.steps, levels, strict=True))
         if step.text
     ]
@@ -154,7 +155,9 @@ def _proposal(plain: PlainText, unit: Unit, found: Any) -> dict[str, Any]:
     }
 
 
-async def _events(identity: str, found: Worker[dict[str, Any] | None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    identity: str, found: Worker[dict[str, Any] | None]
+) -> AsyncGenerator[bytes, None]:
     looked = proposed = 0
     async for one in found:
         looked += 1

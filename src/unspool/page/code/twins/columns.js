@@ -20,7 +20,7 @@ export function Written() {
     <h3>Left to right</h3>
     ${left.fault && html`<p class="fault" role="alert">${left.fault.message}</p>`}
     ${!branch ? html`<p class="quiet">${causalNow() ? "Nothing is written yet." : "No causal model is in memory."}</p>`
-      : size ? html`<${Board} size=${size} puzzle=${branch.prompt.text} cells=${shown.map(({ text }, at) => ({ number: at, token: 0, text,
+      : size ? html`<${Board} size=${size} puzzle=${branch.prompt.text} cells=${shown.map(({ text }, at) => ({ number: -1 - at, token: 0, text,
           change: at === shown.length - 1 ? "set" : null }))} />`
         : html`<${TokenText} steps=${shown} label="Written left to right" writing=${left.writing}
           pick=${(at) => openInWrite(left.id, at)} />`}
@@ -29,7 +29,7 @@ export function Written() {
   </section>`;
 }
 
-const ENDS = { stop: "it ended by itself", length: "all places are full", interrupted: "stopped", context: "the context is full" };
+const ENDS = { stop: "It ended by itself", length: "All places are full", interrupted: "Stopped", context: "The context is full" };
 
 export function Filled() {
   const { right } = twins;

@@ -93,7 +93,7 @@ export function applyMarks(spans, branch) {
       if (change === state.revision.current) dress(at, "current-change");
     }
     const last = spans[own + change.last - 1];
-    if (last) last.dataset.new = change.text;
+    if (last) last.dataset.new = change.new;
   }
 }
 

@@ -31,19 +31,25 @@ export async function replaceParts(branch, changes, { label, after = () => {}, b
 
 /** The steps that stand there because they stood there before: nobody chose them anew. */
 function keptSteps(branch, fork, changes) {
-  const spans = [];
-  let shift = 0;
-  for (const { first, last, text } of [...changes].sort((one, other) => one.first - other.first)) {
-    const length = (to) => branch.steps.slice(0, to).reduce((sum, step) => sum + step.text.length, 0);
-    const start = length(first) + shift;
-    spans.push([start, start + text.length]);
-    shift += text.length - (length(last) - length(first));
-  }
+  const spans = []; // what is new, in characters of the new text
+  const chosen = new Set(); // where a token begins that a person had chosen before
+  const sorted = [...changes].sort((one, other) => one.first - other.first);
+  let [at, next] = [0, 0];
+  branch.steps.forEach((step, number) => {
+    if (sorted[next]?.first === number) {
+      spans.push([at, at + sorted[next].text.length]);
+      at += sorted[next].text.length;
+    }
+    const isGone = sorted[next] && number >= sorted[next].first;
+    if (!isGone && step.chosen && !branch.kept?.has(number)) chosen.add(at);
+    if (!isGone) at += step.text.length;
+    if (sorted[next]?.last === number + 1) next += 1;
+  });
   const kept = new Set();
-  let at = 0;
+  at = 0;
   fork.steps.forEach((step, number) => {
     const end = at + step.text.length;
-    if (!spans.some(([start, stop]) => at < stop && end > start)) kept.add(number);
+    if (!spans.some(([start, stop]) => at < stop && end > start) && !chosen.has(at)) kept.add(number);
     at = end;
   });
   return kept;

@@ -33,7 +33,7 @@ function Popup({ part }) {
     if (!goes) setFound(null);
   };
   useEffect(() => { if (part.asked && found === null) ask(); }, [part.asked]);
-  useEffect(() => { if (found?.candidates) box.current?.querySelector("li button")?.focus(); }, [found]);
+  useEffect(() => { if (found?.candidates) box.current?.querySelector("li button:not(:disabled)")?.focus(); }, [found]);
   const leave = () => {
     clearPart();
     document.getElementById("text").focus({ preventScroll: true });
@@ -61,7 +61,7 @@ function Popup({ part }) {
 
 function Found({ found, put, leave }) {
   const most = Math.max(...found.candidates.map(({ probability }) => probability), 1e-9);
-  return html`<div class="row spread"><h3>Instead of “${short(found.old)}”</h3>
+  return html`<div class="row spread"><h2>Instead of “${short(found.old)}”</h2>
       <button class="button plain tiny" aria-label="Close" onClick=${leave}>×</button></div>
     <ul class="rewrite-list">${found.candidates.map((one) => html`<li key=${one.new}>
       <button disabled=${one.now} onClick=${() => put(one)} title=${one.now ? "What stands there now" : "Put this there"}>

@@ -1,0 +1,188 @@
+"""Twins: one prompt left to right and in any order, pass by pass, and a person's own hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from acts import until
+from looks import check_looks
+from playwright.sync_api import Locator, Page, expect
+from running_server import Running, default_entry, running
+
+import canvas_support
+from unspool.serve.core.registry import ModelEntry
+
+SLOW = 60_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The default model, and a tiny one of blocks that comes into memory when it is asked for."""
+    folder = tmp_path_factory.mktemp("masked")
+
+    def load() -> Any:
+        lm = canvas_support.with_vocabulary(folder / "model", sight="block", block=8)
+        lm.end_ids = frozenset()  # whatever it writes, all places get a token
+        return lm
+
+    entries = [default_entry(default_model, memory=256 << 20), ModelEntry("tiny", load, 1 << 20)]
+    with running(entries) as found:
+        yield found
+
+
+def opened(page: Page) -> Locator:
+    page.get_by_role("button", name="Twins", exact=True).click()
+    view = page.get_by_role("region", name="Twins")
+    expect(view.get_by_role("heading", name="Twins")).to_be_visible()
+    return view
+
+
+@pytest.fixture
+def view(page: Page, server: Running) -> Locator:
+    """The view with a diffusion model in memory."""
+    httpx.post(f"{server.url}/v1/models/tiny/load", timeout=60).raise_for_status()
+    found = opened(page)
+    expect(found.locator("[name=masked]")).to_have_value("tiny")
+    return found
+
+
+def written(view: Locator, prompt: str = "hello", length: int = 12, **fields: str) -> Locator:
+    """Both have written; gives the canvas' column."""
+    view.locator("[name=prompt]").fill(prompt)
+    view.locator("[name=length]").fill(str(length))
+    for name, value in fields.items():
+        view.locator(f"[name={name}]").fill(value)
+    view.locator("#twins-write").click()
+    column = view.get_by_role("region", name="In any order")
+    expect(column.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
+    expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
+    return column
+
+
+def number(column: Locator, name: str) -> float:
+    return float(column.locator(f"[data-number={name}]").inner_text().split()[0])
+
+
+def test_without_a_diffusion_model_it_says_how_to_get_one(page: Page) -> None:
+    """First of all: the tiny one is not in memory yet."""
+    view = opened(page)
+    expect(view.get_by_text("unspool train twin --kind block")).to_be_visible()
+    expect(view.get_by_text("This needs a model with a mask token.")).to_be_visible()
+    check_looks(page, "twins-none")
+    view.locator("[name=masked]").select_option("tiny")  # known to be there, not what it can
+    expect(view.get_by_text("unspool train twin --kind block")).to_have_count(0)
+
+
+def test_both_are_written_and_compared(view: Locator) -> None:
+    filled = written(view, threshold="0.03")
+    left = view.get_by_role("region", name="Left to right")
+    assert number(left, "passes") == number(left, "tokens") == 12
+    assert number(filled, "tokens") == 12 and number(filled, "passes") >= 2
+    assert number(left, "surprise") >= 0
+    expect(filled.locator("[data-number=surprise]")).not_to_have_text("– nats")
+    expect(filled.locator(".place")).to_have_count(12)
+    expect(filled.locator(".place.guess, .place.blank")).to_have_count(0)
+    expect(left.locator(".t")).to_have_count(12)
+
+
+def test_drag_through_the_passes(page: Page, view: Locator) -> None:
+    filled = written(view)
+    slider = view.locator("#twins-pass")
+    slider.fill("0")
+    expect(filled.locator(".place.blank")).to_have_count(12)
+    expect(view.get_by_role("region", name="Left to right").locator(".t")).to_have_count(0)
+    slider.fill("1")
+    expect(filled.locator(".place.did-set").first).to_be_visible()
+    first = filled.locator(".place.did-set").count()
+    expect(filled.get_by_role("status").first).to_contain_text(f"{12 - first} still masked")
+    expect(filled.locator(".place.guess").first).to_be_visible()  # what the others would say
+    expect(view.get_by_role("region", name="Left to right").locator(".t")).to_have_count(1)
+    slider.press("ArrowRight")
+    expect(slider).to_have_value("2")
+
+
+def test_a_place_is_set_by_hand_and_the_rest_goes_on_from_there(view: Locator) -> None:
+    filled = written(view)
+    before = filled.locator(".place").all_inner_texts()
+    view.locator("#twins-pass").fill("0")
+    place = filled.locator("[data-place='9']")
+    place.click()
+    own = filled.get_by_placeholder("Your own words, from here on")
+    own.fill("AB")
+    own.press("Enter")
+    expect(filled.locator(".place.did-hand")).to_have_text(["A", "B"])
+    filled.locator("#twins-go-on").click()
+    expect(filled.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
+    expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
+    after = filled.locator(".place").all_inner_texts()
+    assert after[9:11] == ["A", "B"] and after != before and len(after) == 12
+    view.locator("#twins-pass").fill("1")  # what a hand did is a pass of its own
+    expect(filled.get_by_text("By hand: 2 places; 10 still masked.")).to_be_visible()
+
+
+def test_a_place_is_cleared_and_another_candidate_taken(page: Page, view: Locator) -> None:
+    filled = written(view, length=6)
+    filled.locator("[data-place='4']").focus()
+    page.keyboard.press("ArrowRight")
+    until(page, "document.activeElement.dataset.place === '5'")
+    page.keyboard.press("Enter")
+    panel = filled.get_by_role("group", name="Place 6")
+    panel.locator(".twins-candidates button[aria-pressed=false]").first.click()
+    expect(filled.locator("[data-place='5'].did-hand")).to_have_count(1)
+    filled.get_by_role("button", name="Take that back").click()
+    expect(filled.locator(".did-hand")).to_have_count(0)
+    panel.get_by_role("button", name="Clear it").click()
+    expect(filled.get_by_text("1 place changed by hand")).to_be_visible()
+    filled.locator("#twins-go-on").click()
+    expect(filled.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
+    expect(filled.locator(".place.guess, .place.blank")).to_have_count(0)
+
+
+def test_what_is_wrong_is_said_in_place(
+    page: Page, view: Locator, expected_errors: list[str]
+) -> None:
+    expected_errors.append("400")
+    view.locator("[name=length]").fill("many")
+    view.locator("#twins-write").click()
+    expect(view.get_by_role("alert")).to_contain_text("it must be a whole number")
+    view.locator("[name=length]").fill("500")
+    view.locator("[name=prompt]").fill("hello")
+    page.route("**/v1/tree", lambda route: route.abort())  # only the canvas is asked for
+    expected_errors.append("Failed to load")
+    view.locator("#twins-write").click()
+    filled = view.get_by_role("region", name="In any order")
+    expect(filled.get_by_role("alert")).to_contain_text("context holds 128", timeout=SLOW)
+
+
+def test_a_sudoku_is_a_board(view: Locator) -> None:
+    filled = written(view, prompt="1..4.4...1..4..1", length=16)
+    board = filled.get_by_role("group", name="Sudoku, 4 by 4")
+    expect(board.locator(".place")).to_have_count(16)
+    expect(board.locator(".given")).to_have_count(6)
+    left = view.get_by_role("region", name="Left to right").get_by_role(
+        "group", name="Sudoku, 4 by 4"
+    )
+    expect(left.locator(".place")).to_have_count(16)
+    board.locator("[data-place='1']").click()
+    own = filled.get_by_placeholder("Your own words, from here on")
+    own.fill("2")
+    own.press("Enter")
+    expect(board.locator("[data-place='1']")).to_have_text("2")
+
+
+def test_looks(page: Page, view: Locator) -> None:
+    filled = written(view, length=24)
+    view.locator("#twins-pass").fill("5")
+    filled.locator("[data-place='3']").click()
+    check_looks(page, "twins")
+
+
+def test_the_looks_of_a_board(page: Page, view: Locator) -> None:
+    filled = written(view, prompt="1..4.4...1..4..1", length=16)
+    view.locator("#twins-pass").fill("7")
+    expect(filled.locator(".board")).to_be_visible()
+    check_looks(page, "twins-board")
