@@ -15,7 +15,7 @@ import torch
 import unspool
 from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
-from unspool.model.adapters import read_adapter
+from unspool.model.adapters import Twin, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.train.data.tokenizer import TokenizerSettings, learn, save
 from unspool.train.running.events import Event, Logged
@@ -84,6 +84,23 @@ def test_as_an_adapter_it_is_peft_with_a_note(here: Path):
     }  # fmt: skip
     adapter = read_adapter(run.final, open_checkpoint(here / "model").config)
     assert any(np.abs(part.up).max() > 0 for part in adapter.parts.values())
+    assert adapter.twin == Twin(mask_id=0, block=8, shifted=True)
+
+
+def test_a_canvas_is_filled_as_the_twin_says(here: Path):
+    """Nobody has to name mask, block and shift of an adapter that says them itself."""
+    run, _ = trained(settings(here, "block", lora=2, chat=0))
+    with unspool.load(here / "model", backend="torch") as lm:
+        with pytest.raises(UnspoolError, match="no mask token"):
+            lm.diffuse([5, 6, 7], max_tokens=16)
+        lm.load_adapter("twin", run.final)
+        filled = lm.diffuse([5, 6, 7], max_tokens=16, twin="twin", seed=1, end=False)
+        named = {"mask": 0, "block": 8, "shifted": True}
+        again = lm.diffuse([5, 6, 7], max_tokens=16, twin="twin", seed=1, end=False, **named)
+        assert filled.tokens == again.tokens and len(filled.tokens) == 16
+        (run.final / "twin.json").write_text('{"mask_id": 10000000, "block": 8}')
+        with pytest.raises(UnspoolError, match="mask_id is 10000000"):
+            lm.load_adapter("twin", run.final)
 
 
 def test_a_fill_twin_goes_on_from_a_block_twin(here: Path):

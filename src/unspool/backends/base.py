@@ -17,7 +17,8 @@ from unspool.backends.step import Floats, Handle, StepBatch
 from unspool.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from unspool.model.adapters import Adapter as Adapter  # those above know it from here
+    from unspool.model.adapters import Adapter as Adapter  # those above know them from here
+    from unspool.model.adapters import Twin as Twin
 
 
 @dataclass(frozen=True, slots=True)

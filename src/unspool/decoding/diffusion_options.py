@@ -119,7 +119,7 @@ def plan_of(lm: Session, prompt: Prompt, options: dict[str, Any]) -> DiffusionPl
         kind=kind,
         length=length,
         given=(*start, *[None] * (length - len(start))),
-        block=min(_block(lm, kind, block, length), length) if kind.sight != "block" else kind.block,
+        block=kind.block if kind.sight == "block" else min(_block(lm, kind, block, length), length),
         steps=steps,
         least=whole("k", given.get("k", 1)),
         order=order,
@@ -137,8 +137,8 @@ def plan_of(lm: Session, prompt: Prompt, options: dict[str, Any]) -> DiffusionPl
 
 def canvas_kind(lm: Session, given: dict[str, Any]) -> CanvasKind:
     """How this model sees a canvas."""
-    config = lm.config
-    mask = given.get("mask", config.mask_id)
+    config, twin = lm.config, lm.engine.adapters.twin(given.get("twin"))
+    mask = given.get("mask", config.mask_id if twin is None else twin.mask_id)
     if isinstance(mask, str):
         mask = lm.single_token(mask)
     if mask is None:
@@ -155,7 +155,7 @@ def canvas_kind(lm: Session, given: dict[str, Any]) -> CanvasKind:
         mask_id=mask,
         sight=config.sight,
         block=whole("block", block) if config.sight == "block" else 0,
-        shifted=bool(given.get("shifted", config.shifted)),
+        shifted=bool(given.get("shifted", config.shifted if twin is None else twin.shifted)),
         adapter=given.get("adapter", lm.adapter),
         twin=given.get("twin"),
     )
@@ -165,7 +165,10 @@ def _block(lm: Session, kind: CanvasKind, given: int | None, length: int) -> int
     """A model that sees everything has one block, unless it is told otherwise."""
     if given is not None:
         return given
-    return length if kind.sight == "whole" else lm.config.block or _USUAL_BLOCK
+    if kind.sight == "whole":
+        return length
+    twin = lm.engine.adapters.twin(kind.twin)
+    return (lm.config.block if twin is None else twin.block) or _USUAL_BLOCK
 
 
 def _length(lm: Session, request: Request, given: Any) -> int:

@@ -13,7 +13,7 @@ from unspool.engine.loop import Loop
 from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
-    from unspool.backends.base import Adapter
+    from unspool.backends.base import Adapter, Twin
 
 
 class EngineAdapters:
@@ -22,6 +22,7 @@ class EngineAdapters:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._numbers: dict[str, int] = {}
+        self._twins: dict[str, Twin] = {}
         self._retired: set[int] = set()  # let go, and perhaps still in use
         self._count = 0
 
@@ -42,6 +43,11 @@ class EngineAdapters:
             )
         return number
 
+    def twin(self, name: str | None) -> Twin | None:
+        """How this adapter fills a canvas, if it says so."""
+        self.number(name)
+        return None if name is None else self._twins.get(name)
+
     def load(self, name: str, adapter: Adapter) -> None:
         """Have an adapter under this name from now on, also where there was another."""
 
@@ -50,6 +56,8 @@ class EngineAdapters:
             self._count += 1
             self._retire(name)
             self._numbers[name] = self._count
+            if adapter.twin is not None:
+                self._twins[name] = adapter.twin
 
         self._loop.call(put)
 
@@ -61,6 +69,7 @@ class EngineAdapters:
     def _retire(self, name: str) -> None:
         if name in self._numbers:
             self._retired.add(self._numbers.pop(name))
+            self._twins.pop(name, None)
         for number in sorted(self._retired):
             if self._loop.tree.index.forget(number):
                 self._loop.backend.set_adapter(number, None)

@@ -29,6 +29,7 @@ from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.weights import Rule, row_order, shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TWIN = "twin.json"  # beside an adapter that fills a canvas: how
 Floats = npt.NDArray[np.float32]
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -60,12 +61,22 @@ class LowRank:
         return np.asarray(self.up @ self.down * np.float32(self.scale), np.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """How an adapter fills places behind the text of the causal model that it belongs to."""
+
+    mask_id: int
+    block: int  # places that are filled before the next
+    shifted: bool  # a vector guesses the token behind its own place
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """All that one adapter adds, by our names of the matrices."""
 
     parts: Mapping[str, LowRank]
     base: str = ""  # the model it was trained on, as its file calls it
+    twin: Twin | None = None  # how it fills a canvas, if it was trained to
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +141,23 @@ def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
             )
         scale = _scale(settings, name, len(down))
         parts.update(_split(folder, modules[name], down, up, scale, config))
-    return Adapter(parts, str(settings.get("base_model_name_or_path") or ""))
+    base = str(settings.get("base_model_name_or_path") or "")
+    return Adapter(parts, base, _twin(folder, config))
+
+
+def _twin(folder: Path, config: ModelConfig) -> Twin | None:
+    """What is noted beside an adapter that fills a canvas."""
+    if not (folder / TWIN).is_file():
+        return None
+    told = read_json(folder / TWIN)
+    mask, block = told.get("mask_id"), told.get("block")
+    known = type(mask) is int and 0 <= mask < config.vocab_size
+    if not known or type(block) is not int or not 0 <= block <= config.context:
+        raise ModelFileError(
+            f"{folder / TWIN}: mask_id is {mask!r} and block {block!r}; they must be a token of "
+            "the model and a number of tokens"
+        )
+    return Twin(mask, block, told.get("shifted") is True)
 
 
 def write_adapter(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unspool.errors import SettingsError
-from unspool.model.adapters import Adapter, LowRank, write_adapter
+from unspool.model.adapters import TWIN, Adapter, LowRank, write_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import read_json
@@ -33,7 +33,6 @@ from unspool.train.twins.mixture import Mixture
 from unspool.train.twins.settings import Parts, TwinSettings
 from unspool.train.twins.sources import Causal, judged_by, learned_from
 
-TWIN = "twin.json"
 _SIGHT = ("sight", "block", "mask_id", "shifted")
 _RATES = {"block": 4e-4, "fill": 3e-4}  # of all weights
 _LORA_RATE = 1e-3
