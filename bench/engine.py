@@ -55,7 +55,7 @@ class Nothing:
     that what remains is Python's share of a step.
     """
 
-    page_size, page_bytes, overlaps = 16, 1, False
+    page_size, page_bytes, overlaps, echoes = 16, 1, False, False
     limits = StepLimits()
 
     def __init__(
