@@ -51,7 +51,16 @@ def all_logits(lm: Any) -> Any:
     return np.concatenate([np.asarray(part) for part in found])
 
 
-@pytest.mark.parametrize(("name", "exact"), [*((name, False) for name in SHAPES), ("gated", True)])
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("gated", False),
+        ("not gated, with biases, a window", False),
+        pytest.param("tied, all heads alike", False, marks=pytest.mark.slow),
+        pytest.param("with experts", False, marks=pytest.mark.slow),
+        pytest.param("gated", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_numbers_of_the_plain_backend(name: str, exact: bool) -> None:
     shape = config(**{"layers": 1, "context": 128, **SHAPES[name]})
     checkpoint = RandomCheckpoint(shape)
