@@ -13,6 +13,7 @@ from unspool.backends.base import StepLimits
 from unspool.backends.step import StepResult
 from unspool.engine.canvas import CanvasKind
 from unspool.engine.engine import Engine
+from unspool.model.adapters import Adapter
 from unspool.sampling.picker import pick
 
 VOCAB = 40
@@ -76,7 +77,7 @@ def fresh(tokens: list[int], sees: Any, adapters: Any, position: int) -> Any:
 
 def engine_with(pages: int = 400, **options: Any) -> Engine:
     engine = Engine(DeepNull(pages=pages, vocab_size=VOCAB, limits=FEW, **options))
-    engine.adapters.load("twin", None)  # type: ignore[arg-type]
+    engine.adapters.load("twin", Adapter({}))
     return engine
 
 
