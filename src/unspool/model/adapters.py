@@ -151,13 +151,13 @@ def _twin(folder: Path, config: ModelConfig) -> Twin | None:
         return None
     told = read_json(folder / TWIN)
     mask, block = told.get("mask_id"), told.get("block")
-    numbers = isinstance(mask, int) and isinstance(block, int)
-    if not (numbers and 0 <= mask < config.vocab_size and 0 <= block <= config.context):
+    known = isinstance(mask, int) and 0 <= mask < config.vocab_size
+    if not known or not isinstance(block, int) or not 0 <= block <= config.context:
         raise ModelFileError(
             f"{folder / TWIN}: mask_id is {mask!r} and block {block!r}; they must be a token of "
             "the model and a number of tokens"
         )
-    return Twin(int(mask), int(block), told.get("shifted") is True)
+    return Twin(int(mask or 0), block, told.get("shifted") is True)
 
 
 def write_adapter(
