@@ -61,6 +61,19 @@ def test_changes_can_be_made_and_taken_back_in_any_order(data):
     assert changed.text == text
 
 
+def test_what_is_proposed_again_keeps_its_number():
+    changed = ChangedText("one two three")
+    first = changed.propose(4, "two", "2", **FACTS)
+    assert changed.propose(4, "two", "2", **{**FACTS, "probability": 0.9}) is first
+    assert first.probability == 0.9 and changed.changes == [first]
+    changed.propose(0, "one", "1st", **FACTS)
+    changed.apply(1)  # the same words, which stand elsewhere now
+    assert changed.propose(4, "two", "2", **FACTS) is first
+    assert changed.propose(4, "two", "both", **FACTS).number == 2
+    changed.apply(0)
+    assert changed.text == "1st 2 three"
+
+
 def test_what_cannot_be_changed_is_told():
     changed = ChangedText("one two three")
     changed.propose(4, "two", "2", **FACTS)

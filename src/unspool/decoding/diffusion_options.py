@@ -143,8 +143,9 @@ def canvas_kind(lm: Session, given: dict[str, Any]) -> CanvasKind:
         mask = lm.single_token(mask)
     if mask is None:
         raise SettingsError(
-            "this model has no mask token, so it cannot fill a canvas; write with lm.generate, "
-            "load a diffusion model (LLaDA, Dream, SDAR, ...), or name its mask token: mask=ID"
+            "this model has no mask token, so it cannot fill a canvas; write from left to right, "
+            "load a diffusion model (LLaDA, Dream, SDAR, ...), train a twin (unspool train twin), "
+            "or name its mask token: mask=ID, --mask ID"
         )
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < lm.vocab_size:
         raise SettingsError(

@@ -59,8 +59,15 @@ class ChangedText:
         self.changes: list[Change] = []
 
     def propose(self, start: int, old: str, new: str, **facts: Any) -> Change:
-        """A change that could be made here, words for words; it is not made yet."""
+        """A change that could be made here, words for words; it is not made yet. One that was
+        proposed before, and is still open, keeps its number and gets the new facts."""
         assert old and new and self.text[start : start + len(old)] == old
+        for known in self.changes:
+            is_open = not (known.applied or known.above)
+            if is_open and (known.start, known.old, known.new) == (start, old, new):
+                for name, value in facts.items():
+                    setattr(known, name, value)
+                return known
         change = Change(len(self.changes), start, old, new, **facts)
         self.changes.append(change)
         return change
