@@ -322,3 +322,11 @@ def test_a_model_without_a_mask_token_says_so(tiny_lm: Any):
     with pytest.raises(SettingsError, match="no mask token"):
         tiny_lm.canvas(SHORT, 4)
     assert len(tiny_lm.diffuse(SHORT, mask=MASK, max_tokens=6, end=False).tokens) == 6
+
+
+def test_of_a_block_that_reaches_beyond_the_text_only_the_text_is_told(blocks: Any) -> None:
+    found = blocks.diffuse(SHORT, max_tokens=9, order="fixed", k=3, seed=2, end=False)
+    places = [place.number for one in found.passes for place in one.places]
+    steps = [step.position for one in found.passes for step in one.steps]
+    assert max(places) == 8 and sorted(steps) == list(range(len(SHORT), len(SHORT) + 9))
+    assert sum(one.set for one in found.passes) == 9 == len(found.tokens)

@@ -153,7 +153,7 @@ class CanvasText:
         else:
             kept = dict(zip([first], self._picks([logits], slice(1), [first]), strict=True))
         made = self._record("text", {first: self._guesser.place(first, kept[first], "set")}, kept)
-        self._go_on(True, made)
+        self._go_on(True, False)
         return made
 
     def take(self, found: list[Logits]) -> Pass:
@@ -175,7 +175,8 @@ class CanvasText:
             chosen |= self._revise(kept, places, logits)
         made = self._record("look" if self._looks else "canvas", places, chosen)
         self._count += 1
-        self._go_on(bool(masked), made)
+        changes = {place.change for place in places.values()}
+        self._go_on(bool(masked), not changes.isdisjoint(("cleared", "edited")))
         return made
 
     def _picks(self, found: list[Logits], rows: slice, places: list[int]) -> list[Pick]:
@@ -249,7 +250,7 @@ class CanvasText:
                     places[number] = replace(places[number], token=None, change="cleared")
         return edited
 
-    def _go_on(self, had_masked: bool, made: Pass) -> None:
+    def _go_on(self, had_masked: bool, took_back: bool) -> None:
         """Whether the block is full, and the text at its end."""
         self._checks += not had_masked
         plan, full = self.plan, self._is_full()
@@ -257,7 +258,7 @@ class CanvasText:
             self._looks = True  # what was set at once has never been seen together
             return
         if full and plan.revises and not self._looks and plan.edit_passes:
-            full = not had_masked and (not made.taken_back or self._checks >= plan.edit_passes)
+            full = not had_masked and (not took_back or self._checks >= plan.edit_passes)
         if (full or not plan.revises) and self._has_ended():
             self._finish()
         elif full:
@@ -269,7 +270,8 @@ class CanvasText:
         self, kind: Literal["canvas", "text", "look"], places: dict[int, Place],
         chosen: dict[int, Pick],
     ) -> Pass:  # fmt: skip
-        """Bring what was decided to the canvas, and keep the pass."""
+        """Bring what was decided to the canvas, and keep the pass. A last block may reach beyond
+        the text: of what stands there nobody is told."""
         now, number = perf_counter(), len(self.result.passes)
         seconds, steps = now - self.since, list[Step]()
         for place in (places[n] for n in sorted(places)):
@@ -287,12 +289,15 @@ class CanvasText:
             number,
             kind,
             tuple(None if step is None else step.token for step in self._all()),
-            tuple(places[n] for n in sorted(places)),
-            tuple(replace(step, seconds=seconds) for step in steps),
+            tuple(places[n] for n in sorted(places) if n < self.plan.length),
+            tuple(replace(step, seconds=seconds) for step in steps if self._is_told(step)),
             seconds,
         )
         self.result.passes.append(made)
         return made
+
+    def _is_told(self, step: Step) -> bool:
+        return step.position - self._prompt < self.plan.length
 
     def _all(self) -> list[Step | None]:
         """The places of the text, those that are still to come included."""
