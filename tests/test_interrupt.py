@@ -23,8 +23,17 @@ from terminal import Terminal
 
 START = "from unspool.cli import main; main()"  # as the installed program does
 
-# Says when Python itself has started: before that an interrupt is told in Python's own way.
-START_TOLD = "from unspool.cli import main; print('here', flush=True); main()"
+# Says when Python has started and main() is entered: before that an interrupt is told in Python's
+# own way.
+START_TOLD = """
+import sys
+from unspool.cli import main
+def tell(event, found):
+    if event == "import" and found[0] == "unspool.cli.interrupt":
+        print("here", flush=True)
+sys.addaudithook(tell)
+main()
+"""
 
 # Sends Ctrl-C when the Nth module is imported: an exact moment on every machine.
 AT_IMPORT = """
