@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
-from unspool.beyond import BeyondLeftToRight
-from unspool.diffusing import Diffusing
+from unspool.beyond import BeyondLeftToRight, Prompts
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options, tells_options
 from unspool.engine.stream import StepStream
@@ -38,12 +37,11 @@ if TYPE_CHECKING:
     from unspool.lens.subject import Text
     from unspool.lens.trace import Trace
 
-Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
 Conversations = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any]]]
 Tools = Sequence[Mapping[str, Any]]
 
 
-class LanguageModel(BeyondLeftToRight, Diffusing):
+class LanguageModel(BeyondLeftToRight):
     """A model, ready to write; made by `unspool.load`."""
 
     # -- writing ----------------------------------------------------------------------------

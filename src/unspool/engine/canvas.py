@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, TypeVar
 
 from unspool.backends.step import Logits
+from unspool.engine.canvas_pass import Pass
 from unspool.engine.engine import Engine
 from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
-from unspool.engine.scheduler import Task
 from unspool.engine.tree import Branch
 from unspool.errors import ContextError, SettingsError, UnspoolError
 
@@ -278,70 +277,13 @@ def _check_room(engine: Engine, before: int, length: int) -> None:
 # -- passes -------------------------------------------------------------------------------------
 
 
-class _Pass(Task):
-    """A canvas that is computed, from one position on."""
-
-    __slots__ = ("canvas", "future", "span", "tokens")
-
-    def __init__(self, canvas: Canvas, first: int, stop: int | None = None) -> None:
-        super().__init__(canvas.branch, canvas.branch.length - first)
-        self.canvas, self.future = canvas, Future[Logits]()
-        self.decoding = True
-        self.stop = stop
-        self.span: tuple[int, int] | None = None  # of a pass that computes only these positions
-        # If what the others had in the last whole pass was lost, that is computed again first, and
-        # these are the tokens to go on with.
-        self.tokens: list[int] | None = None
-
-    def begin(self) -> None:
-        if self.span is not None and self.tokens is None:
-            self.branch.computed = self.span[0]
-        self.canvas.engine.scheduler.add(self)
-
-    def preempted(self) -> None:
-        if self.span is not None:
-            self._see_again()
-
-    def _see_again(self) -> None:
-        """First the last whole pass, as it was; then what is wanted."""
-        assert self.canvas._seen is not None
-        if self.tokens is None:
-            self.tokens = self.branch.tail.copy()
-        self.stop, self.wanted = None, 1
-        self.branch.tail[:] = self.canvas._seen
-        self.branch.computed = 0
-
-    def _go_on(self) -> None:
-        """With the tokens that the canvas has now."""
-        assert self.tokens is not None
-        self.branch.tail[:], self.tokens = self.tokens, None
-
-    def complete(self) -> None:
-        if self.tokens is not None and self.span is not None:
-            self._go_on()
-            self.branch.computed, self.stop = self.span
-            self.wanted = self.branch.length - self.span[0]
-            self.logits.clear()
-            return
-        self.canvas.engine.scheduler.remove(self)
-        if self.span is not None:
-            self.branch.computed = self.branch.length
-        self.future.set_result(joined(self.logits))
-
-    def fail(self, error: BaseException) -> None:
-        if self.tokens is not None:
-            self._go_on()
-            self.branch.computed = 0
-        self.future.set_exception(error)
-
-
 Window = tuple[int, int | None] | None
 
 
 def run_passes(wanted: Sequence[tuple[Canvas, Window]]) -> list[Logits]:
     """`Canvas.logits` of several canvases, computed in the same steps."""
     found: dict[int, Logits] = {}
-    runs: dict[int, _Pass] = {}
+    runs: dict[int, Pass] = {}
 
     def add() -> None:
         for canvas, _ in wanted:
@@ -361,21 +303,21 @@ def run_passes(wanted: Sequence[tuple[Canvas, Window]]) -> list[Logits]:
     engine = wanted[0][0].engine
     engine.call(add)
     for number, run in runs.items():
-        canvas, rows = run.canvas, engine.loop.wait_for(run.future)
-        found[number] = _of_places(canvas, run, rows, wanted[number][1])
+        canvas, window = wanted[number]
+        found[number] = _of_places(canvas, run, engine.loop.wait_for(run.future), window)
     return [found[number] for number in range(len(wanted))]
 
 
 def first_guesses(canvases: Sequence[Canvas]) -> list[Logits | None]:
     """`Canvas.next_logits` of several canvases, computed in the same steps."""
-    runs: dict[Canvas, _Pass] = {}
+    runs: dict[Canvas, Pass] = {}
 
     def add() -> None:
         for canvas in canvases:
             canvas.engine.scheduler.check_idle(canvas.branch)
             canvas._write()
             if canvas._ahead is None and _is_guessed_ahead(canvas):
-                runs[canvas] = _Pass(canvas, canvas.start - 1, canvas.start)
+                runs[canvas] = Pass(canvas.engine, canvas.branch, canvas.start - 1, canvas.start)
         for run in runs.values():
             run.begin()
 
@@ -393,7 +335,7 @@ def _is_guessed_ahead(canvas: Canvas) -> bool:
     return canvas.kind.shifted and 0 < canvas.start == finished
 
 
-def _planned(canvas: Canvas, window: Window) -> _Pass:
+def _planned(canvas: Canvas, window: Window) -> Pass:
     """The pass that gives the logits of all places, or of those in a window."""
     branch, kind = canvas.branch, canvas.kind
     first, last = (0, len(canvas)) if window is None else _checked(canvas, window)
@@ -406,12 +348,10 @@ def _planned(canvas: Canvas, window: Window) -> _Pass:
         if kind.sight == "whole":  # afterwards nothing is approximate any more
             canvas._seen, branch.computed = (*branch.tail,), 0
         canvas._window = None
-        return _Pass(canvas, begin)
-    run = _Pass(canvas, begin, canvas.start + last)
-    run.span, canvas._window = (begin, canvas.start + last), (first, last)
-    if not intact:
-        run._see_again()
-    return run
+        return Pass(canvas.engine, branch, begin)
+    canvas._window = (first, last)
+    end = canvas.start + last
+    return Pass(canvas.engine, branch, begin, end, seen=canvas._seen, intact=intact)
 
 
 def _checked(canvas: Canvas, window: tuple[int, int | None]) -> tuple[int, int]:
@@ -426,7 +366,7 @@ def _checked(canvas: Canvas, window: tuple[int, int | None]) -> tuple[int, int]:
     return first, last
 
 
-def _of_places(canvas: Canvas, run: _Pass, rows: Logits, window: Window) -> Logits:
+def _of_places(canvas: Canvas, run: Pass, rows: Logits, window: Window) -> Logits:
     """Which of a pass's rows speak of which places."""
     first, last = (0, len(canvas)) if window is None else _checked(canvas, window)
     kept = canvas.kind.shifted
