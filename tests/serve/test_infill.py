@@ -1,4 +1,4 @@
-"""Gaps over HTTP: `suffix` of OpenAI's completions, and llama.cpp's `/infill`."""
+"""Gaps over HTTP: `suffix` of OpenAI's completions and of Ollama's, and llama.cpp's `/infill`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of th
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A model without FIM tokens, and one with."""
+    """A model without FIM tokens, one with, and one that sees the whole text."""
     folders = {
         "plain": save_worded(tmp_path_factory.mktemp("plain")),
         "coder": save_worded(tmp_path_factory.mktemp("coder"), FIM),
+        "masked": save_worded(tmp_path_factory.mktemp("masked")),
     }
+    settings = folders["masked"] / "config.json"
+    told = json.loads(settings.read_text())
+    settings.write_text(json.dumps(told | {"unspool": {"sight": "whole", "mask_id": 3}}))
 
     def entry(name: str, folder: Path) -> ModelEntry:
         return ModelEntry(
@@ -119,6 +123,33 @@ def test_what_cannot_be_is_refused(served, path: str, body: dict[str, Any], word
     assert refused.status_code == 400 and words in refused.json()["error"]["message"]
     # Those of llama.cpp have its shape.
     assert (refused.json()["error"]["code"] == 400) == (path == "/infill")
+
+
+def test_a_model_that_sees_the_whole_text_fills_too(served):
+    client, lms = served
+    wanted = lms["masked"].fill(LEFT, unspool.gap(1, 2), RIGHT)
+    assert wanted.by == "masked"
+    body = {"model": "masked", "prompt": LEFT, "suffix": RIGHT, "max_tokens": 2}
+    told = client.post("/v1/completions", json=body).json()
+    assert told["choices"][0]["text"] == wanted.texts[0]
+    refused = client.post("/v1/completions", json={"model": "masked", "prompt": LEFT})
+    assert refused.status_code == 400 and "left to right" in refused.text
+
+
+@pytest.mark.parametrize("name", ["plain", "coder"])
+def test_a_suffix_as_ollama_says_it(served, name):
+    client, _ = served
+    options = {"num_predict": 4, "temperature": 0}
+    asked = {"model": name, "prompt": LEFT, "suffix": RIGHT, "options": options, "stream": False}
+    told = client.post("/api/generate", json=asked).json()
+    wanted = {"model": name, "prompt": LEFT, "suffix": RIGHT, "max_tokens": 4, "temperature": 0}
+    answer = client.post("/v1/completions", json=wanted).json()
+    assert told["response"] == answer["choices"][0]["text"] != ""
+    assert told["done_reason"] == answer["choices"][0]["finish_reason"]
+    pieces = client.post("/api/generate", json=asked | {"stream": True}).text.splitlines()
+    assert "".join(json.loads(piece)["response"] for piece in pieces) == told["response"]
+    only = client.post("/api/generate", json=asked | {"prompt": ""}).json()
+    assert only["done_reason"] != "load" and only["response"]
 
 
 def test_an_empty_suffix_asks_for_nothing(served):

@@ -193,7 +193,6 @@ def test_the_probes_of_its_clients(server):
         (lambda c, m: c.delete(m), 501, "chosen when it starts"),
         (lambda c, m: c.copy(m, "other"), 501, "NAME=PATH"),
         (lambda c, m: c.generate(m, "Hi", images=[b"abc"]), 400, "only text"),
-        (lambda c, m: c.generate(m, "Hi", suffix="end"), 400, "left to the right"),
         (lambda c, m: c.generate(m, "Hi", template="{{ .Prompt }}"), 400, "raw: true"),
         (lambda c, m: c.chat(m, ASKED, think=True), 400, "does not support thinking"),
         (lambda c, m: c.chat(m, ASKED, options={"temprature": 1}), 400, "mean 'temperature'"),

@@ -77,8 +77,9 @@ class GapTexts(Texts):
         for number, step in enumerate(steps, 1):
             queue.put(replace(step, finish_reason="stop") if number == len(steps) else step)
         queue.end()
-        generation = self.served.lm.draft(self.prompts[prompt], **self.options)
-        return replace(generation, empty_reason="stop"), StepStream(queue)
+        lm = self.served.lm
+        request = lm.request(self.prompts[prompt], dict(self.options))
+        return Generation(request, empty_reason="stop", source=lm), StepStream(queue)
 
     def _rank(self, prompt: int) -> Filling:
         lm, between, options = self.served.lm, self.gaps[prompt], dict[str, Any](self.options)

@@ -72,12 +72,12 @@ class GenerateRequest(_Asking):
 
     unsupported_fields: ClassVar[Reasons] = {
         "images": _IMAGES,
-        "suffix": "the models here write from the left to the right",
         "template": "it would be a Go template; send the whole prompt with raw: true",
     }
-    noop_values: ClassVar[dict[str, list[Any]]] = {"suffix": [""], "template": [""]}
+    noop_values: ClassVar[dict[str, list[Any]]] = {"template": [""]}
 
     prompt: str | None = None
+    suffix: str | None = Field(None, description="what stands behind the text to be written")
     system: str | None = None
     context: Tokens | None = Field(None, description="what an earlier answer gave back")
     raw: bool | None = Field(None, description="the prompt as it is, without the chat template")

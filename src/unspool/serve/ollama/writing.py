@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, Change, Closed, Grown, was_cut
+from unspool.serve.core.filling import Between
 from unspool.serve.core.foreign import keep_alive_seconds, llama_defaults
 from unspool.serve.core.options import read_schema, sampling_options
 from unspool.serve.core.state import Call, state_of
@@ -41,14 +42,16 @@ async def chat(body: ChatRequest, request: Request) -> Response:
 
 @router.post("/api/generate", summary="Answer a prompt")
 async def generate(body: GenerateRequest, request: Request) -> Response:
-    return await _answered(body, request) if body.prompt else await _loaded(body, request)
+    asked = body.prompt or body.suffix
+    return await _answered(body, request) if asked else await _loaded(body, request)
 
 
 async def _answered(body: Asking, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model)
     entered = perf_counter()
-    ready = await call.thread(_prepare, call, body)
-    texts = await call.write([ready.ids], ready.options)
+    gap = _gap(body)
+    ready = await call.thread(_prepare, call, body, gap)
+    texts = await call.write([ready.ids], ready.options, gaps=gap and [gap])
     answer = _Answer(call, body, texts, ready.use, entered - request.state.arrived)
     if body.stream is False:
         return await call.reply(answer.whole())
@@ -72,27 +75,34 @@ async def _loaded(body: Asking, request: Request) -> Response:
 # -- the request, as a chat -------------------------------------------------------------------
 
 
-def _prepare(call: Call, body: Asking) -> PreparedChat:
+def _gap(body: Asking) -> Between | None:
+    """The gap before a suffix: there the prompt is what stands on its left, and no question."""
+    if isinstance(body, GenerateRequest) and body.suffix:
+        return Between(body.prompt or "", body.suffix)
+    return None
+
+
+def _prepare(call: Call, body: Asking, gap: Between | None) -> PreparedChat:
     if isinstance(body, GenerateRequest):
-        return _prepare_generate(call, body)
+        return _prepare_generate(call, body, gap)
     functions = [tool.model_dump() for tool in body.tools or ()]
     messages = _messages(body.messages or [])
     return prepare_chat(call, _chat(call, body, messages=messages, tools=functions))
 
 
-def _prepare_generate(call: Call, body: GenerateRequest) -> PreparedChat:
-    prompt = body.prompt or ""
+def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) -> PreparedChat:
+    prompt, lm = body.prompt or "", call.served.lm
     system = [{"role": "system", "content": body.system}] if body.system else []
     chat = _chat(call, body, messages=[*system, {"role": "user", "content": prompt}])
     before = list(body.context or ())
-    if not body.raw:
+    if not body.raw and gap is None:
         ready = prepare_chat(call, chat)
         ids, options = [*before, *ready.ids], ready.options
     else:
         call.heed(chat)
-        call.check_text(prompt)
-        ids = [*before, *call.served.lm.prompt_ids(prompt)]
-        options = sampling_options(call.served.lm, chat, top=chat.top_logprobs or 0)
+        call.check_text(prompt, body.suffix or "")
+        ids = gap.prompt(lm) if gap is not None else [*before, *lm.prompt_ids(prompt)]
+        options = sampling_options(lm, chat, top=chat.top_logprobs or 0)
         if chat.response_format is not None:
             options |= {"json": True} if body.format == "json" else {"json_schema": body.format}
         read_schema(call, options)
