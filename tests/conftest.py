@@ -22,6 +22,8 @@ settings.load_profile("same-every-run")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are taken: more threads only wait for another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Without a GPU the kernels of backends/cuda are run by Triton's interpreter, which has to be said
 # before the first of them is imported.

@@ -179,11 +179,13 @@ def test_while_a_server_streams(command: list[str]):
         threads.append(threading.Thread(target=lambda: whole.append(
             httpx.post(f"{url}/v1/completions", json=plain, timeout=60).status_code)))  # fmt: skip
         threads[-1].start()
-        time.sleep(0.3)
+        until = time.monotonic() + 60
+        while "unspool_texts_running 3.0" not in httpx.get(f"{url}/metrics", timeout=60).text:
+            assert time.monotonic() < until, "not all three are written"
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
         code, told = ended(process)
-        assert code == 0 and time.monotonic() - began < 15
+        assert code == 0 and time.monotonic() - began < 30
         assert "Traceback" not in told and "Cancel" not in told, told
         assert len(told.splitlines()) <= (7 if command == ["serve"] else 0), told
         for thread in threads:

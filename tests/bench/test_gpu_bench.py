@@ -27,6 +27,7 @@ def gpu() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_every_kind_of_work_runs_on_tiny_shapes(tmp_path: Path) -> None:
     asked = ["8b", "8b-first", "0.6b-sampled", "8b-q4", "8b-load"]
     found = subprocess.run(

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_a_tiny_shape(tmp_path: Path) -> None:
     text = tmp_path / "words.txt"
     text.write_text(

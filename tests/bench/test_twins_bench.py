@@ -23,6 +23,7 @@ def bench(out: Path, *given: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_part_runs_on_a_tiny_model(tmp_path: Path) -> None:
     stopped = bench(tmp_path, "countdown", "--limit", "0.000001")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr

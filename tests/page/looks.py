@@ -29,8 +29,11 @@ def check_looks(page: Page, view: str) -> None:
         for theme in THEMES:
             page.emulate_media(color_scheme=theme)
             drawn(page)
+            asked = size == "wide" or (size, theme) == ("phone", "light")  # colors are any size's
             if folder:
                 name = f"{view}-{size}-{theme}.png"
                 page.screenshot(path=Path(folder) / name, full_page=width < 500)
+            if not asked:
+                continue
             found = Axe().run(page, options=READ)
             assert not found.response["violations"], f"{size} {theme}: {found.generate_report()}"

@@ -19,7 +19,7 @@ FREE = """() => {
 }"""
 
 
-@pytest.fixture(params=PHONES)
+@pytest.fixture(params=["360", pytest.param("390", marks=pytest.mark.slow)])
 def phone(page: Page, request: Any) -> Page:
     """A text on a phone, nothing selected."""
     write(page, "Once upon a time", max_tokens=120, seed=3, end=False)

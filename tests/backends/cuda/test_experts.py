@@ -53,7 +53,7 @@ def run(
     normalize=st.booleans(),
     activation=st.sampled_from(("silu", "gelu", "relu")),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_as_the_plain_transformer(
     tokens: int, count: int, each: int, width: int, inner: int, normalize: bool, activation: str
 ):
@@ -62,7 +62,7 @@ def test_as_the_plain_transformer(
     torch.testing.assert_close(run(x, given, weights), feed(x[None])[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", (3, 150))
+@pytest.mark.parametrize("tokens", (3, pytest.param(150, marks=pytest.mark.slow)))
 def test_narrow_numbers_few_and_many(tokens: int):
     """In 16 bits, where blocks grow with the number of tokens."""
     feed, given, weights = made(dtype=torch.float16)

@@ -16,7 +16,7 @@ from unspool.backends.torch.loaded import TorchModel  # noqa: E402
 from unspool.model.checkpoint import load_transformer, open_checkpoint  # noqa: E402
 
 
-@pytest.fixture(params=["gguf", "fp8"])
+@pytest.fixture(params=["gguf", pytest.param("fp8", marks=pytest.mark.slow)])
 def path(request, tmp_path):
     if request.param == "fp8":
         float8_checkpoint(tmp_path, "block")
@@ -31,8 +31,8 @@ def test_the_same_texts(path):
     weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
     packed = LanguageModel(CudaModel(weights), None, memory=1 << 22)
     plain = LanguageModel(TorchModel(load_transformer(checkpoint)), None, memory=1 << 22)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]]
-    options = {"max_tokens": 3, "temperature": 0}
+    prompts = [[3, 1, 4, 1, 5], [5, 3]]
+    options = {"max_tokens": 2, "temperature": 0}
     expected = [result.tokens for result in plain.generate(prompts, **options)]
     assert [result.tokens for result in packed.generate(prompts, **options)] == expected
     assert packed.model.rows("embed.weight", 3, 5).shape == (2, weights.config.width)
