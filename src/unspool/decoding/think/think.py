@@ -18,7 +18,8 @@ from typing import Any, cast
 from unspool.decoding.search_tree import SearchTree
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Event
-from unspool.decoding.think.judge import Judge, LogprobJudge, as_judge
+from unspool.decoding.think.judge import Judge, LogprobJudge
+from unspool.decoding.think.judges.function import as_judge
 from unspool.decoding.think.judges.names import judge_named
 from unspool.decoding.think.policies.best_of import best_of
 from unspool.decoding.think.search import Moves, Search

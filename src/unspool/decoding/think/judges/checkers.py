@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from unspool.decoding.think.judge import Verdict
+from unspool.decoding.think.judge import Judge, Verdict, VoteJudge
 from unspool.decoding.think.judges.limited import Kind, Limits, answers, check_loads
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
@@ -64,6 +64,17 @@ class PatternJudge(_Checker):
     def found(self, texts: Sequence[Generation]) -> list[Verdict]:
         """The same, with what the pattern found: its last match, of that the first group."""
         return super().judge(texts)
+
+
+class PatternVoteJudge(VoteJudge):
+    """A vote on what a pattern finds in each text: its last match, of that the first group."""
+
+    def __init__(self, lm: Session, pattern: str, weigher: Judge | None = None) -> None:
+        super().__init__(weigher=weigher)
+        self._pattern = PatternJudge(lm, pattern)
+
+    def answers(self, texts: Sequence[Generation]) -> list[Hashable | None]:
+        return [found.answer for found in self._pattern.found(texts)]
 
 
 class FileJudge(_Checker):

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unspool.decoding.think.judge import Verdict, checked
+from unspool.decoding.think.judge import Judge, Verdict, checked
 from unspool.engine.generation import Generation
+from unspool.errors import SettingsError
 
 SECONDS = 60.0  # that a function may take for one text
 
@@ -70,3 +71,15 @@ class FunctionJudge:
             return checked(self._function(text))
         except BaseException as error:  # also one that leaves: it ends a thread, and nothing else
             return Verdict(None, f"the judge raised {type(error).__name__}: {error}")
+
+
+def as_judge(given: Judge | Callable[[Generation], Any]) -> Judge:
+    """A judge from what a caller gave: a judge, or a function of a text."""
+    if isinstance(given, Judge) and not isinstance(given, type):
+        return given
+    if callable(given):
+        return FunctionJudge(given)
+    raise SettingsError(
+        f"judge is {given!r}; it may be a name such as 'logprob', a judge, or a function that "
+        "gives a number for a Generation, higher for a better one"
+    )

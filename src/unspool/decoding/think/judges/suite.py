@@ -23,7 +23,8 @@ Test = Callable[[], object]
 def code_in(text: str, prompt: str) -> str:
     """The longest block of Python between fences; without any, the text itself, or, where that is
     the end of code whose beginning is the prompt, both."""
-    blocks = [body for kind, body in _FENCE.findall(text) if kind.strip().lower() in _PYTHON]
+    found: list[tuple[str, str]] = _FENCE.findall(text)
+    blocks = [body for kind, body in found if kind.strip().lower() in _PYTHON]
     if blocks:
         return max(blocks, key=len)
     return prompt + text if not _compiles(text) and _compiles(prompt + text) else text
@@ -66,14 +67,14 @@ def _collected(names: dict[str, Any]) -> list[tuple[str, Test]]:
     found: list[tuple[str, Test]] = []
     for name, value in names.items():
         if isinstance(value, type) and issubclass(value, unittest.TestCase):
-            for case in unittest.defaultTestLoader.loadTestsFromTestCase(value):
-                found.append((case.id().removeprefix("suite."), _case(case)))
+            for method in unittest.defaultTestLoader.getTestCaseNames(value):
+                found.append((f"{name}.{method}", _case(value(method))))
         elif name.startswith("test") and isinstance(value, types.FunctionType):
             found.append((name, value))
     return found
 
 
-def _case(case: Any) -> Test:
+def _case(case: unittest.TestCase) -> Test:
     def run() -> None:
         result = unittest.TestResult()
         case.run(result)
