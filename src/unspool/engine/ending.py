@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unspool.errors import ContextError
 from unspool.text.tokenizer.stream import TextStream
@@ -16,8 +16,9 @@ class Limits:
     context: int
     end_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
-    # Strings behind which a text pauses, and which stay in it; only what is new is looked at.
-    pauses: tuple[str, ...] = ()
+    # Strings behind which a text pauses, and which stay in it; only what is new is looked at. A
+    # search sets them for one piece of a text: no trace saves them.
+    pauses: tuple[str, ...] = field(default=(), compare=False)
     sample: int = 0  # which of several samples with one seed
     top: int = 0  # candidates to record at each step
     explain: bool = False  # record what each sampling stage did
