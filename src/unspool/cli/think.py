@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from unspool.decoding.think.events import Event
     from unspool.decoding.think.think import ThoughtStream
     from unspool.decoding.think.thought import Thought
+
+_REDRAW = 0.05  # seconds between two pictures of the tree
 
 
 @o.sampling_options
@@ -77,11 +80,11 @@ def think(
     [b]Examples[/b]
 
       unspool think "What is 17 * 24?" --policy vote --budget 3000
-      unspool think "Name three birds, separated by commas." --judge "regex:^\\w+, \\w+, \\w+$"
-      unspool think "Write a function add(a, b) in Python." --judge tests:test_add.py -o n=16
+      unspool think "Name three birds." --judge "regex:^\\w+, \\w+, \\w+$"
+      unspool think "Write add(a, b) in Python." --judge tests:test_add.py
+      unspool think "A haiku about rain" --judge python:haiku.py:check -o n=16
       unspool think "Is 91 prime?" --judge ask --trace search.json
-      unspool think "A haiku about rain" --judge python:haiku.py:syllables
-      unspool think "Prove that 2 is prime." --policy beam --judge process:MODEL --budget 8000
+      unspool think "Is 91 prime?" --policy beam --judge process:MODEL
     """
     from unspool.cli.run import _check_trace, read_prompt
 
@@ -173,12 +176,15 @@ def _live(stream: ThoughtStream, events: list[Event]) -> None:
     from unspool.cli.show import err
     from unspool.cli.think_view import TreeView
 
-    console, view = err(), TreeView()
+    console, view, drawn = err(), TreeView(), 0.0
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for event in stream:
             events.append(event)
             view.take(event)
-            live.update(view.rich(console.width, console.height), refresh=True)
+            if monotonic() > drawn + _REDRAW:
+                drawn = monotonic()
+                live.update(view.rich(console.width, console.height), refresh=True)
+        live.update(view.rich(console.width, console.height), refresh=True)
 
 
 def _save(file: Path, asked: dict[str, Any], events: list[Event], stream: ThoughtStream) -> None:

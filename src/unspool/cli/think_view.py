@@ -80,15 +80,16 @@ class TreeView:
     def _hidden(self, room: int) -> set[int]:
         """What does not fit: pruned and failed nodes with all below them, the oldest first; then
         the oldest of the rest. The way to the best stays."""
-        left, hidden = len(self.nodes) - 1, set[int]()
+        left, hidden, way, cut = len(self.nodes) - 1, set[int](), self._way(), set[int | None]()
         for fates in (("pruned", "failed"), ("", "ended")):
             for number, node in self.nodes.items():
                 if left <= room:
                     return hidden
-                if number and node.fate in fates and number not in hidden | self._way():
+                if number and node.fate in fates and number not in hidden | way:
                     family = self._family(number) - hidden
                     hidden |= family
-                    left -= len(family) - (node.parent not in hidden)
+                    left -= len(family) - (node.parent not in cut)  # a line says how many more
+                    cut = (cut | {node.parent}) - hidden
         return hidden
 
     def _family(self, number: int) -> set[int]:

@@ -11,7 +11,7 @@ tree.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from time import perf_counter
 from typing import Any, cast
 
@@ -43,6 +43,11 @@ class ThoughtStream(Iterator[Event]):
     def __init__(self, search: Search, name: str, moves: Moves[None]) -> None:
         self._search, self._name, self._moves = search, name, self._run(moves)
         self._since, self._thought = perf_counter(), cast(Thought | None, None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a result."""
+        return self._thought is not None
 
     @property
     def result(self) -> Thought:
@@ -96,11 +101,9 @@ def stream_think(
     **options: Any,
 ) -> ThoughtStream:
     """A search, event by event; see `LanguageModel.think`."""
-    if policy not in POLICIES:
-        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
     of_text = {name: value for name, value in options.items() if name in NAMES}
     of_policy = {name: value for name, value in options.items() if name not in NAMES}
-    _check_names(policy, of_policy)
+    check_policy(policy, of_policy)
     _check_countable(of_text)
     start = lm.draft(prompt, **cast(Options, of_text))
     search = Search(lm, start, _judge(lm, judge), Budget(budget))
@@ -127,7 +130,10 @@ def policy_options(policy: str) -> list[str]:
     return [one.name for one in known if one.kind is one.KEYWORD_ONLY]
 
 
-def _check_names(policy: str, options: dict[str, Any]) -> None:
+def check_policy(policy: str, options: Collection[str] = ()) -> None:
+    """Refuse a policy that is none, or options that it has not."""
+    if policy not in POLICIES:
+        raise SettingsError(f"there is no policy {policy!r:.80}; there are {', '.join(POLICIES)}")
     known = policy_options(policy)
     for name in options:
         if name not in known:
