@@ -13,18 +13,12 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from support import PROMPT
-from worded import save_worded
+from worded import save_chatty, save_worded
 
 import unspool
 from unspool.decoding.think.judges.ask import AskJudge
 from unspool.decoding.think.judges.reward import RewardJudge, _pieces
 from unspool.errors import ModelFileError, SettingsError
-
-# What a template must have for these tests: turns, and marks that only it can write.
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|endoftext|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
 
 
 def reward_model(folder: Path, family: str, kind: str, labels: int) -> Any:
@@ -157,9 +151,7 @@ def test_a_text_that_does_not_fit_fails_alone(tiny_lm: Any, tmp_path: Path):
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A tiny model with words and a chat template."""
-    folder = save_worded(tmp_path_factory.mktemp("chatty"), ("<|turn|>", "<extra_0>"))
-    named = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": TEMPLATE}))
+    folder = save_chatty(tmp_path_factory.mktemp("chatty"))
     lm = unspool.load(folder, backend="torch", memory=16 << 20)
     yield lm
     lm.close()

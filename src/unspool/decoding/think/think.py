@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any, cast
 
 from unspool.decoding.search_tree import SearchTree
-from unspool.decoding.think.budget import Budget
+from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.events import Event
 from unspool.decoding.think.judge import Judge, LogprobJudge
 from unspool.decoding.think.judges.function import as_judge
@@ -43,6 +43,11 @@ class ThoughtStream(Iterator[Event]):
     def __init__(self, search: Search, name: str, moves: Moves[None]) -> None:
         self._search, self._name, self._moves = search, name, self._run(moves)
         self._since, self._thought = perf_counter(), cast(Thought | None, None)
+
+    @property
+    def spent(self) -> Spent:
+        """Tokens that were computed so far."""
+        return self._search.budget.spent
 
     @property
     def is_over(self) -> bool:
@@ -77,6 +82,10 @@ class ThoughtStream(Iterator[Event]):
 
     def __next__(self) -> Event:
         return next(self._moves)
+
+    def cancel(self) -> None:
+        """Have the search end soon; from any thread. Whoever reads it gets an error then."""
+        self._search.cancel()
 
     def close(self) -> None:
         """End the search, and give back what it holds. Another thread may do so while it runs."""
