@@ -146,7 +146,7 @@ def test_judges_by_name(client: httpx.Client, judge: str):
         ({"budget": 5000}, "at most 1,000"),
         ({"budget": 0}, "budget"),
         ({"budget": 10}, "budget"),
-        ({"n": 9}, "at most 8"),
+        ({"n": 9}, "9 texts at once"),
         ({"n": "many"}, "n is 'many'"),
         ({"depth_of_field": 2}, "no option 'depth_of_field'"),
     ],

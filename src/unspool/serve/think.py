@@ -63,7 +63,7 @@ async def think(body: ThinkRequest, request: Request) -> Response:
         raise bad_request("give either prompt or messages", "prompt")
     state = state_of(request)
     judge = check_think(body.think, state.settings)
-    call = await state.enter(request, body.model, places_of(body.think, state.settings))
+    call = await state.enter(request, body.model, places_of(body.think))
     options = body.options()
     ids, asked = await call.thread(_prompt, call, body, options)
     options["max_tokens"] = call.token_limit(body.max_tokens, len(ids))

@@ -133,10 +133,10 @@ def _judge(lm: Session, given: JudgeGiven) -> Judge:
     return judge_named(lm, given) if isinstance(given, str) else as_judge(given)
 
 
-def policy_options(policy: str) -> list[str]:
-    """What a policy can be told, by name."""
+def policy_options(policy: str) -> dict[str, Any]:
+    """What a policy can be told, by name, and what it does without."""
     known = inspect.signature(POLICIES[policy]).parameters.values()
-    return [one.name for one in known if one.kind is one.KEYWORD_ONLY]
+    return {one.name: one.default for one in known if one.kind is one.KEYWORD_ONLY}
 
 
 def check_policy(policy: str, options: Collection[str] = ()) -> None:

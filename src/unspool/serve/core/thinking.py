@@ -6,6 +6,7 @@ search holds is given back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,12 @@ from typing import Any
 from unspool.decoding.think.events import Event
 from unspool.decoding.think.judge import Judge
 from unspool.decoding.think.judges.names import JudgeName, judge_named
-from unspool.decoding.think.think import ThoughtStream, check_policy, stream_think
+from unspool.decoding.think.think import (
+    ThoughtStream,
+    check_policy,
+    policy_options,
+    stream_think,
+)
 from unspool.decoding.think.thought import Thought
 from unspool.engine.generation import Generation
 from unspool.engine.stream import StepQueue, StepStream
@@ -26,8 +32,8 @@ from unspool.serve.http.errors import bad_request
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.threads import Worker
 
-# Options of policies that say how many texts are written side by side.
-_WIDTHS = ("n", "width", "keep", "k", "openings", "subtrees", "beams")
+# Options of policies that say how many texts are written side by side, one times the other.
+_WIDTHS = ("n", "width", "keep", "k", "subtrees")
 _USUAL_BUDGET = 2000
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,12 +48,15 @@ def check_think(wanted: Think, settings: ServeSettings) -> JudgeName | None:
             f"{settings.max_think:,} tokens",
             "budget",
         )
-    for name in _WIDTHS:
-        given = options.get(name)
-        if isinstance(given, int) and given > settings.max_choices:
-            raise bad_request(
-                f"{name} is {given}; this server allows at most {settings.max_choices}", name
-            )
+    if places_of(wanted) > settings.max_choices:
+        raise bad_request(
+            f"the policy would write {places_of(wanted)} texts at once "
+            f"({' times '.join(_widths(wanted))}); this server allows at most "
+            f"{settings.max_choices}",
+            "think",
+        )
+    if "extract" in options:
+        raise bad_request("give the pattern of a vote as its judge: vote:PATTERN", "extract")
     judge = None if wanted.judge is None else JudgeName.parse(wanted.judge)
     if judge is not None and judge.runs_code:
         raise bad_request(
@@ -64,11 +73,15 @@ def budget_of(wanted: Think, settings: ServeSettings) -> int:
     return wanted.budget or min(_USUAL_BUDGET, settings.max_think)
 
 
-def places_of(wanted: Think, settings: ServeSettings) -> int:
+def places_of(wanted: Think) -> int:
     """How many texts it will write at once."""
-    given = [wanted.policy_options().get(name) for name in _WIDTHS]
-    widest = max((one for one in given if isinstance(one, int)), default=8)
-    return max(1, min(widest, settings.max_choices, settings.max_running))
+    return math.prod(max(1, width) for width in _widths(wanted).values())
+
+
+def _widths(wanted: Think) -> dict[str, int]:
+    """What was given, or is usual for the policy."""
+    known = {**policy_options(wanted.policy), **wanted.policy_options()}
+    return {name: known[name] for name in _WIDTHS if isinstance(known.get(name), int)}
 
 
 class Searching(Worker[Event]):

@@ -36,7 +36,7 @@ async def think_longer(body: ChatRequest, request: Request) -> Response:
         raise bad_request("a search gives one answer; leave n out, or unspool.think", "n")
     state = state_of(request)
     judge = check_think(own.think, state.settings)
-    call = await state.enter(request, body.model, places_of(own.think, state.settings))
+    call = await state.enter(request, body.model, places_of(own.think))
     # A trace tells of the search here, and not of every step of the winner.
     plain = body.model_copy(
         update={"unspool": own.model_copy(update={"think": None, "trace": False})}
