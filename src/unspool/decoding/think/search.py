@@ -90,6 +90,11 @@ class Search:
         each = 1 + self._judging.price(1) - self._judging.price(0)
         return max(0, (self.budget.room - known) // each)
 
+    def to_the_end(self, node: Node) -> int:
+        """What it takes at the most to bring a text to its end and judge it."""
+        left = self.left(node)
+        return left + self._judging.price(len(node.generation.steps) + left)
+
     def best(self, nodes: Sequence[Node]) -> Node:
         """The text with the best score; one that the budget cut short only where all are."""
         scored = [node for node in nodes if node.score is not None]
@@ -232,9 +237,10 @@ class Search:
         prompt = self.root.generation.prompt
         read = prompt[:-1] or prompt
         self.budget.take("prompt", len(read))
-        branch = self._held[self.root] = self.lm.engine.open(read, self._adapter)
-        self.budget.found(branch.reused)
-        self.lm.engine.extend(branch)
+        with self.lm.opened(read, self._adapter) as branch:
+            self.budget.found(branch.reused)
+            self.lm.engine.extend(branch)
+        self._hold(self.root)
         yield self._spending()
 
     # -- below: writing ------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def beam(
         kept = search.ranked(grown)[:keep]
         yield from search.prune([node for node in grown if node not in kept])
         if not kept:  # the budget is spent, or the judge knows no more
-            ended += yield from pieces.finish(level)
+            ended += yield from pieces.finish(level if level[0].parent or not grown else [])
             break
         ended += [node for node in kept if not search.left(node)]
         level = [node for node in kept if search.left(node)]

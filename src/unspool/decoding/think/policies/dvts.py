@@ -28,9 +28,11 @@ def dvts(
         yield from search.judge(grown)
         chosen: list[Node] = []
         for number, text in enumerate(going):
-            best = search.ranked(grown[number * width : (number + 1) * width])[:1]
+            mine = grown[number * width : (number + 1) * width]
+            best = search.ranked(mine)[:1]
             chosen += best
-            stuck += [] if best else [text]  # the budget did not reach it, or the judge failed
+            if not best and (text.parent or not mine):
+                stuck.append(text)  # the judge knows no more, or the budget did not reach it
         yield from search.prune([node for node in grown if node not in chosen])
         ended += [node for node in chosen if not search.left(node)]
         going = [node for node in chosen if search.left(node)]

@@ -19,15 +19,16 @@ class Pieces:
         if step not in _ENDS:
             raise SettingsError(f"step is {step!r}; it may be {', '.join(_ENDS)}")
         self._search, self._until, self._tokens = search, _ENDS[step], whole("tokens", tokens)
+        self._half = (search.budget.room - len(search.root.generation.prompt)) // 2
 
     def grow(
         self, nodes: Sequence[Node], width: int, *, distinct: bool = True
     ) -> Moves[list[Node]]:
         """Each text continued by one piece, `width` times; what it takes to bring one of them to
-        its end is not spent, so that in the end there is a whole text."""
+        its end is not spent (but at most half of the budget is kept for that), so that in the end
+        there is a whole text."""
         search = self._search
-        to_the_end = max(search.left(node) for node in nodes)
-        spare = min(to_the_end, search.budget.room // 2)
+        spare = min(max(map(search.to_the_end, nodes)), self._half)
         return search.sample(
             nodes, width, self._tokens, until=self._until, distinct=distinct, spare=spare
         )
