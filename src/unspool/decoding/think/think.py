@@ -162,6 +162,11 @@ def _judge(lm: Session, given: JudgeGiven) -> Judge | None:
     return judge_named(lm, given) if isinstance(given, str) else as_judge(given)
 
 
+def most_tokens(policy: str, given: int | None, usual: int = 256) -> int | None:
+    """How long each text may be where somebody must say so; None: as long as the budget."""
+    return None if given is None and policy in _LONG else given or usual
+
+
 def policy_options(policy: str) -> dict[str, Any]:
     """What a policy can be told, by name, and what it does without."""
     known = inspect.signature(POLICIES[policy]).parameters.values()
