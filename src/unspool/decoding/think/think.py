@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from time import perf_counter
 from typing import Any, cast
 
+from unspool.decoding.progress import progress_bar
 from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Event
@@ -59,6 +60,11 @@ class ThoughtStream(Iterator[Event]):
     def __init__(self, search: Search, name: str, moves: Moves[None]) -> None:
         self._search, self._name, self._moves = search, name, self._run(moves)
         self._since, self._thought = perf_counter(), cast(Thought | None, None)
+
+    @property
+    def budget(self) -> Budget:
+        """What may be spent, and what was spent so far."""
+        return self._search.budget
 
     @property
     def result(self) -> Thought:
@@ -125,11 +131,14 @@ def stream_think(
     return ThoughtStream(search, policy, POLICIES[policy](search, **of_policy))
 
 
-def think(lm: Session, prompt: Prompt, **options: Any) -> Thought:
+def think(lm: Session, prompt: Prompt, *, progress: bool = False, **options: Any) -> Thought:
     """The best text that a search finds; see `LanguageModel.think`."""
     stream = stream_think(lm, prompt, **options)
-    for _ in stream:
-        pass
+    budget = stream.budget
+    show = progress and budget.limit is not None
+    with progress_bar("thinking", budget.limit or 0, show=show) as tell:
+        for _ in stream:
+            tell(budget.spent.total)
     return stream.result
 
 
