@@ -51,9 +51,7 @@ def test_no_budget_is_overrun(worded_lm, width):
     for budget in (8, 40, 90, 300):
         with metered(worded_lm) as meter:
             try:
-                thought = think(
-                    worded_lm, PROMPT, budget=budget, width=width, edits=1, sections=2, **ASKED
-                )
+                thought = think(worded_lm, PROMPT, budget=budget, width=width, edits=1, **ASKED)
             except UnspoolError as error:
                 assert "budget" in str(error) or "outline" in str(error)
             else:
