@@ -7,7 +7,7 @@ One that fails (raises, gives no number) fails that text, in words, and nobody e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,6 @@ import numpy as np
 from unspool.decoding.voting import Extract, final_answer, finder, tally
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
-from unspool.errors import SettingsError
 from unspool.sampling.operations import operations
 from unspool.sampling.scoring import log_softmax
 from unspool.session import Session
@@ -101,7 +100,7 @@ class VoteJudge:
     def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
         weighed = self.weigher.judge(texts) if self.weigher else [Verdict(1.0)] * len(texts)
         weights = _weights([verdict.score for verdict in weighed])
-        answers = [self._find(text) for text in texts]
+        answers = self.answers(texts)
         votes = tally(texts, answers, weights)
         total = math.fsum(votes.values()) or 1.0
         return [
@@ -111,42 +110,12 @@ class VoteJudge:
             for answer, verdict in zip(answers, weighed, strict=True)
         ]  # fmt: skip
 
+    def answers(self, texts: Sequence[Generation]) -> list[Hashable | None]:
+        """What each text answers; None: it has no answer."""
+        return [self._find(text) for text in texts]
+
     def cost(self, texts: Sequence[Generation]) -> int:
         return self.weigher.cost(texts) if self.weigher else 0
-
-
-class FunctionJudge:
-    """A caller's function of a text: a number, or whether it is right."""
-
-    partial = True  # who gives a function knows what it can judge
-
-    def __init__(self, function: Callable[[Generation], Any]) -> None:
-        self._function = function
-
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        return [self._one(text) for text in texts]
-
-    def cost(self, texts: Sequence[Generation]) -> int:
-        return 0
-
-    def _one(self, text: Generation) -> Verdict:
-        try:
-            said = self._function(text)
-        except Exception as error:
-            return Verdict(None, f"the judge raised {type(error).__name__}: {error}")
-        return checked(said)
-
-
-def as_judge(given: Judge | Callable[[Generation], Any]) -> Judge:
-    """A judge from what a caller gave: a judge, or a function of a text."""
-    if isinstance(given, Judge) and not isinstance(given, type):
-        return given
-    if callable(given):
-        return FunctionJudge(given)
-    raise SettingsError(
-        f"judge is {given!r}; it may be a name such as 'logprob', a judge, or a function that "
-        "gives a number for a Generation, higher for a better one"
-    )
 
 
 def checked(said: Any) -> Verdict:

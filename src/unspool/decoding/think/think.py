@@ -11,15 +11,16 @@ tree.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from time import perf_counter
 from typing import Any, cast
 
 from unspool.decoding.progress import progress_bar
 from unspool.decoding.search_tree import Node, SearchTree
-from unspool.decoding.think.budget import Budget
+from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.events import Event
-from unspool.decoding.think.judge import Judge, as_judge
+from unspool.decoding.think.judge import Judge
+from unspool.decoding.think.judges.function import as_judge
 from unspool.decoding.think.judges.names import judge_named
 from unspool.decoding.think.policies.beam import beam
 from unspool.decoding.think.policies.best_of import best_of
@@ -62,9 +63,14 @@ class ThoughtStream(Iterator[Event]):
         self._since, self._thought = perf_counter(), cast(Thought | None, None)
 
     @property
-    def budget(self) -> Budget:
-        """What may be spent, and what was spent so far."""
-        return self._search.budget
+    def spent(self) -> Spent:
+        """Tokens that were computed so far."""
+        return self._search.budget.spent
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a result."""
+        return self._thought is not None
 
     @property
     def result(self) -> Thought:
@@ -95,6 +101,10 @@ class ThoughtStream(Iterator[Event]):
     def __next__(self) -> Event:
         return next(self._moves)
 
+    def cancel(self) -> None:
+        """Have the search end soon; from any thread. Whoever reads it gets an error then."""
+        self._search.cancel()
+
     def close(self) -> None:
         """End the search, and give back what it holds. Another thread may do so while it runs."""
         self._search.cancel()
@@ -118,11 +128,9 @@ def stream_think(
     **options: Any,
 ) -> ThoughtStream:
     """A search, event by event; see `LanguageModel.think`."""
-    if policy not in POLICIES:
-        raise SettingsError(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
     of_text = {name: value for name, value in options.items() if name in NAMES}
     of_policy = {name: value for name, value in options.items() if name not in NAMES}
-    _check_names(policy, of_policy)
+    check_policy(policy, of_policy)
     _check_countable(of_text)
     if policy in _LONG and of_text.get("max_tokens") is None:
         of_text["max_tokens"] = lm.context if budget is None else budget
@@ -131,14 +139,19 @@ def stream_think(
     return ThoughtStream(search, policy, POLICIES[policy](search, **of_policy))
 
 
-def think(lm: Session, prompt: Prompt, *, progress: bool = False, **options: Any) -> Thought:
+def think(
+    lm: Session,
+    prompt: Prompt,
+    *,
+    budget: int | None = 2000,
+    progress: bool = False,
+    **options: Any,
+) -> Thought:
     """The best text that a search finds; see `LanguageModel.think`."""
-    stream = stream_think(lm, prompt, **options)
-    budget = stream.budget
-    show = progress and budget.limit is not None
-    with progress_bar("thinking", budget.limit or 0, show=show) as tell:
+    stream = stream_think(lm, prompt, budget=budget, **options)
+    with progress_bar("thinking", budget or 0, show=progress and budget is not None) as tell:
         for _ in stream:
-            tell(budget.spent.total)
+            tell(stream.spent.total)
     return stream.result
 
 
@@ -158,13 +171,21 @@ def _judge(lm: Session, given: JudgeGiven) -> Judge | None:
     return judge_named(lm, given) if isinstance(given, str) else as_judge(given)
 
 
-def policy_options(policy: str) -> list[str]:
-    """What a policy can be told, by name."""
+def most_tokens(policy: str, given: int | None, usual: int = 256) -> int | None:
+    """How long each text may be where somebody must say so; None: as long as the budget."""
+    return None if given is None and policy in _LONG else given or usual
+
+
+def policy_options(policy: str) -> dict[str, Any]:
+    """What a policy can be told, by name, and what it does without."""
     known = inspect.signature(POLICIES[policy]).parameters.values()
-    return [one.name for one in known if one.kind is one.KEYWORD_ONLY]
+    return {one.name: one.default for one in known if one.kind is one.KEYWORD_ONLY}
 
 
-def _check_names(policy: str, options: dict[str, Any]) -> None:
+def check_policy(policy: str, options: Collection[str] = ()) -> None:
+    """Refuse a policy that is none, or options that it has not."""
+    if policy not in POLICIES:
+        raise SettingsError(f"there is no policy {policy!r:.80}; there are {', '.join(POLICIES)}")
     known = policy_options(policy)
     for name in options:
         if name not in known:
