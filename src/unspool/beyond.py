@@ -198,6 +198,7 @@ class BeyondLeftToRight(Session):
         policy: str = "best-of",
         judge: JudgeGiven = None,
         budget: int | None = 2000,
+        progress: bool = True,
         **options: Any,
     ) -> Thought:
         """Spend more tokens on a text: a search for one that a judge likes best.
@@ -214,7 +215,9 @@ class BeyondLeftToRight(Session):
         """
         from unspool.decoding.think.think import think
 
-        return think(self, prompt, policy=policy, judge=judge, budget=budget, **options)
+        return think(
+            self, prompt, policy=policy, judge=judge, budget=budget, progress=progress, **options
+        )
 
     def stream_think(
         self,

@@ -15,9 +15,9 @@ from unspool.decoding.think.judge import (
     LogprobJudge,
     Verdict,
     VoteJudge,
-    as_judge,
     checked,
 )
+from unspool.decoding.think.judges.function import as_judge
 from unspool.decoding.think.think import think
 from unspool.decoding.voting import final_answer
 from unspool.decoding.written import mean_logprob

@@ -10,6 +10,7 @@ from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, forget, held, metered
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Grown, Judged, Pruned, Spending, Won
+from unspool.decoding.think.judge import LogprobJudge
 from unspool.decoding.think.search import Search, result_of
 from unspool.decoding.think.think import POLICIES, stream_think, think
 from unspool.errors import UnspoolError
@@ -127,11 +128,12 @@ def test_another_thread_may_end_a_search(tiny_lm):
 
 
 def test_an_error_gives_everything_back(tiny_lm):
-    def interrupted(text):
-        raise KeyboardInterrupt
+    class Interrupted(LogprobJudge):
+        def judge(self, texts):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        think(tiny_lm, PROMPT, n=3, judge=interrupted, max_tokens=5, **WARM)
+        think(tiny_lm, PROMPT, policy="beam", judge=Interrupted(), max_tokens=5, **WARM)
     assert pages_left(tiny_lm) == 0
 
 

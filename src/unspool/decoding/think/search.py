@@ -14,6 +14,7 @@ search is left in any way.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -347,7 +348,8 @@ class Search:
 
     def _release(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            self.lm.engine.release(self._held.pop(node))
+            with contextlib.suppress(UnspoolError):  # the engine may be gone before us
+                self.lm.engine.release(self._held.pop(node))
 
 
 def _told(text: Generation, limits: Limits) -> list[Step]:

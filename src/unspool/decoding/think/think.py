@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from time import perf_counter
 from typing import Any, cast
 
+from unspool.decoding.progress import progress_bar
 from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.events import Event
@@ -138,11 +139,19 @@ def stream_think(
     return ThoughtStream(search, policy, POLICIES[policy](search, **of_policy))
 
 
-def think(lm: Session, prompt: Prompt, **options: Any) -> Thought:
+def think(
+    lm: Session,
+    prompt: Prompt,
+    *,
+    budget: int | None = 2000,
+    progress: bool = False,
+    **options: Any,
+) -> Thought:
     """The best text that a search finds; see `LanguageModel.think`."""
-    stream = stream_think(lm, prompt, **options)
-    for _ in stream:
-        pass
+    stream = stream_think(lm, prompt, budget=budget, **options)
+    with progress_bar("thinking", budget or 0, show=progress and budget is not None) as tell:
+        for _ in stream:
+            tell(stream.spent.total)
     return stream.result
 
 
