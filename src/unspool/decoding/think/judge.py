@@ -47,6 +47,13 @@ class Judge(Protocol):
         """How many tokens its model will compute for these texts, at the most; 0 without one."""
 
 
+@runtime_checkable
+class Cancellable(Protocol):
+    """A judge whose work can be ended early, from any thread; what it says then nobody hears."""
+
+    def cancel(self) -> None: ...
+
+
 class LogprobJudge:
     """How likely the writer itself finds its text, a token on average."""
 
@@ -116,6 +123,11 @@ class VoteJudge:
 
     def cost(self, texts: Sequence[Generation]) -> int:
         return self.weigher.cost(texts) if self.weigher else 0
+
+    def cancel(self) -> None:
+        """Whoever weighs the votes need not go on."""
+        if isinstance(self.weigher, Cancellable):
+            self.weigher.cancel()
 
 
 def checked(said: Any) -> Verdict:

@@ -66,6 +66,7 @@ class Search:
         self.cancelled = True
         for steps in list(self._running):
             steps.close()
+        self._judging.cancel()
 
     def judge_by(self, judge: Judge) -> None:
         """From now on let this one judge."""

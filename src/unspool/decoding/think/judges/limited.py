@@ -66,6 +66,8 @@ def answers(
     """
     limits, found = limits or Limits(), list[dict[str, Any]]()
     while len(found) < len(texts):
+        if given_up is not None and given_up.is_set():
+            return found + [_failed("nobody waits for it any more")] * (len(texts) - len(found))
         with _Child(kind, of, texts[len(found) :], limits, given_up or Event()) as child:
             found += child.answers()
     return found
