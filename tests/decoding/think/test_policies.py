@@ -210,13 +210,25 @@ def test_each_round_goes_where_the_rule_says(tiny_lm, rule, explore):
 
 
 def test_a_tree_that_is_looked_through_is_left(tiny_lm):
-    """Three texts of one token: nothing more can be found, and no budget is wasted on looking."""
+    """Three texts of one token: once another look finds nothing new, the search is over."""
     thought = think(
         tiny_lm, PROMPT, policy="mcts", width=12, step="tokens", tokens=1, max_tokens=1,
         judge=oddness, budget=5_000, end=False, **FEW,
     )  # fmt: skip
     assert sorted(node.generation.tokens for node in thought.tree.root.children) == [[4], [5], [6]]
-    assert thought.best.tokens == [6] and thought.spent.written == 12
+    assert thought.best.tokens == [6] and thought.spent.written == 24
+
+
+def test_a_text_without_other_continuations_does_not_end_the_search(tiny_lm):
+    """Of 27 texts nearly all are found: where nothing new comes, it goes on elsewhere."""
+    thought = think(
+        tiny_lm, PROMPT, policy="mcts", width=6, step="tokens", tokens=1, max_tokens=3, rounds=50,
+        judge=oddness, budget=20_000, end=False, **FEW,
+    )  # fmt: skip
+    ends = {tuple(n.generation.tokens) for n in thought.tree.root.walk() if n.score is not None}
+    assert len(ends) > 20 and thought.score == max(
+        sum(token * 7**place for place, token in enumerate(end)) % 101 for end in ends
+    )
 
 
 # -- early restarts --------------------------------------------------------------------------------

@@ -82,7 +82,8 @@ class ThoughtStream(Iterator[Event]):
     def _run(self, moves: Moves[None]) -> Moves[None]:
         with self._search as search:
             yield from moves
-        assert search.leaf is not None
+        if search.leaf is None:
+            raise UnspoolError(f"the policy {self._name} named no winner; let it search.win(nodes)")
         self._thought = Thought(
             tree=SearchTree(search.root, search.leaf),
             policy=self._name,
@@ -122,7 +123,7 @@ def stream_think(
     lm: Session,
     prompt: Prompt,
     *,
-    policy: str = "best-of",
+    policy: str | Policy = "best-of",
     judge: JudgeGiven = None,
     budget: int | None = 2000,
     **options: Any,
@@ -136,7 +137,8 @@ def stream_think(
         of_text["max_tokens"] = lm.context if budget is None else budget
     start = lm.draft(prompt, **cast(Options, of_text))
     search = Search(lm, start, _judge(lm, judge), Budget(budget))
-    return ThoughtStream(search, policy, POLICIES[policy](search, **of_policy))
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
+    return ThoughtStream(search, name, _function(policy)(search, **of_policy))
 
 
 def think(
@@ -176,16 +178,23 @@ def most_tokens(policy: str, given: int | None, usual: int = 256) -> int | None:
     return None if given is None and policy in _LONG else given or usual
 
 
-def policy_options(policy: str) -> dict[str, Any]:
+def _function(policy: str | Policy) -> Policy:
+    """A policy by its name, or a caller's own."""
+    if callable(policy):
+        return policy
+    if policy not in POLICIES:
+        raise SettingsError(f"there is no policy {policy!r:.80}; there are {', '.join(POLICIES)}")
+    return POLICIES[policy]
+
+
+def policy_options(policy: str | Policy) -> dict[str, Any]:
     """What a policy can be told, by name, and what it does without."""
-    known = inspect.signature(POLICIES[policy]).parameters.values()
+    known = inspect.signature(_function(policy)).parameters.values()
     return {one.name: one.default for one in known if one.kind is one.KEYWORD_ONLY}
 
 
-def check_policy(policy: str, options: Collection[str] = ()) -> None:
+def check_policy(policy: str | Policy, options: Collection[str] = ()) -> None:
     """Refuse a policy that is none, or options that it has not."""
-    if policy not in POLICIES:
-        raise SettingsError(f"there is no policy {policy!r:.80}; there are {', '.join(POLICIES)}")
     known = policy_options(policy)
     for name in options:
         if name not in known:
