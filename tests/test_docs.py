@@ -71,6 +71,70 @@ def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
     assert "mat" in capsys.readouterr().out
 
 
+def section(page: str, heading: str) -> str:
+    """What stands below a heading, up to the next of its kind."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.real
+def test_judges_and_servers_that_think(server: Any, capsys: pytest.CaptureFixture[str]):
+    for heading, least in (("Judges", 3), ("Over HTTP", 2)):
+        names: dict[str, Any] = {}
+        blocks = re.findall(r"```python\n(.*?)```", section("thinking.md", heading), re.DOTALL)
+        assert len(blocks) >= least
+        for block in blocks:
+            asking = block.replace("http://127.0.0.1:8000", server.url)
+            exec(compile(asking, "thinking.md", "exec"), names)
+    told = capsys.readouterr().out
+    assert "judged=" in told and "won" in told and "None" in told
+
+
+@pytest.mark.real
+def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs" / "thinking.md").read_text(encoding="utf-8").split("\n## Judges\n")[0]
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "thinking.md", "exec"), names)
+    assert "Grown(node=1" in capsys.readouterr().out
+
+
+def test_the_table_of_policies_is_whole():
+    from unspool.decoding.think.think import POLICIES, policy_options
+
+    rows = re.findall(r"^\| `([a-z-]+)` \|(.*)$", section("thinking.md", "Policies"), re.MULTILINE)
+    assert [name for name, _ in rows] == list(POLICIES)
+    for name, told in rows:
+        for option, usual in policy_options(name).items():
+            shown = re.search(rf"`{option}(?:=([^`]+))?`", told)
+            assert shown, f"{name}: {option}"
+            if isinstance(usual, int) and shown[1]:
+                assert shown[1] == str(usual), f"{name}: {option}"
+
+
+@pytest.mark.real
+def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from unspool.cli.main import _exit_code
+
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(
+        r"```sh\n(.*?)```", section("thinking.md", "On the command line"), re.DOTALL
+    )
+    for line in block.splitlines():
+        assert _exit_code(shlex.split(line)[1:]) == 0, line
+    assert (tmp_path / "search.json").stat().st_size > 100
+
+
+def test_the_table_of_judges_is_whole():
+    from unspool.decoding.think.judges.names import NAMES
+
+    table = section("thinking.md", "Judges")
+    for name in NAMES:
+        assert f"`{name}`" in table, name
+
+
 def test_python_guide_names_every_method():
     import unspool
 
