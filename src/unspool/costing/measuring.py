@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Each part, and about how many parts of the whole its measuring takes: the bar goes by it.
 PARTS: dict[str, int] = {
     "loops": 5,
+    "whole": 3,
+    "confidence": 2,
 }
 _PACKAGE = "unspool.costing.parts"
 _STEPS = 100  # of the bar for one of them
