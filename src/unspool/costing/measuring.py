@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Each part, and about how many parts of the whole its measuring takes: the bar goes by it.
 PARTS: dict[str, int] = {
+    "waiting": 4,
     "loops": 5,
     "whole": 3,
     "confidence": 2,
