@@ -35,6 +35,7 @@ PARTS: dict[str, int] = {
     "loops": 5,
     "whole": 3,
     "confidence": 2,
+    "remedies": 4,
 }
 _PACKAGE = "unspool.costing.parts"
 _STEPS = 100  # of the bar for one of them
