@@ -103,6 +103,38 @@ def test_swap_figures_by_hand():
     assert area.value == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
 
 
+class _Masked:
+    """A masked model with the same guess at a place whatever stands around it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.mask_id, self.rows = tokenizer, 511, list[list[int]]()
+
+    def logits(self, row: list[int]) -> Any:
+        self.rows.append(row)
+        return np.random.default_rng(0).normal(size=(400, 512)).astype(np.float32)[: len(row)]
+
+
+def test_a_masked_twin_hides_every_token_once(small: Any):
+    twin = _Masked(small.tokenizer)
+    text = "The scheduler plans rows, and the batch builder makes a step of them."
+    (found,) = whole.masked_likelihoods(twin, [text], lambda done: None)
+    ids = small.tokenizer.encode(text)
+    hidden = [at for row in twin.rows for at, token in enumerate(row) if token == 511]
+    assert sorted(hidden) == list(range(len(ids))) and len(twin.rows) == 8
+    logits = twin.logits(ids).astype(np.float64)
+    logits[:, [511, *small.tokenizer.special_ids]] = -np.inf
+    expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    assert found == pytest.approx(expected[np.arange(len(ids)), ids], abs=1e-4)
+
+
+def test_with_a_twin_there_are_its_figures(small: Any, texts: list[str]):
+    from unspool.costing.plan import Plan
+
+    part = whole.measure(small, Plan(True, 0, texts, twin=_Masked(small.tokenizer)))
+    assert part.figure("swap noticed by the masked twin").n == 8
+    assert part.figure("AUC of the masked twin").value is not None
+
+
 def test_every_story_can_be_checked():
     every = stories(0)
     assert len(every) == 48

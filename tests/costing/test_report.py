@@ -148,6 +148,17 @@ def test_progress_goes_from_nothing_to_all(small: Any, texts: list[str]):
         assert heard == sorted(heard) and heard[-1] == pytest.approx(1)
 
 
+def test_what_cannot_be_measured_is_said_in_its_place(small_folder: Path, texts: list[str]):
+    with unspool.load(small_folder, context=64, memory=8 << 20, threads=1) as lm:
+        found = unspool.costs(lm, quick=True, parts=["whole", "confidence"], texts=texts,
+                              progress=False)  # fmt: skip
+        assert found.part("confidence").figures and not found.part("whole").figures
+        assert "Could not be measured: the prompt has" in str(found)
+        checked(found.html())
+        with pytest.raises(ValueError, match="no part could be measured; whole"):
+            unspool.costs(lm, quick=True, parts=["whole"], texts=texts, progress=False)
+
+
 def test_on_torch_too(small_folder: Path, texts: list[str]):
     with unspool.load(small_folder, backend="torch", memory=64 << 20) as lm:
         found = unspool.costs(lm, quick=True, parts=["waiting"], texts=texts, progress=False)

@@ -27,7 +27,7 @@ def machine_facts(lm: LanguageModel) -> dict[str, str]:
         "parameters": f"{parameter_count(lm.config):,}",
         "weights": lm.model.precision,
         "context": f"{lm.context:,} tokens",
-        "device": lm.model.device,
+        "device": _device(lm.model.device),
         "processor": f"{processor_name()}, {os.cpu_count()} cores",
         "threads": str(getattr(lm.model, "threads", "")) or "as many as torch takes",
     }
@@ -44,3 +44,12 @@ def processor_name() -> str:
         if name.strip() in ("model name", "Model", "cpu model"):
             return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _device(name: str) -> str:
+    """A device, and what it is called by its maker where it is no processor."""
+    if not name.startswith("cuda"):
+        return name
+    import torch
+
+    return f"{name}, {torch.cuda.get_device_name(name)}"

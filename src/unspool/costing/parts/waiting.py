@@ -82,9 +82,10 @@ def _pasts(wanted: Sequence[int], context: int, page: int) -> list[int]:
 
 
 def _joined(texts: Sequence[str], tokens: int) -> list[str]:
-    """Texts put together, where single ones are shorter than the longest past."""
+    """Texts put together, again and again if need be, where single ones are too short."""
     long = [text for text in texts if len(text) > 8 * tokens]
-    return long or ["\n\n".join([*texts, *texts])]
+    whole = "\n\n".join(texts)
+    return long or ["\n\n".join([whole] * (2 + 16 * tokens // len(whole)))]
 
 
 def _text_of(lm: LanguageModel, plan: Plan, past: int, number: int) -> list[int]:
