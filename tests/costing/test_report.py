@@ -66,6 +66,8 @@ def test_every_part_has_what_a_reader_needs(report: Report):
         for figure in part.figures:
             if figure.low is not None and figure.high is not None:
                 assert figure.value is not None and not math.isnan(figure.value), figure
+                if figure.name.startswith("ECE"):
+                    continue  # drawing again makes it larger: its interval may lie above it
                 assert figure.low - 1e-9 <= figure.value <= figure.high + 1e-9, figure
 
 
@@ -187,6 +189,14 @@ def test_a_plot_is_a_picture():
     first, second = rectangles[:2]
     bottom = float(second.attrib["y"]) + float(second.attrib["height"])
     assert bottom == pytest.approx(float(first.attrib["y"]), abs=0.2)
+
+
+def test_many_intervals_are_bars_so_that_none_hides_another():
+    def lines(count: int) -> list[Series]:
+        return [Series(f"{n}", [1, 2], [n, n], [n - 1, 0], [n + 1, 9]) for n in range(count)]
+
+    assert plot(lines(3)).count('class="band"') == 3 and "whisker" not in plot(lines(3))
+    assert plot(lines(4)).count('class="whisker"') == 4 and "band" not in plot(lines(4))
 
 
 def test_a_series_must_fit_together():

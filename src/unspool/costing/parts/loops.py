@@ -157,7 +157,16 @@ def _likelihood_cost(greedy: _Run, run: _Run) -> Figure:
 
 
 def _table(greedy: _Run, helped: Sequence[_Run]) -> list[list[str]]:
-    rows = [["greedy with", "loops", "repeated 4-grams", "log p a token", "variety", "price"]]
+    rows = [
+        [
+            "greedy with",
+            "loops",
+            "repeated 4-grams",
+            "log p a token",
+            "variety",
+            "tokens computed / kept",
+        ]
+    ]
     for run in (greedy, *helped):
         count = len(run.written.texts)
         price = run.written.computed / max(1, run.written.kept)
@@ -168,7 +177,7 @@ def _table(greedy: _Run, helped: Sequence[_Run]) -> list[list[str]]:
                 f"{100 * float(np.mean(run.repeated() or [0.0])):.0f} %",
                 f"{float(np.mean(run.written.mean_logprobs() or [0.0])):.2f}",
                 f"{100 * distinct(run.tokens()):.0f} %",
-                f"{price:.2f} tokens computed for each kept",
+                f"{price:.2f}",
             ]
         )
     return rows

@@ -154,7 +154,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     series.append(_by_length(lengths, wrong))
     return Part(
         "whole",
-        "No view of the whole: what stands where is hardly noticed",
+        "No view of the whole: are swapped sentences and contradictions noticed?",
         _FORMULA,
         figures,
         series,
