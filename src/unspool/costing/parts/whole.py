@@ -118,7 +118,7 @@ def masked_likelihoods(
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     distances = plan.pick((1, 2), (1, 2, 4))
-    chosen = swaps(plan.texts, plan.pick(8, 48), distances, plan.seed)
+    chosen = swaps(plan.texts, plan.pick(6, 48), distances, plan.seed)
     figures: list[Figure] = []
     series: list[Series] = []
     example = None
@@ -135,7 +135,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     else:
         notes.append("The texts have no passage of enough sentences: nothing was swapped.")
     lengths = plan.pick((0, 24), (0, 32, 96))
-    told = stories(plan.seed)[: plan.pick(12, 48)]
+    told = stories(plan.seed)[: plan.pick(8, 48)]
     wrong = []
     for number, length in enumerate(lengths):
         wrong.append(contradictions(lm, told, min(length, lm.context // 4), plan.seed))
