@@ -156,7 +156,8 @@ def test_a_story_contradicted(small: Any, monkeypatch: pytest.MonkeyPatch):
         return [Likelihood((0.0 if number % 4 == 0 else -9.0,), True) for number in range(12)]
 
     monkeypatch.setattr(whole, "likelihoods", always_the_first)
-    wrong = whole.contradictions(small, told, 0, 0)
+    begun = [encoded(small, story.beginning) for story in told]
+    wrong = whole.contradictions(small, told, begun)
     assert wrong == [story.told != story.values[0] for story in told]
 
 
