@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 def model_name(lm: LanguageModel) -> str:
-    """What people call the model: its file or folder, or its family if it came from none."""
+    """What people call the model: its file, folder or run, or its family if it came from none."""
     if lm.path is None:
         return lm.config.family
-    path = Path(lm.path)
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
+    path = Path(lm.path).resolve()
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}/{path.name}"
+    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def machine_facts(lm: LanguageModel) -> dict[str, str]:
