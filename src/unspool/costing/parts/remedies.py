@@ -24,7 +24,6 @@ from unspool.sampling.loops import repetition_rate
 
 _BRANCHES = 4
 _VOTES = 5
-_PLACES = 4  # words that an edit looks at
 _FORMULA = (
     "The same openings, continued with each option. Likelihood = mean log p a token by the bare "
     "model. Price = tokens computed / tokens kept, and seconds a token kept, both as multiples of "
@@ -72,7 +71,8 @@ class _Job:
     length: int
     seed: int
     twin: Any
-    edited_count: int  # openings that are gone over: weighing words takes the longest by far
+    edited_count: int  # openings that are gone over: weighing words takes the longest by far ...
+    places: int  # ... and how many words of each
 
     def with_options(self, name: str, **options: Any) -> Outcome:
         """Left to right with some option, all in one batch."""
@@ -109,7 +109,7 @@ class _Job:
                 before + text.text,
                 twin=twin,
                 passes=1,
-                places=_PLACES,
+                places=self.places,
                 candidates=6,
                 progress=False,
             )
@@ -134,9 +134,9 @@ def _outcome(name: str, texts: Sequence[Generation], computed: int, seconds: flo
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    length = min(plan.pick(32, 96), lm.context // 2)
+    length = min(plan.pick(24, 96), lm.context // 2)
     prompts = excerpts(lm, plan.texts, plan.pick(3, 8), min(33, lm.context // 4))
-    job = _Job(lm, prompts, length, plan.seed, plan.twin, plan.pick(1, 4))
+    job = _Job(lm, prompts, length, plan.seed, plan.twin, plan.pick(1, 4), plan.pick(2, 4))
     write(lm, prompts, max_tokens=1)  # the openings are read, so that nobody pays for it
     options = _options(job)
     found: list[Outcome] = []
@@ -168,7 +168,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
             "Beams and best-of compute every branch, and keep one. Drafts change nothing but the "
             "time.",
             f"An edit goes over usual samples of the first {job.edited_count} openings, and weighs "
-            f"candidates at {_PLACES} doubtful words of each.",
+            f"candidates at {job.places} doubtful words of each.",
             *failed,
         ],
         [head, *(one.row(usual) for one in found)],

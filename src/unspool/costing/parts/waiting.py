@@ -49,7 +49,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     speeds = bandwidth(lm)
     splits = [split_at(lm, _text_of(lm, plan, past, 0), plan.pick(16, 32)) for past in pasts[:3]]
     plan.tell(0.55)
-    sizes = [size for size in plan.pick((1, 4, 8), (1, 2, 4, 8, 16)) if size <= len(prompts)]
+    sizes = [size for size in plan.pick((1, 4), (1, 2, 4, 8, 16)) if size <= len(prompts)]
     batches = [_batch_ms(lm, prompts[:size], plan.pick(16, 24)) for size in sizes]
     plan.tell(0.75)
     bare = [_uncached(lm, plan, past) for past in pasts[plan.pick(1, 0) : 3] if past <= 1100]

@@ -118,7 +118,7 @@ def masked_likelihoods(
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     distances = plan.pick((1, 2), (1, 2, 4))
-    chosen = swaps(plan.texts, plan.pick(6, 36), distances, plan.seed)
+    chosen = swaps(plan.texts, plan.pick(5, 36), distances, plan.seed)
     figures, series, example = _swapping(lm, plan, chosen, distances) if chosen else ([], [], None)
     told = stories(plan.seed)[: plan.pick(8, 48)]
     more, line = _telling(lm, plan, told)
