@@ -37,14 +37,16 @@ MAY_IMPORT = {
                 "decoding", "language_model"},
     "train": {"errors", "collecting", "text", "model", "sampling", "backends", "engine", "session",
               "decoding", "lens", "language_model", "loading"},
+    "costing": {"errors", "text", "model", "sampling", "backends", "engine", "session", "decoding",
+                "lens", "notebook", "language_model", "collecting", "train", "loading"},
     "conversation": {"errors", "engine", "request_options", "session"},
     "page": set(),
     "serve": {"errors", "text", "model", "sampling", "engine", "request_options", "session",
               "decoding", "lens", "page", "train", "__init__"},
     "cli": {"collecting", "errors", "text", "model", "backends", "sampling", "engine", "session",
             "decoding", "lens", "language_model", "loading", "conversation", "request_options",
-            "serve", "train", "__init__"},
-    "__init__": {"errors", "text", "engine", "decoding", "language_model", "loading"},
+            "serve", "train", "costing", "__init__"},
+    "__init__": {"errors", "text", "engine", "decoding", "language_model", "loading", "costing"},
     "__main__": {"cli"},
 }  # fmt: skip
 

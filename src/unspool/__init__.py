@@ -15,6 +15,7 @@ TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes long
 if TYPE_CHECKING:
     from typing import Any
 
+    from unspool.costing.measuring import costs
     from unspool.decoding.fill.gaps import gap
     from unspool.engine.generation import Generation, Generations
     from unspool.engine.options import Options
@@ -39,11 +40,13 @@ __all__ = [
     "Tokenizer",
     "UnspoolError",
     "__version__",
+    "costs",
     "gap",
     "load",
 ]
 
 _HOME_OF = {
+    "costs": "unspool.costing.measuring",
     "gap": "unspool.decoding.fill.gaps",
     "load": "unspool.loading",
     "LanguageModel": "unspool.language_model",

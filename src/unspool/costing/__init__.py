@@ -1,0 +1,1 @@
+"""What writing one token at a time costs, measured: `unspool.costs(lm)`."""

@@ -1,0 +1,1 @@
+"""The parts of the report, one a file: each has `measure(lm, plan)` and gives a `Part`."""

@@ -1,0 +1,160 @@
+"""Intervals: how sure a figure is. Each takes plain numbers, and says in words what it did.
+
+mean_figure("NLL", values, "nats")            # bootstrap over the values
+share_figure("texts that loop", 3, 20)        # Wilson
+bootstrap(pairs, lambda rows: ...)            # any statistic of rows drawn again
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from unspool.costing.part import Figure
+
+_DRAWS = 2000
+_Z = 1.959963984540054  # of the normal distribution: 95 % lie within
+
+Better = Literal["lower", "higher", ""]
+
+
+def bootstrap(
+    rows: ArrayLike,
+    statistic: Callable[[NDArray[Any]], float],
+    *,
+    draws: int = _DRAWS,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """The 95 % percentile interval of a statistic, its rows drawn again with replacement.
+
+    A row is what was drawn independently: a text, not a token of it.
+    """
+    data = np.asarray(rows)
+    if len(data) < 2:
+        return math.nan, math.nan
+    random = np.random.default_rng(seed)
+    drawn = random.integers(0, len(data), (draws, len(data)))
+    found = [statistic(data[numbers]) for numbers in drawn]
+    low, high = np.nanpercentile(found, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def bootstrap_means(
+    rows: ArrayLike, *, draws: int = _DRAWS, seed: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The same for the mean of every column at once: rows are texts, columns places; gaps nan."""
+    data = np.asarray(rows, np.float64)
+    random = np.random.default_rng(seed)
+    drawn = random.integers(0, len(data), (draws, len(data)))
+    known = ~np.isnan(data)
+    filled = np.where(known, data, 0.0)
+    weights = np.stack([np.bincount(numbers, minlength=len(data)) for numbers in drawn])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = (weights @ filled) / (weights @ known)
+    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+    return low, high
+
+
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: right also for few, and for none."""
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = successes / n, _Z**2
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    reach = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - reach), min(1.0, middle + reach)
+
+
+def mean_figure(
+    name: str,
+    values: Sequence[float],
+    unit: str = "",
+    *,
+    why: str = "",
+    better: Better = "",
+    seed: int = 0,
+) -> Figure:
+    """A mean with its bootstrap interval."""
+    if not len(values):
+        return Figure(name, None, unit, n=0, why=why or "nothing could be measured", better=better)
+    low, high = bootstrap(values, lambda rows: float(rows.mean()), seed=seed)
+    known = not math.isnan(low)
+    return Figure(
+        name,
+        float(np.mean(values)),
+        unit,
+        low if known else None,
+        high if known else None,
+        len(values),
+        said(why, "bootstrap") if known else why,
+        better,
+    )
+
+
+def median_figure(
+    name: str, values: Sequence[float], unit: str = "", *, why: str = "", better: Better = ""
+) -> Figure:
+    """A median with its bootstrap interval: for times, of which a few are always slow."""
+    if not len(values):
+        return Figure(name, None, unit, n=0, why=why or "nothing could be measured", better=better)
+    low, high = bootstrap(values, lambda rows: float(np.median(rows)), draws=500)
+    known = not math.isnan(low)
+    return Figure(
+        name,
+        float(np.median(values)),
+        unit,
+        low if known else None,
+        high if known else None,
+        len(values),
+        said(why, "median, bootstrap") if known else why,
+        better,
+    )
+
+
+def share_figure(
+    name: str, successes: int, n: int, *, why: str = "", better: Better = ""
+) -> Figure:
+    """A share with Wilson's interval."""
+    if n == 0:
+        return Figure(name, None, "%", n=0, why=why or "nothing could be measured", better=better)
+    low, high = wilson(successes, n)
+    return Figure(name, successes / n, "%", low, high, n, said(why, "Wilson"), better)
+
+
+Bounds = tuple[list[float], list[float], list[float]]  # of a series: y, low, high
+
+
+def share_bounds(successes: Sequence[int], n: int) -> Bounds:
+    """Shares of n, with Wilson's intervals."""
+    ends = [wilson(count, n) for count in successes]
+    return [count / n for count in successes], [end[0] for end in ends], [end[1] for end in ends]
+
+
+def mean_bounds(values: Sequence[Sequence[float]]) -> Bounds:
+    """The mean of each set of values, with bootstrap intervals; of a single value, itself."""
+    means, lows, highs = [], [], []
+    for own in values:
+        mean = float(np.mean(own)) if len(own) else math.nan
+        low, high = bootstrap(own, lambda rows: float(rows.mean()), draws=1000)
+        means.append(mean)
+        lows.append(mean if math.isnan(low) else low)
+        highs.append(mean if math.isnan(high) else high)
+    return means, lows, highs
+
+
+def said(why: str, how: str) -> str:
+    """What a figure means, and by what its interval was made."""
+    return f"{why}; {how}" if why else how
+
+
+def auc(positives: ArrayLike, negatives: ArrayLike) -> float:
+    """How often one of the first exceeds one of the second; equals count half (Mann-Whitney)."""
+    first, second = np.asarray(positives, np.float64), np.asarray(negatives, np.float64)
+    if not first.size or not second.size:
+        return math.nan
+    difference = first[:, None] - second[None, :]
+    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())

@@ -1,0 +1,41 @@
+"""A report for a terminal: every figure on a line, its interval beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unspool.costing.part import Part, figure_names, found_figure, side_by_side
+
+
+def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
+    """The figures of one model, or of several in columns."""
+    lines: list[str] = []
+    if len(models) > 1:
+        lines.append("  ".join(f"[{number}] {name}" for number, name in enumerate(models, 1)))
+    for parts in side_by_side(reports):
+        lines += ["", f"{parts[0].title}  ({parts[0].name})", *_rows(parts)]
+        lines += [f"  {note}" for part in parts if not part.figures for note in part.notes]
+        for part in parts:
+            if part.table:
+                lines += ["", *_aligned([[f"  {row[0]}", *row[1:]] for row in part.table])]
+    return "\n".join(lines).strip("\n")
+
+
+def _rows(parts: Sequence[Part]) -> list[str]:
+    """A line for each figure, in the columns of all parts."""
+    rows = []
+    for name in figure_names(parts):
+        same = [found_figure(part, name) for part in parts]
+        cells = [cell for one in same for cell in (one.told(), one.interval())]
+        rows.append([f"  {name}", *cells])
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
