@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
 
 # Each part, and about how many parts of the whole its measuring takes: the bar goes by it.
-PARTS: dict[str, int] = {}
+PARTS: dict[str, int] = {
+    "waiting": 4,
+    "loops": 5,
+    "whole": 3,
+    "confidence": 2,
+}
 _PACKAGE = "unspool.costing.parts"
 _STEPS = 100  # of the bar for one of them
 

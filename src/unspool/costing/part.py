@@ -150,7 +150,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Parts of a report, numpy's numbers and sequences as JSON knows them; what is no number is None."""
+    """As JSON knows it: also numpy's numbers; a number that is none (nan) becomes null."""
     if isinstance(value, _Told):
         return value.to_dict()
     if isinstance(value, Mapping):

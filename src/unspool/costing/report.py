@@ -1,4 +1,8 @@
-"""A report: one model's parts, or those of several models side by side."""
+"""A report: one model's parts, or those of several models side by side.
+
+report.html(), report.to_dict(), print(report)
+Comparison([first, second]).html()
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unspool.costing.page import Column, page
 from unspool.costing.part import Part
 from unspool.costing.terminal import summary
 
@@ -39,5 +44,38 @@ class Report:
             "parts": [part.to_dict() for part in self.parts],
         }
 
+    def html(self) -> str:
+        """One file with plots: nothing is fetched, and there is no script."""
+        return Comparison([self]).html()
+
+    def _repr_html_(self) -> str:
+        """In a notebook the page stands in a frame of its own, with its own style."""
+        from unspool.notebook import escape
+
+        return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="700"></iframe>'
+
     def __str__(self) -> str:
-        return summary([self.model], [self.parts])
+        return str(Comparison([self]))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Reports of several models, measured in the same way on the same machine."""
+
+    reports: Sequence[Report]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"version": VERSION, "reports": [report.to_dict() for report in self.reports]}
+
+    def html(self) -> str:
+        """One file: figures in columns, plots side by side with the same axes."""
+        columns = [Column(one.model, one.machine, one.parts) for one in self.reports]
+        seconds = sum(report.seconds for report in self.reports)
+        first = self.reports[0]
+        kind = "a quick look, with wide intervals" if first.quick else "the whole measurement"
+        return page(columns, f"{kind}, seed {first.seed}, {seconds:.0f} s")
+
+    def __str__(self) -> str:
+        names = [report.model for report in self.reports]
+        return summary(names, [report.parts for report in self.reports])

@@ -125,6 +125,27 @@ def share_figure(
     return Figure(name, successes / n, "%", low, high, n, said(why, "Wilson"), better)
 
 
+Bounds = tuple[list[float], list[float], list[float]]  # of a series: y, low, high
+
+
+def share_bounds(successes: Sequence[int], n: int) -> Bounds:
+    """Shares of n, with Wilson's intervals."""
+    ends = [wilson(count, n) for count in successes]
+    return [count / n for count in successes], [end[0] for end in ends], [end[1] for end in ends]
+
+
+def mean_bounds(values: Sequence[Sequence[float]]) -> Bounds:
+    """The mean of each set of values, with bootstrap intervals; of a single value, itself."""
+    means, lows, highs = [], [], []
+    for own in values:
+        mean = float(np.mean(own)) if len(own) else math.nan
+        low, high = bootstrap(own, lambda rows: float(rows.mean()), draws=1000)
+        means.append(mean)
+        lows.append(mean if math.isnan(low) else low)
+        highs.append(mean if math.isnan(high) else high)
+    return means, lows, highs
+
+
 def said(why: str, how: str) -> str:
     """What a figure means, and by what its interval was made."""
     return f"{why}; {how}" if why else how

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unspool.costing.part import Figure, Part
+from unspool.costing.page import found_figure
+from unspool.costing.part import Part
 
 
 def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
@@ -22,14 +23,10 @@ def _rows(parts: Sequence[Part]) -> list[str]:
     """A line for each figure, in the columns of all parts."""
     rows = []
     for figure in parts[0].figures:
-        same = [_found(part, figure.name) for part in parts]
+        same = [found_figure(part, figure.name) for part in parts]
         cells = [cell for one in same for cell in (one.told(), one.interval())]
         rows.append([f"  {figure.name}", *cells])
     return _aligned(rows)
-
-
-def _found(part: Part, name: str) -> Figure:
-    return next((one for one in part.figures if one.name == name), Figure(name, None))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

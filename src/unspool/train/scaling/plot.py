@@ -136,11 +136,11 @@ def _room(values: Sequence[float], margin: float, *, logarithmic: bool = False) 
 def _axes(panel: _Panel, label: str, *, first: bool) -> str:
     bottom, right = _TOP + _HEIGHT, panel.left + _WIDTH
     found = [f'<path class="axis" d="M{panel.left:.1f},{_TOP} V{bottom} H{right:.1f}"/>']
-    for value in _decades(panel.across):
+    for value in decades(panel.across):
         x, _ = panel.at(value, panel.up[0])
         found.append(f'<path class="grid" d="M{x:.1f},{_TOP} V{bottom}"/>')
-        found.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="mid">{_short(value)}</text>')
-    for value in _nice(panel.up):
+        found.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="mid">{short(value)}</text>')
+    for value in nice(panel.up):
         _, y = panel.at(panel.across[0], value)
         found.append(f'<path class="grid" d="M{panel.left:.1f},{y:.1f} H{right:.1f}"/>')
         found.append(f'<text x="{panel.left - 6:.1f}" y="{y + 4:.1f}" class="end">{value:g}</text>')
@@ -155,7 +155,7 @@ def _axes(panel: _Panel, label: str, *, first: bool) -> str:
     return "\n".join(found)
 
 
-def _decades(across: Point) -> list[float]:
+def decades(across: Point) -> list[float]:
     """1, 10, 100, ... in the range; 1, 3, 10, ... where that gives too few."""
     for factors in ((1,), (1, 3), (1, 2, 5)):
         powers = range(math.floor(math.log10(across[0])), math.ceil(math.log10(across[1])) + 1)
@@ -166,7 +166,7 @@ def _decades(across: Point) -> list[float]:
     return inside
 
 
-def _nice(up: Point) -> list[float]:
+def nice(up: Point) -> list[float]:
     """About five round numbers in the range."""
     rough = (up[1] - up[0]) / 5
     power = 10.0 ** math.floor(math.log10(rough))
@@ -176,7 +176,8 @@ def _nice(up: Point) -> list[float]:
     return [round((first + n) * step, 10) for n in range(count)]
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number as it stands at an axis: 1500 as 1.5k."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if size <= value < 1e11:
             return f"{value / size:g}{letter}"

@@ -1,0 +1,97 @@
+"""What a perfect machine would take for a token: the bytes that must be read, over the bandwidth.
+
+bytes_per_token(lm, past=512)      # weights once, keys and values of the past
+bandwidth(lm)                      # bytes a second, measured where the weights lie
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unspool.session import Session
+
+if TYPE_CHECKING:
+    from unspool.backends.cpu.loaded import CpuModel
+
+_BLOCK = 128_000_000  # bytes: more than caches hold
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+
+
+def bytes_per_token(lm: Session, past: int) -> int:
+    """What writing one token must read behind a past of so many tokens."""
+    backend = lm.engine.backend
+    return weight_bytes(lm) + past * backend.page_bytes // backend.page_size
+
+
+def weight_bytes(lm: Session) -> int:
+    """Of the weights: every matrix that a token is multiplied with, of experts the chosen ones.
+
+    Of the embedding a token reads a single row, unless it is the head as well.
+    """
+    if is_native(lm):
+        return _packed_bytes(lm.model)  # type: ignore[arg-type]
+    from unspool.model.weights import parameter_count, shapes
+
+    config = lm.config
+    share = config.experts_per_token / config.experts if config.experts else 1.0
+    read = 0.0
+    for name, shape in shapes(config).items():
+        if name == "embed.weight" and not config.tied:
+            continue
+        read += math.prod(shape) * (share if len(shape) == 3 else 1.0)
+    if lm.model.precision in _BYTES:
+        return round(read * _BYTES[lm.model.precision])
+    from unspool.model.glance import glance
+
+    stored = glance(lm.path).bytes if lm.path is not None else 2 * parameter_count(config)
+    return round(read * stored / parameter_count(config))
+
+
+def is_native(lm: Session) -> bool:
+    """Whether the compiled library computes, which can be asked how long each operation took."""
+    return hasattr(lm.model, "plan") and hasattr(lm.engine.backend, "profile")
+
+
+def _packed_bytes(model: CpuModel) -> int:
+    total = 0.0
+    for operation in model.plan.operations:
+        if operation.kind in ("linear", "route", "experts"):
+            own = sum(model.packed[name].nbytes for name in operation.matrices)
+            total += own * (operation.chosen / operation.experts if operation.experts else 1)
+    return round(total)
+
+
+def bandwidth(lm: Session, repeat: int = 7) -> list[float]:
+    """Bytes a second, each time that a block larger than any cache was read where weights lie."""
+    read = _native_reader(lm) if is_native(lm) else _torch_reader(lm)
+    read()
+    found = []
+    for _ in range(repeat):
+        started = perf_counter()
+        read()
+        found.append(_BLOCK / (perf_counter() - started))
+    return found
+
+
+def _native_reader(lm: Session) -> Callable[[], object]:
+    from unspool.backends.cpu.structures import address, functions
+
+    block = np.ones(_BLOCK, np.uint8)  # written: memory that never was is one page of zeros
+    threads = int(getattr(lm.model, "threads", 1))
+    return lambda: functions().unspool_read_memory(address(block), block.nbytes, threads, 1)
+
+
+def _torch_reader(lm: Session) -> Callable[[], object]:
+    import torch
+
+    block = torch.ones(_BLOCK // 4, device=lm.model.device)
+
+    def read() -> Any:
+        return block.sum().item()  # the number is asked for, so it waits for the device
+
+    return read

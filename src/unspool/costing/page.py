@@ -1,0 +1,222 @@
+"""A report as one HTML file: figures, plots, examples; no script, nothing fetched.
+
+One model or several side by side: the same parts, the same plots with the same axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from unspool.costing.part import Example, Figure, Part, Series
+from unspool.costing.style import PAGE, STYLE
+from unspool.costing.svg import colour, plot, rise
+from unspool.notebook import escape
+
+
+@dataclass(frozen=True)
+class Column:
+    """One model of the page."""
+
+    model: str
+    machine: Mapping[str, str]
+    parts: Sequence[Part]
+
+    def part(self, name: str) -> Part | None:
+        return next((part for part in self.parts if part.name == name), None)
+
+
+def page(columns: Sequence[Column], subtitle: str) -> str:
+    """The whole file."""
+    names = [part.name for part in columns[0].parts]
+    same = [[column.part(name) for column in columns] for name in names]
+    models = " · ".join(column.model for column in columns)
+    return PAGE.format(
+        title=escape(f"Costs of {models}"),
+        style=STYLE,
+        head=f"<h1>What writing one token at a time costs</h1><p class='sub'>{escape(models)}</p>"
+        f"<p class='dim'>{escape(subtitle)}</p>",
+        facts="".join(_facts(column) for column in columns),
+        cards="".join(_card(part) for part in columns[0].parts),
+        parts="".join(
+            _part([part for part in parts if part is not None], columns) for parts in same
+        ),
+    )
+
+
+def _facts(column: Column) -> str:
+    rows = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
+        for name, value in {"model": column.model, **column.machine}.items()
+    )
+    return f"<dl>{rows}</dl>"
+
+
+def _card(part: Part) -> str:
+    """A part's first figure, and the way to the part."""
+    shown = part.figures[0] if part.figures else None
+    value = f"<b>{escape(shown.told())}</b><span>{escape(shown.name)}</span>" if shown else ""
+    return f'<a class="card" href="#{part.name}"><em>{escape(part.name)}</em>{value}</a>'
+
+
+def _part(parts: Sequence[Part], columns: Sequence[Column]) -> str:
+    part = parts[0]
+    inside = [
+        f"<h2>{escape(part.title)}</h2>",
+        f"<p class='formula'>{escape(part.formula)}</p>",
+        _figures(parts, columns),
+        _plots(parts, columns),
+        *(_table(one, column) for one, column in zip(parts, columns, strict=False)),
+        *(_example(one, column, columns) for one, column in zip(parts, columns, strict=False)),
+        _notes(part),
+    ]
+    return f'<section id="{part.name}">{"".join(inside)}</section>'
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+def _figures(parts: Sequence[Part], columns: Sequence[Column]) -> str:
+    if not part_names(parts):
+        return ""
+    several = len(columns) > 1
+    heads = "".join(
+        f"<th>{escape(column.model)}</th><th>95 % interval</th>" for column in columns
+    ) if several else "<th>value</th><th>95 % interval</th><th>n</th>"  # fmt: skip
+    rows = "".join(_row(name, parts, several) for name in part_names(parts))
+    return (
+        f'<div class="wide"><table class="figures"><thead><tr><th>measured</th>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def part_names(parts: Sequence[Part]) -> list[str]:
+    """The figures of all models, each once, in order."""
+    return list(dict.fromkeys(figure.name for part in parts for figure in part.figures))
+
+
+def found_figure(part: Part, name: str) -> Figure:
+    """A part's figure of this name, or one without a value."""
+    return next((one for one in part.figures if one.name == name), Figure(name, None))
+
+
+def _row(name: str, parts: Sequence[Part], several: bool) -> str:
+    own = [found_figure(part, name) for part in parts]
+    best = winner(own)
+    why = next((figure.why for figure in own if figure.why), "")
+    small = f"<small>{escape(why)}</small>" if why else ""
+    cells = f"<td>{escape(name)}{small}</td>"
+    for number, figure in enumerate(own):
+        kind = ' class="best"' if number == best else ""
+        cells += f"<td{kind}>{escape(figure.told())}</td><td>{escape(figure.interval())}</td>"
+    if not several:
+        cells += f"<td>{'' if own[0].n is None else f'{own[0].n:,}'}</td>"
+    return f"<tr>{cells}</tr>"
+
+
+def winner(figures: Sequence[Figure]) -> int | None:
+    """Which of several models is surely better: its interval lies beyond all others."""
+    better = figures[0].better
+    if len(figures) < 2 or not better:
+        return None
+    ends = [(figure.low, figure.high) for figure in figures]
+    for number, (low, high) in enumerate(ends):
+        others = [end for other, end in enumerate(ends) if other != number]
+        if better == "lower" and high is not None:
+            beaten = [other[0] is not None and high < other[0] for other in others]
+        elif better == "higher" and low is not None:
+            beaten = [other[1] is not None and low > other[1] for other in others]
+        else:
+            continue
+        if all(beaten):
+            return number
+    return None
+
+
+# -- plots ----------------------------------------------------------------------------------------
+
+
+def _plots(parts: Sequence[Part], columns: Sequence[Column]) -> str:
+    titles = list(dict.fromkeys(series.plot for part in parts for series in part.series))
+    pictures = "".join(_pictures(title, parts, columns) for title in titles)
+    return f'<div class="plots">{pictures}</div>' if pictures else ""
+
+
+def _pictures(title: str, parts: Sequence[Part], columns: Sequence[Column]) -> str:
+    """One plot of every model, with the same height of the axis."""
+    own = [[one for one in part.series if one.plot == title and len(one.x)] for part in parts]
+    ranges = [rise(series) for series in own if series]
+    if not ranges:
+        return ""
+    up = min(low for low, _ in ranges), max(high for _, high in ranges)
+    found = ""
+    for series, column in zip(own, columns, strict=False):
+        if series:
+            whose = f" · {column.model}" if len(columns) > 1 else ""
+            found += (
+                f"<figure><figcaption>{escape(title + whose)}</figcaption>{plot(series, up)}"
+                f"{_legend(series)}</figure>"
+            )
+    return found
+
+
+def _legend(series: Sequence[Series]) -> str:
+    if len(series) == 1:
+        return ""
+    items = ""
+    for number, one in enumerate(series):
+        style = "border-top:2px dashed var(--dim)" if one.kind == "reference" else ""
+        style = style or f"background:{colour(number)}"
+        items += f'<li><i style="{style}"></i>{escape(one.name)}</li>'
+    return f"<ul class='legend'>{items}</ul>"
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def _table(part: Part, column: Column) -> str:
+    if not part.table:
+        return ""
+    head, *body = part.table
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body
+    )
+    return (
+        f"<div class='wide'><table><caption>{escape(column.model)}</caption><thead><tr>{top}</tr>"
+        f"</thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _example(part: Part, column: Column, columns: Sequence[Column]) -> str:
+    example = part.example
+    if example is None:
+        return ""
+    kinds = list(dict.fromkeys(mark.kind for mark in example.marks))
+    whose = f"{column.model}: " if len(columns) > 1 else ""
+    legend = "".join(
+        f'<li><mark class="m{number % 4}">{escape(kind)}</mark></li>'
+        for number, kind in enumerate(kinds)
+    )
+    return (
+        f'<div class="example"><p class="caption">{escape(whose + example.caption)}</p>'
+        f"<blockquote>{_marked(example, kinds)}</blockquote>"
+        + (f"<ul class='legend'>{legend}</ul>" if legend else "")
+        + "</div>"
+    )
+
+
+def _marked(example: Example, kinds: Sequence[str]) -> str:
+    found = ""
+    for text, mark in example.pieces():
+        if mark is None:
+            found += escape(text)
+            continue
+        title = f' title="{escape(mark.title)}"' if mark.title else ""
+        found += f'<mark class="m{kinds.index(mark.kind) % 4}"{title}>{escape(text)}</mark>'
+    return found
+
+
+def _notes(part: Part) -> str:
+    notes = [*part.notes, f"Measured in {part.seconds:.1f} s."]
+    return f"<ul class='notes'>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"

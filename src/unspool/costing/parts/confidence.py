@@ -1,0 +1,211 @@
+"""Confidence: is a model as often right as it is sure? And where along a text is it unsure?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from unspool.costing.items import Item, items
+from unspool.costing.part import Example, Figure, Mark, Part, Series
+from unspool.costing.plan import Plan
+from unspool.costing.statistics import (
+    bootstrap,
+    bootstrap_means,
+    mean_bounds,
+    mean_figure,
+    said,
+    share_figure,
+)
+from unspool.costing.writing import encoded, excerpts
+from unspool.engine.steps import Score
+from unspool.language_model import LanguageModel
+from unspool.train.judging.likelihood import likelihoods
+
+BINS = 10
+_UNSURE = 4.0  # nats of entropy: as if some fifty tokens were equally likely
+_SURE = 0.8
+_FORMULA = (
+    "Items: P(answer a) = p(a | question) / Σ p(a' | question) over the four answers, confidence "
+    "= the largest. ECE = Σ over ten bins of confidence (n_b / n) · |accuracy_b − confidence_b|. "
+    "Brier = mean of Σ_a (P(a) − [a is right])². The same ECE for next tokens of human text: "
+    "confidence = p of the likeliest token, right if it is the one that follows. Entropy = "
+    "−Σ p log p of the next token, nats."
+)
+
+
+def expected_calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
+    """How far confidence and accuracy lie apart, a bin of equal width after the other."""
+    sure, hits = np.asarray(confidence, np.float64), np.asarray(right, np.float64)
+    if not len(sure):
+        return float("nan")
+    number = np.minimum((sure * bins).astype(int), bins - 1)
+    gaps = np.bincount(number, hits, bins) - np.bincount(number, sure, bins)
+    return float(np.abs(gaps).sum() / len(sure))
+
+
+def brier(probabilities: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
+    """Brier's score of each item: 0 sure and right, 2 sure and wrong."""
+    table = np.asarray(probabilities, np.float64)
+    target = np.eye(table.shape[1])[np.asarray(right, int)]
+    found: NDArray[np.float64] = ((table - target) ** 2).sum(1)
+    return found
+
+
+def reliability(
+    confidence: ArrayLike, right: ArrayLike, bins: int = BINS
+) -> tuple[list[float], list[list[float]]]:
+    """Of each bin that has any: the mean confidence, and which were right."""
+    sure, hits = np.asarray(confidence, np.float64), np.asarray(right, np.float64)
+    number = np.minimum((sure * bins).astype(int), bins - 1)
+    used = [one for one in range(bins) if (number == one).any()]
+    return (
+        [float(sure[number == one].mean()) for one in used],
+        [hits[number == one].tolist() for one in used],
+    )
+
+
+def item_probabilities(lm: LanguageModel, asked: Sequence[Item]) -> NDArray[np.float64]:
+    """How the model divides its belief between the answers of each item: [items, answers]."""
+    pairs = []
+    for item in asked:
+        context = encoded(lm, f"Question: {item.question}\nAnswer:")
+        pairs += [(context, lm.tokenizer.encode(f" {answer}")) for answer in item.answers]
+    totals = np.array([one.total for one in likelihoods(lm, pairs)])
+    table = totals.reshape(len(asked), -1)
+    odds = np.exp(table - table.max(1, keepdims=True))
+    found: NDArray[np.float64] = odds / odds.sum(1, keepdims=True)
+    return found
+
+
+def measure(lm: LanguageModel, plan: Plan) -> Part:
+    asked = items()[: plan.pick(20, 64)]
+    belief = item_probabilities(lm, asked)
+    plan.tell(0.4)
+    length = min(plan.pick(128, 384), lm.context)
+    windows = excerpts(lm, plan.texts, plan.pick(6, 16), length)
+    scores: list[Score] = []
+    for window in windows:
+        scores.append(lm.score(window, top=1))
+        plan.tell(0.4 + 0.6 * len(scores) / len(windows))
+    sure, hits, entropy = _tokens(scores)
+    return Part(
+        "confidence",
+        "Confidence: is it as often right as it is sure?",
+        _FORMULA,
+        [*_item_figures(belief), *_token_figures(sure, hits, entropy)],
+        [*_reliability_series(belief, sure, hits), _along(entropy)],
+        _example(scores[0]),
+        [
+            f"{len(asked)} questions of general knowledge that come with Unspool, each with four "
+            "answers, scored as text.",
+            f"Next tokens: {len(windows)} stretches of {length} tokens of human text; intervals "
+            "draw whole stretches again.",
+        ],
+    )
+
+
+def _item_figures(belief: NDArray[np.float64]) -> list[Figure]:
+    sure, right = belief.max(1), belief.argmax(1) == 0
+    rows = np.stack([sure, right], 1)
+    low, high = bootstrap(rows, lambda drawn: expected_calibration_error(drawn[:, 0], drawn[:, 1]))
+    count = len(belief)
+    gap = (sure - right).tolist()
+    return [
+        share_figure("items answered right", int(right.sum()), count, why="by chance 25 %",
+                     better="higher"),
+        mean_figure("confidence in them", sure.tolist(), "%"),
+        mean_figure("overconfidence", gap, "%", why="confidence less accuracy"),
+        Figure("ECE, items", expected_calibration_error(sure, right), "%", low, high, count,
+               said("0: calibrated", "bootstrap over items; few items raise it"), "lower"),
+        mean_figure("Brier score, items", brier(belief, np.zeros(count, int)).tolist(), "",
+                    why="0: sure and right, 0.75: no idea, 2: sure and wrong", better="lower"),
+    ]  # fmt: skip
+
+
+def _tokens(
+    scores: Sequence[Score],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Of each text and place: p of the likeliest token, whether it came, entropy: [texts, n]."""
+    sure, hits, entropy = [], [], []
+    for score in scores:
+        known = [one for one in score.positions if one.logprob is not None]
+        sure.append([one.candidates[0].probability for one in known])
+        hits.append([float(one.rank == 0) for one in known])
+        entropy.append([float(one.entropy or 0.0) for one in known])
+    return np.array(sure), np.array(hits), np.array(entropy)
+
+
+def _token_figures(
+    sure: NDArray[np.float64], hits: NDArray[np.float64], entropy: NDArray[np.float64]
+) -> list[Figure]:
+    def error(rows: NDArray[Any]) -> float:
+        return expected_calibration_error(rows[:, 0].ravel(), rows[:, 1].ravel())
+
+    rows = np.stack([sure, hits], 1)  # [texts, 2, places]
+    low, high = bootstrap(rows, error, draws=300)
+    known = len(sure) > 1
+    return [
+        mean_figure("next token foreseen", hits.mean(1).tolist(), "%",
+                    why="the likeliest is the one that follows", better="higher"),
+        Figure("ECE, next token", error(rows), "%", low if known else None, high if known else None,
+               sure.size, said("0: calibrated", "bootstrap over texts"), "lower"),
+        mean_figure("entropy of the next token", entropy.mean(1).tolist(), "nats"),
+        share_figure("places with entropy above 4 nats", int((entropy > _UNSURE).sum()),
+                     entropy.size, why="some fifty tokens equally likely"),
+    ]  # fmt: skip
+
+
+def _reliability_series(
+    belief: NDArray[np.float64], sure: NDArray[np.float64], hits: NDArray[np.float64]
+) -> list[Series]:
+    line = partial(Series, x_label="confidence", y_label="how often right", plot="Calibration")
+    x_items, right = reliability(belief.max(1), belief.argmax(1) == 0, 5)
+    x_tokens, came = reliability(sure.ravel(), hits.ravel())
+    return [
+        line("perfect", [0.0, 1.0], [0.0, 1.0], kind="reference"),
+        line("next tokens", x_tokens, *mean_bounds(came)),
+        line("items", x_items, *mean_bounds(right)),
+    ]
+
+
+def _along(entropy: NDArray[np.float64]) -> Series:
+    """Mean entropy along the text, in steps that widen."""
+    length = entropy.shape[1]
+    edges = sorted({*(min(length, round(2**power)) for power in np.arange(1, 12, 0.5)), 0, length})
+    starts, ends = edges[:-1], edges[1:]
+    table = np.stack([entropy[:, a:b].mean(1) for a, b in zip(starts, ends, strict=True)], 1)
+    low, high = bootstrap_means(table)
+    return Series(
+        "entropy",
+        [(a + b + 1) / 2 for a, b in zip(starts, ends, strict=True)],
+        table.mean(0).tolist(),
+        low.tolist(),
+        high.tolist(),
+        x_label="tokens read before",
+        y_label="entropy, nats",
+        plot="Entropy along a text",
+        log_x=True,
+    )
+
+
+def _example(score: Score) -> Example:
+    """A human text: where the model was unsure, and where it was sure and wrong."""
+    text, marks = "", []
+    for place in score.positions[1:120]:  # the first is what stands before every text
+        start = len(text)
+        text += place.text
+        if place.logprob is None or place.entropy is None or not place.candidates:
+            continue
+        best = place.candidates[0]
+        if place.entropy > _UNSURE:
+            marks.append(Mark(start, len(text), "unsure", f"entropy {place.entropy:.1f} nats"))
+        elif place.rank and best.probability > _SURE:
+            told = f"{best.probability:.0%} sure of {best.text!r}"
+            marks.append(Mark(start, len(text), "sure and wrong", told))
+    caption = "A text that people wrote, as the model reads it: where it could not know, and where "
+    caption += "it was sure of another word."
+    return Example(text, marks, caption)

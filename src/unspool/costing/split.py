@@ -1,0 +1,99 @@
+"""Where the time of a token goes: weights, attention, sampling, everything else.
+
+The native backend times every operation. Elsewhere what grows with the past is attention, and the
+rest cannot be told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from unspool.costing.limits import is_native
+from unspool.language_model import LanguageModel
+from unspool.sampling.picker import PickRows, pick, row_numbers
+
+_MS = 1000.0
+_WEIGHTS = ("linear", "embed", "route", "experts", "combine")
+_ATTENTION = ("attend", "place")
+_PICKS = 15  # times that picking is timed alone
+
+
+@dataclass(frozen=True)
+class Split:
+    """Milliseconds of a token behind so many others; None: cannot be told here."""
+
+    past: int
+    total: float
+    weights: float | None
+    attention: float
+    sampling: float | None
+    steps: int
+    profiled: bool
+
+    def rows(self) -> list[tuple[str, float | None, str]]:
+        """Name, milliseconds, and how they were found out."""
+        how = "each operation was timed" if self.profiled else "what grows with the context"
+        rest = self.total - self.attention - (self.weights or 0.0) - (self.sampling or 0.0)
+        hidden = "not timed apart here: in everything else"
+        alone = "picking timed alone, on this model's logits"
+        return [
+            ("reading weights", self.weights, how if self.profiled else hidden),
+            ("attention", self.attention, how),
+            ("sampling", self.sampling, hidden if self.sampling is None else alone),
+            ("everything else", max(0.0, rest), "norms, Python, and what is between"),
+        ]
+
+
+def split_at(lm: LanguageModel, ids: Sequence[int], tokens: int) -> Split:
+    """The split of a token behind these."""
+    options: Any = {"max_tokens": tokens, "temperature": 0.8, "seed": 0, "end": False}
+    lm.generate(ids, **{**options, "max_tokens": 1})  # read, and kept in the cache
+    if is_native(lm):
+        return _profiled(lm, ids, options)
+    short = _mean(lm, ids[: max(1, len(ids) // 4)], options)
+    total = _mean(lm, ids, options)
+    slope = max(0.0, total - short) / max(1, len(ids) - len(ids) // 4)
+    sampling = _sampling_ms(lm, ids) if lm.model.device == "cpu" else None
+    return Split(len(ids), total, None, slope * len(ids), sampling, tokens, False)
+
+
+def _profiled(lm: LanguageModel, ids: Sequence[int], options: Any) -> Split:
+    backend: Any = lm.engine.backend
+    plan: Any = getattr(lm.model, "plan")  # noqa: B009 (the native model's)
+    backend.profile()  # what was before does not count
+    total = _mean(lm, ids, options)
+    seconds = backend.profile()
+    kinds = [operation.kind for operation in plan.operations]
+    steps = int(options["max_tokens"])
+
+    def of(wanted: Sequence[str]) -> float:
+        own = [s for s, kind in zip(seconds, kinds, strict=True) if kind in wanted]
+        return _MS * float(sum(own)) / steps
+
+    return Split(len(ids), total, of(_WEIGHTS), of(_ATTENTION), _sampling_ms(lm, ids), steps, True)
+
+
+def _mean(lm: LanguageModel, ids: Sequence[int], options: Any) -> float:
+    """Milliseconds between two tokens; the first waits for the prompt as well."""
+    text = lm.generate(ids, **options)
+    return _MS * float(np.mean([step.seconds for step in text.steps[1:]] or [0.0]))
+
+
+def _sampling_ms(lm: LanguageModel, ids: Sequence[int]) -> float:
+    """Picking one token from this model's logits with the usual settings."""
+    settings = lm.draft(ids, seed=0).request.settings
+    with lm.opened(ids[-16:]) as branch:
+        logits: Any = lm.engine.extend(branch)
+    floats, ints = row_numbers(settings, 0)
+    rows = PickRows(np.array([floats]), np.array([ints], np.int64), np.empty(0, np.int64))
+    times = []
+    for _ in range(_PICKS):
+        started = perf_counter()
+        pick(logits, rows, int(getattr(lm.model, "threads", 1)))
+        times.append(perf_counter() - started)
+    return _MS * float(np.median(times))
