@@ -35,6 +35,9 @@ PARTS: dict[str, int] = {
     "loops": 5,
     "whole": 3,
     "confidence": 2,
+    "snowball": 3,
+    "fading": 6,
+    "exposure": 3,
 }
 _PACKAGE = "unspool.costing.parts"
 _STEPS = 100  # of the bar for one of them
