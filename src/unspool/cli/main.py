@@ -27,7 +27,7 @@ ClickException: Any = UsageError.__base__
 # meant, so that no command waits for the others.
 _PANELS = {
     "run": "Write", "chat": "Write", "replay": "Write", "fill": "Write", "edit": "Write",
-    "explore": "Look", "tokenize": "Look", "score": "Look",
+    "explore": "Look", "tokenize": "Look", "score": "Look", "costs": "Look",
     "page": "Serve", "serve": "Serve",
 }  # fmt: skip
 SHORTCUTS = ("pull", "list", "ls", "rm", "show", "ps")  # for those of `models`

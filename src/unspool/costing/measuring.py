@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 # Each part, and about how many parts of the whole its measuring takes: the bar goes by it.
 PARTS: dict[str, int] = {
     "waiting": 4,
+    "snowball": 3,
+    "exposure": 3,
     "loops": 5,
     "whole": 3,
-    "confidence": 2,
-    "snowball": 3,
     "fading": 6,
-    "exposure": 3,
+    "confidence": 2,
+    "remedies": 4,
 }
 _PACKAGE = "unspool.costing.parts"
 _STEPS = 100  # of the bar for one of them

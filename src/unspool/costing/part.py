@@ -49,7 +49,8 @@ class Figure(_Told):
         """The interval for people; empty where there is none."""
         if self.low is None or self.high is None:
             return ""
-        return f"{number(self.low, self.unit)} … {number(self.high, self.unit)}"
+        low = number(self.low, self.unit).removesuffix(self.unit).rstrip()
+        return f"{low} … {number(self.high, self.unit)}"
 
 
 @dataclass(frozen=True)

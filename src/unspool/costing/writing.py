@@ -36,7 +36,7 @@ def excerpts(lm: Session, texts: Sequence[str], count: int, tokens: int) -> list
         for stretches in waiting:
             one = next(stretches, None)
             if one is not None:
-                found.append(one)
+                found += [one] if one not in found else []
                 going.append(stretches)
         waiting = going
     if not found:

@@ -83,10 +83,10 @@ class _Run:
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     room = lm.context - 40
-    length = min(plan.pick(72, 256), room)
-    prompts = excerpts(lm, plan.texts, plan.pick(8, 24), min(32, lm.context // 4))
+    length = min(plan.pick(64, 256), room)
+    prompts = excerpts(lm, plan.texts, plan.pick(6, 24), min(32, lm.context // 4))
     temperatures = plan.pick((0.0, 1.0), _TEMPERATURES)
-    remedies = dict(list(REMEDIES.items())[: plan.pick(3, len(REMEDIES))])
+    remedies = dict(list(REMEDIES.items())[: plan.pick(2, len(REMEDIES))])
     total = len(temperatures) + len(remedies)
     runs: list[_Run] = []
 

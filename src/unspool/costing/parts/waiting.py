@@ -39,10 +39,11 @@ class Behind:
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     page = lm.engine.backend.page_size
     pasts = _pasts(plan.pick((64, 384), (64, 256, 1024, 4096)), lm.context, page)
-    prompts = excerpts(lm, _joined(plan.texts, pasts[-1]), 40, 33)
+    prompts = excerpts(lm, _joined(plan.texts, pasts[-1]), 40, min(33, pasts[-1]))
+    write(lm, prompts[:2], max_tokens=4, end=False)  # the first text waits for threads and memory
     grown = []
     for number, past in enumerate(pasts):
-        rounds = plan.pick(1, 3) if past <= 1100 else 1
+        rounds = plan.pick(2, 4) if past <= 100 else plan.pick(1, 3) if past <= 1100 else 1
         grown.append(_behind(lm, plan, past, rounds, number))
         plan.tell(0.4 * (number + 1) / len(pasts))
     speeds = bandwidth(lm)

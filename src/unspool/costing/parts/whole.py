@@ -118,7 +118,7 @@ def masked_likelihoods(
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     distances = plan.pick((1, 2), (1, 2, 4))
-    chosen = swaps(plan.texts, plan.pick(10, 48), distances, plan.seed)
+    chosen = swaps(plan.texts, plan.pick(8, 48), distances, plan.seed)
     figures: list[Figure] = []
     series: list[Series] = []
     example = None

@@ -1,0 +1,231 @@
+"""Remedies side by side: what each option does to a text, and its price."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from unspool.costing.part import Example, Figure, Part
+from unspool.costing.parts.loops import period
+from unspool.costing.plan import Plan
+from unspool.costing.statistics import mean_figure, share_figure
+from unspool.costing.writing import distinct, encoded, excerpts, write
+from unspool.decoding.written import mean_logprob
+from unspool.engine.generation import Generation
+from unspool.errors import UnspoolError
+from unspool.language_model import LanguageModel
+from unspool.sampling.loops import repetition_rate
+
+_BRANCHES = 4
+_VOTES = 5
+_FORMULA = (
+    "The same openings, continued with each option. Likelihood = mean log p a token by the bare "
+    "model. Price = tokens computed / tokens kept, and seconds a token kept, both as multiples of "
+    f"greedy. Vote: sums asked once, against what most of {_VOTES} answers say."
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one option wrote, and what that took."""
+
+    name: str
+    texts: list[list[int]]
+    logprobs: list[float]  # of each text, a token on average
+    computed: int
+    seconds: float
+    shown: str = ""  # the first text
+
+    @property
+    def kept(self) -> int:
+        return sum(map(len, self.texts))
+
+    def row(self, usual: Outcome) -> list[str]:
+        """The option in the table; `usual` is what it is compared with."""
+        loops = sum(period(text) is not None for text in self.texts) / len(self.texts)
+        tokens = (self.computed / self.kept) / (usual.computed / usual.kept)
+        seconds = (self.seconds / self.kept) / (usual.seconds / usual.kept)
+        return [
+            self.name,
+            f"{np.mean(self.logprobs):.2f}",
+            f"{loops:.0%}",
+            f"{np.mean([repetition_rate(text) for text in self.texts]):.0%}",
+            f"{distinct(self.texts):.0%}",
+            f"{tokens:.2f}×",
+            f"{seconds:.2f}×",
+        ]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Openings, and how far they are continued."""
+
+    lm: LanguageModel
+    prompts: Sequence[Sequence[int]]
+    length: int
+    seed: int
+    twin: Any
+
+    def with_options(self, name: str, **options: Any) -> Outcome:
+        """Left to right with some option, all in one batch."""
+        made = write(self.lm, self.prompts, max_tokens=self.length, seed=self.seed, **options)
+        return _outcome(name, made.texts, made.computed, made.seconds)
+
+    def beams(self, name: str) -> Outcome:
+        started = perf_counter()
+        texts = [
+            self.lm.beam(prompt, beams=_BRANCHES, max_tokens=self.length).best
+            for prompt in self.prompts
+        ]
+        computed = _BRANCHES * sum(len(text.steps) for text in texts)
+        return _outcome(name, texts, computed, perf_counter() - started)
+
+    def best_of(self, name: str) -> Outcome:
+        started = perf_counter()
+        found = [
+            self.lm.best_of(prompt, _BRANCHES, max_tokens=self.length, seed=self.seed)
+            for prompt in self.prompts
+        ]
+        computed = sum(len(text.steps) for one in found for text in one.generations)
+        return _outcome(name, [one.best for one in found], computed, perf_counter() - started)
+
+    def edited(self, name: str, twin: Any = None) -> Outcome:
+        """Usual samples, gone over once."""
+        started = perf_counter()
+        made = write(self.lm, self.prompts, max_tokens=self.length, seed=self.seed)
+        texts, logprobs, computed, shown = [], [], made.computed, ""
+        for prompt, text in zip(self.prompts, made.texts, strict=True):
+            before = self.lm.tokenizer.decode(prompt, specials=False)
+            edit = self.lm.edit(
+                before + text.text, twin=twin, passes=1, places=6, candidates=6, progress=False
+            )
+            computed += edit.weighed
+            behind = edit.after.positions[len(self.lm.tokenizer.encode(before)) :]
+            texts.append([one.token for one in behind])
+            logprobs.append(float(np.mean([one.logprob or 0.0 for one in behind] or [0.0])))
+            shown = shown or edit.text[len(before) :]
+        return Outcome(name, texts, logprobs, computed, perf_counter() - started, shown)
+
+
+def _outcome(name: str, texts: Sequence[Generation], computed: int, seconds: float) -> Outcome:
+    known = [text for text in texts if text.steps]
+    return Outcome(
+        name,
+        [text.tokens for text in known],
+        [mean_logprob(text) for text in known],
+        computed,
+        seconds,
+        known[0].text if known else "",
+    )
+
+
+def measure(lm: LanguageModel, plan: Plan) -> Part:
+    length = min(plan.pick(32, 96), lm.context // 2)
+    prompts = excerpts(lm, plan.texts, plan.pick(3, 8), min(33, lm.context // 4))
+    job = _Job(lm, prompts, length, plan.seed, plan.twin)
+    write(lm, prompts, max_tokens=1)  # the openings are read, so that nobody pays for it
+    options = _options(job)
+    found: list[Outcome] = []
+    failed: list[str] = []
+    for number, (name, run) in enumerate(options.items()):
+        try:
+            outcome = run(name)
+        except UnspoolError as error:  # a model that cannot be rewound, or without a head
+            failed.append(f"{name}: {error}")
+        else:
+            if outcome.texts:
+                found.append(outcome)
+        plan.tell(0.8 * (number + 1) / len(options))
+    usual = found[0]
+    head = ["option", "log p a token", "loops", "repeated", "variety", "tokens", "seconds"]
+    return Part(
+        "remedies",
+        "Remedies side by side, with their price",
+        _FORMULA,
+        [
+            *(_gain(usual, other) for other in found[1:]),
+            *_vote_figures(lm, plan),
+        ],
+        (),
+        _example(found),
+        [
+            f"{len(prompts)} openings, up to {length} tokens each. Greedy is what the others are "
+            "compared with: options that draw are less likely by nature.",
+            "Beams and best-of compute every branch, and keep one. An edit weighs candidates at "
+            "six doubtful words. Drafts change nothing but the time.",
+            *failed,
+        ],
+        [head, *(one.row(usual) for one in found)],
+    )
+
+
+def _options(job: _Job) -> dict[str, Callable[[str], Outcome]]:
+    """All of them, greedy first: a name, and what writes with it."""
+    found: dict[str, Callable[[str], Outcome]] = {
+        "greedy": partial(job.with_options, temperature=0.0),
+        "usual sampling": partial(job.with_options),
+        "loop guard": partial(job.with_options, temperature=0.0, guard="loop"),
+        "DRY 0.8": partial(job.with_options, temperature=0.0, dry_multiplier=0.8),
+        "lookup drafts": partial(job.with_options, temperature=0.0, speculate="lookup"),
+        f"beams {_BRANCHES}": job.beams,
+        f"best of {_BRANCHES}": job.best_of,
+        "edit": job.edited,
+    }
+    if job.twin is not None:
+        found["edit with the twin"] = partial(job.edited, twin=job.twin)
+    return found
+
+
+def _gain(usual: Outcome, other: Outcome) -> Figure:
+    """Nats a token by which texts became likelier, opening by opening."""
+    pairs = [b - a for a, b in zip(usual.logprobs, other.logprobs, strict=False)]
+    return mean_figure(
+        f"likelihood, {other.name} − greedy", pairs, "nats/token", why="paired by opening"
+    )
+
+
+# -- voting ---------------------------------------------------------------------------------------
+
+
+def sums(count: int) -> list[tuple[str, str]]:
+    """Questions whose answers are numbers, and the answers."""
+    found = []
+    for number in range(count):
+        a, b = 2 + number * 7 % 9, 1 + number * 5 % 8
+        shown = "Q: What is 4 + 3?\nA: 4 + 3 = 7\n\nQ: What is 6 + 8?\nA: 6 + 8 = 14\n\n"
+        found.append((f"{shown}Q: What is {a} + {b}?\nA: {a} + {b} =", str(a + b)))
+    return found
+
+
+def _vote_figures(lm: LanguageModel, plan: Plan) -> list[Figure]:
+    asked = sums(plan.pick(6, 24))
+    single = most = total = 0
+    with suppress(UnspoolError):  # a context that is too short for the question
+        for number, (question, answer) in enumerate(asked):
+            vote = lm.vote(
+                encoded(lm, question), _VOTES, extract=r"^\s*(\d+)", max_tokens=5, seed=plan.seed
+            )
+            single += sum(one == answer for one in vote.answers)
+            most += vote.answer == answer
+            total += 1
+            plan.tell(0.8 + 0.2 * (number + 1) / len(asked))
+    return [
+        share_figure("sums right, one sample", single, total * _VOTES, better="higher"),
+        share_figure(
+            f"sums right, vote of {_VOTES}", most, total, better="higher",
+            why=f"for {_VOTES} times the tokens",
+        ),
+    ]  # fmt: skip
+
+
+def _example(found: Sequence[Outcome]) -> Example | None:
+    """The same opening with each option."""
+    shown = [(one.name, " ".join(one.shown.split())) for one in found if one.shown]
+    text = "\n".join(f"{name}: {written}" for name, written in shown)
+    return Example(text, (), "One opening, continued with each option.") if shown else None

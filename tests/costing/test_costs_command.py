@@ -1,0 +1,55 @@
+"""`unspool costs`: the page, the figures beside it, two models, and mistakes told in a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unspool.cli.main import _exit_code
+
+
+@pytest.fixture
+def sample(tmp_path: Path, texts: list[str]) -> str:
+    file = tmp_path / "sample.txt"
+    file.write_text(texts[0])
+    return str(file)
+
+
+def test_a_report_of_two_models(small_folder: Path, sample: str, tmp_path: Path, capsys: Any):
+    page = tmp_path / "both.html"
+    arguments = ["costs", str(small_folder), str(small_folder), "--quick", "--parts"]
+    arguments += ["confidence", "--texts", sample, "--out", str(page), "--threads", "1"]
+    assert _exit_code(arguments) == 0
+    said = capsys.readouterr()
+    assert "items answered right" in said.out and "[2]" in said.out
+    assert "both.html" in said.err and "both.json" in said.err
+    assert page.read_text().startswith("<!doctype html>")
+    found = json.loads((tmp_path / "both.json").read_text())
+    first, second = found["reports"]
+    assert first["parts"][0]["figures"] == second["parts"][0]["figures"]
+    assert first["machine"]["texts"] == sample
+
+
+def test_json_on_standard_output(small_folder: Path, sample: str, tmp_path: Path, capsys: Any):
+    arguments = ["costs", "-m", str(small_folder), "--quick", "--parts", "whole", "--texts", sample]
+    arguments += ["--json", "--out", str(tmp_path / "one.json"), "--threads", "1"]
+    assert _exit_code(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["parts"][0]["name"] == "whole"
+    assert (tmp_path / "one.html").exists() and (tmp_path / "one.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a", "b", "c"], "3 models were named"),
+        (["a", "-m", "b"], "name the models once"),
+        (["--parts", "waitign"], "did you mean waiting"),
+        (["--out", "/nowhere/at/all.html", "--parts", "loops"], "does not exist"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(arguments: list[str], said: str, capsys: Any):
+    assert _exit_code(["costs", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""What the parts compute, worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unspool.costing.items import items
+from unspool.costing.limits import bytes_per_token, weight_bytes
+from unspool.costing.parts import confidence, loops, remedies, whole
+from unspool.costing.split import Split
+from unspool.costing.stories import stories
+from unspool.costing.writing import distinct, encoded, excerpts, write
+
+
+@pytest.mark.parametrize(
+    ("tokens", "period"),
+    [
+        ([7] * 13, 1),
+        ([7] * 12, None),  # a dozen must repeat the one before
+        ([9, 9, 9, *[1, 2, 3] * 5], 3),
+        ([1, 2, 3] * 4 + [4], None),  # it got out
+        (list(range(16)) * 3, 16),
+        (list(range(17)) * 4, None),  # too long a period
+        ([*range(100)], None),
+        ([], None),
+    ],
+)
+def test_a_text_ends_in_a_period(tokens: list[int], period: int | None):
+    assert loops.period(tokens) == period
+
+
+def test_where_a_loop_begins():
+    assert loops.loop_start([8, 8, 1, 2, 3, 1, 2, 3, 1, 2], 3) == 2
+    assert loops.loop_start([5] * 20, 1) == 0
+
+
+def test_variety_by_hand():
+    assert distinct([[1, 2, 3], [1, 2, 4]]) == pytest.approx(3 / 4)
+    assert np.isnan(distinct([[1]]))
+
+
+def test_calibration_by_hand():
+    # Two bins: 0.9, 0.9 (one right: gap 0.4), and 0.55 (right: gap 0.45).
+    sure, right = [0.9, 0.9, 0.55], [1, 0, 1]
+    expected = 2 / 3 * 0.4 + 1 / 3 * 0.45
+    assert confidence.expected_calibration_error(sure, right) == pytest.approx(expected)
+    assert confidence.expected_calibration_error([1.0, 1.0], [1, 1]) == 0
+    x, hits = confidence.reliability(sure, right)
+    assert x == pytest.approx([0.55, 0.9]) and hits == [[1.0], [1.0, 0.0]]
+
+
+def test_calibration_of_a_calibrated_source_is_small():
+    random = np.random.default_rng(0)
+    sure = random.uniform(size=200_000)
+    right = random.uniform(size=sure.size) < sure
+    assert confidence.expected_calibration_error(sure, right) < 0.01
+
+
+def test_brier_by_hand():
+    table = [[1, 0, 0, 0], [0, 1, 0, 0], [0.25] * 4]
+    assert confidence.brier(table, [0, 0, 0]).tolist() == pytest.approx([0, 2, 0.75])
+
+
+def test_belief_in_answers_is_what_scoring_says(small: Any):
+    asked = items()[:2]
+    found = confidence.item_probabilities(small, asked)
+    assert found.shape == (2, 4) and found.sum(1) == pytest.approx([1, 1])
+    context = encoded(small, f"Question: {asked[1].question}\nAnswer:")
+    totals = []
+    for answer in asked[1].answers:
+        ids = [*context, *small.tokenizer.encode(f" {answer}")]
+        score = small.score(ids)
+        totals.append(sum(one.logprob for one in score.positions[len(context) :]))
+    expected = np.exp(totals - np.max(totals))
+    assert found[1] == pytest.approx(expected / expected.sum(), abs=1e-3)
+
+
+def test_items_are_what_they_say():
+    every = items()
+    assert len(every) == len({one.question for one in every}) >= 60
+    assert all(len(one.answers) == len(set(one.answers)) == 4 for one in every)
+
+
+def test_swaps_change_two_sentences_and_nothing_else(texts: list[str]):
+    found = whole.swaps(texts, 12, (1, 2), seed=0)
+    assert len(found) == 12 and {one.distance for one in found} == {1, 2}
+    for one in found:
+        assert one.original != one.swapped and sorted(one.sentences) == sorted(one.order())
+        assert one.order()[0] == one.sentences[0] and one.order()[-1] == one.sentences[-1]
+        assert sum(a != b for a, b in zip(one.order(), one.sentences, strict=True)) == 2
+    assert found == whole.swaps(texts, 12, (1, 2), seed=0)
+
+
+def test_swap_figures_by_hand():
+    originals = [np.array([-1.0, -1.0]), np.array([-3.0, -1.0])]
+    swapped = [np.array([-2.0, -2.0]), np.array([-1.0, -1.0])]
+    noticed, area = whole._swap_figures([*originals, *swapped], 2, "the model")
+    assert noticed.value == 0.5 and noticed.n == 2
+    # means: -1 and -2 against -2 and -1: pairs (1 > ., = half) by Mann-Whitney
+    assert area.value == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
+
+
+def test_every_story_can_be_checked():
+    every = stories(0)
+    assert len(every) == 48
+    for story in every:
+        assert story.told in story.values and f" {story.told}" in story.beginning
+        assert len(set(story.values)) == 4
+        others = [value for value in story.values if value != story.told]
+        assert not any(f" {value} " in story.beginning for value in others)
+    told = [story.told for story in every]
+    assert {told.count(value) for value in every[0].values} == {2}  # each equally often
+
+
+def test_a_story_contradicted(small: Any, monkeypatch: pytest.MonkeyPatch):
+    from unspool.train.judging.likelihood import Likelihood
+
+    told = stories(0)[:3]
+
+    def always_the_first(lm: Any, pairs: Any) -> list[Likelihood]:
+        return [Likelihood((0.0 if number % 4 == 0 else -9.0,), True) for number in range(12)]
+
+    monkeypatch.setattr(whole, "likelihoods", always_the_first)
+    wrong = whole.contradictions(small, told, 0, 0)
+    assert wrong == [story.told != story.values[0] for story in told]
+
+
+def test_excerpts_are_human_text_and_no_two_alike(small: Any, texts: list[str]):
+    found = excerpts(small, texts, 8, 40)
+    assert len(found) == 8 and all(len(ids) == 40 for ids in found)
+    assert len({tuple(ids) for ids in found}) == 8
+    written = small.tokenizer.decode(found[0], specials=False)
+    assert texts[0].startswith(written.strip("�"))
+
+
+def test_texts_too_short_are_refused_in_words(small: Any):
+    with pytest.raises(ValueError, match="give longer ones"):
+        excerpts(small, ["short"], 2, 300)
+
+
+def test_writing_counts_what_a_guard_took_back(small: Any, texts: list[str]):
+    prompts = excerpts(small, texts, 2, 24)
+    plain = write(small, prompts, max_tokens=40, temperature=0.0, end=False)
+    assert plain.computed == plain.kept == 80
+    assert plain.mean_logprobs()[0] == pytest.approx(
+        np.mean([step.logprob for step in plain.texts[0].steps])
+    )
+    banned = plain.texts[0].text.split()[-1]
+    guarded = write(
+        small, prompts, max_tokens=40, temperature=0.0, end=False, guard=[f"ban={banned}"]
+    )
+    assert guarded.computed >= guarded.kept
+
+
+def test_bytes_of_a_token(small: Any):
+    config = small.config
+    matrices = sum(
+        shape
+        for shape in (
+            config.layers * config.width * (config.heads + 2 * config.kv_heads) * config.head_width,
+            config.layers * config.width * config.heads * config.head_width,
+            config.layers * 3 * config.width * config.ff_width,
+            config.vocab_size * config.width,
+        )
+    )
+    read = weight_bytes(small)
+    assert matrices <= read <= 4.6 * matrices  # 1 to 4 bytes a weight, and what fills rows up
+    backend = small.engine.backend
+    a_page = bytes_per_token(small, backend.page_size) - read
+    assert a_page == backend.page_bytes
+
+
+def test_a_split_adds_up():
+    split = Split(64, 10.0, 6.0, 2.0, 0.5, 16, True)
+    assert [row[1] for row in split.rows()] == [6.0, 2.0, 0.5, 1.5]
+    hidden = Split(64, 10.0, None, 2.0, None, 16, False)
+    assert [row[1] for row in hidden.rows()] == [None, 2.0, None, 8.0]
+
+
+def test_sums_are_right():
+    for question, answer in remedies.sums(20):
+        a, b = question.rsplit("A: ", 1)[1].removesuffix(" =").split(" + ")
+        assert int(a) + int(b) == int(answer)

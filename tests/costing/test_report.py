@@ -1,0 +1,224 @@
+"""The report as a whole on a tiny model: every part, the page, JSON, the terminal, two models."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unspool
+from unspool.costing.measuring import PARTS
+from unspool.costing.page import winner
+from unspool.costing.part import Example, Figure, Mark, Part, Series, number
+from unspool.costing.report import Comparison, Report
+from unspool.costing.sample_texts import sample_texts, shipped
+from unspool.costing.svg import plot
+
+
+@pytest.fixture(scope="module")
+def report(small: Any, texts: list[str]) -> Report:
+    return unspool.costs(small, quick=True, texts=texts, progress=False)
+
+
+class _Tags(HTMLParser):
+    """Every tag that was opened is closed, in order; nothing is fetched or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        assert not any(name in ("src", "onload") for name, _ in attrs)
+        assert all(value and value.startswith("#") for name, value in attrs if name == "href")
+        if tag not in ("meta", "path", "circle", "rect", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("circle", "rect"):
+            assert self.open.pop() == tag
+
+
+def checked(page: str) -> _Tags:
+    tags = _Tags()
+    tags.feed(page)
+    assert not tags.open and "script" not in tags.seen and "link" not in tags.seen
+    return tags
+
+
+def test_every_part_has_what_a_reader_needs(report: Report):
+    assert [part.name for part in report.parts] == list(PARTS)
+    for part in report.parts:
+        assert part.title and part.formula and part.notes and part.example is not None, part.name
+        assert any(figure.low is not None for figure in part.figures), part.name
+        assert part.seconds > 0
+        for figure in part.figures:
+            if figure.low is not None and figure.high is not None:
+                assert figure.value is not None and not math.isnan(figure.value), figure
+                assert figure.low - 1e-9 <= figure.value <= figure.high + 1e-9, figure
+
+
+def test_the_page_is_whole_and_stands_alone(report: Report):
+    page = report.html()
+    tags = checked(page)
+    assert tags.seen.count("section") == len(report.parts)
+    assert tags.seen.count("svg") >= 5 and "blockquote" in tags.seen
+    assert "prefers-color-scheme:dark" in page and "nan" not in page.replace("nant", "")
+
+
+def test_json_can_be_read_by_anybody(report: Report):
+    text = json.dumps(report.to_dict(), allow_nan=False)
+    found = json.loads(text)
+    assert found["version"] == 1 and found["quick"] is True
+    assert [part["name"] for part in found["parts"]] == list(PARTS)
+    figure = found["parts"][0]["figures"][0]
+    assert {"name", "value", "unit", "low", "high", "n", "why"} <= figure.keys()
+
+
+def test_the_terminal_has_every_figure(report: Report):
+    said = str(report)
+    for part in report.parts:
+        assert part.title in said
+        assert all(figure.name in said for figure in part.figures)
+
+
+def test_two_models_stand_side_by_side(report: Report):
+    other = replace(report, model="another <model>")
+    both = Comparison([report, other])
+    page = both.html()
+    checked(page)
+    assert "another &lt;model&gt;" in page and "another <model>" not in page
+    assert page.count("<svg") == 2 * report.html().count("<svg")
+    assert "[2] another <model>" in str(both)
+    assert len(both.to_dict()["reports"]) == 2
+
+
+def test_models_may_have_been_measured_in_different_parts(report: Report):
+    other = replace(report, model="other", parts=report.parts[:1])
+    both = Comparison([report, other])
+    checked(both.html())
+    assert report.parts[-1].title in str(both)
+
+
+def test_the_better_model_is_the_one_whose_interval_lies_beyond():
+    def told(low: float, high: float, better: Any = "lower") -> Figure:
+        return Figure("x", (low + high) / 2, "", low, high, better=better)
+
+    assert winner([told(1, 2), told(3, 4)]) == 0
+    assert winner([told(1, 2, "higher"), told(3, 4, "higher")]) == 1
+    assert winner([told(1, 3), told(2, 4)]) is None  # they overlap
+    assert winner([told(1, 2, ""), told(3, 4, "")]) is None  # neither way is better
+    assert winner([told(1, 2), Figure("x", None)]) is None
+    assert winner([told(1, 2)]) is None
+
+
+def test_the_same_seed_measures_the_same(small: Any, texts: list[str]):
+    again = [
+        unspool.costs(small, quick=True, parts=["loops"], texts=texts, progress=False)
+        for _ in range(2)
+    ]
+    assert again[0].parts == again[1].parts
+
+
+def test_parts_by_name_and_a_wrong_name(small: Any, texts: list[str]):
+    with pytest.raises(ValueError, match="did you mean loops"):
+        unspool.costs(small, parts=["lops"], texts=texts)
+    with pytest.raises(ValueError, match="no part was named"):
+        unspool.costs(small, parts=[], texts=texts)
+
+
+def test_progress_goes_from_nothing_to_all(small: Any, texts: list[str]):
+    from unspool.costing.measuring import measured
+    from unspool.costing.plan import Plan
+
+    for name in ("confidence", "whole"):
+        heard: list[float] = []
+        measured(small, name, Plan(True, 0, texts, heard.append))
+        assert heard == sorted(heard) and heard[-1] == pytest.approx(1)
+
+
+def test_on_torch_too(small_folder: Path, texts: list[str]):
+    with unspool.load(small_folder, backend="torch", memory=64 << 20) as lm:
+        found = unspool.costs(lm, quick=True, parts=["waiting"], texts=texts, progress=False)
+    part = found.part("waiting")
+    weights = next(one for one in part.figures if one.name.startswith("reading weights"))
+    assert weights.value is None and "everything else" in weights.why
+    checked(found.html())
+
+
+# -- its pieces -----------------------------------------------------------------------------------
+
+
+def test_a_plot_is_a_picture():
+    series = [
+        Series("a", [1, 10, 100], [1, 2, math.nan], [0.5, 1, 0], [1.5, 3, 0], log_x=True, plot="P"),
+        Series("b", [1, 100], [-1, 0], kind="reference"),
+    ]
+    root = ElementTree.fromstring(plot(series))
+    assert root.attrib["role"] == "img"
+    assert len(root.findall("circle")) == 2  # a gap is left out
+    bars = [Series(name, [64, 512], [1.0, 2.0], kind="bars") for name in ("weights", "rest")]
+    rectangles = ElementTree.fromstring(plot(bars)).findall("rect")
+    assert len(rectangles) == 4
+    heights = [float(one.attrib["height"]) for one in rectangles]
+    assert heights[2] == pytest.approx(2 * heights[0], abs=0.2)  # in scale, on top of each other
+    first, second = rectangles[:2]
+    bottom = float(second.attrib["y"]) + float(second.attrib["height"])
+    assert bottom == pytest.approx(float(first.attrib["y"]), abs=0.2)
+
+
+def test_a_series_must_fit_together():
+    with pytest.raises(ValueError, match="different lengths"):
+        Series("a", [1, 2], [1])
+    with pytest.raises(ValueError, match="logarithmic"):
+        Series("a", [0, 2], [1, 2], log_x=True)
+
+
+def test_marks_cut_an_example_into_pieces():
+    example = Example("one two three", [Mark(4, 7, "b"), Mark(0, 3, "a"), Mark(2, 5, "over")])
+    pieces = [(text, mark.kind if mark else None) for text, mark in example.pieces()]
+    assert pieces[0] == ("one", "a") and "".join(text for text, _ in pieces) == example.text
+
+
+def test_what_a_model_writes_is_escaped():
+    part = Part("x", "T", "f", [Figure("a", 1.0)], (), Example("<script>", [Mark(0, 8, "k")]))
+    page = Report("m", {}, [part], 1.0).html()
+    assert "<script>" not in page and "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "said"),
+    [(0.256, "%", "25.6 %"), (1.0, "%", "100 %"), (12.345, "ms", "12.3 ms"), (None, "ms", "–"),
+     (1234.5, "ms", "1,234 ms"), (3, "", "3"), (math.inf, "", "∞"), (math.nan, "", "–")],
+)  # fmt: skip
+def test_numbers_for_people(value: float | None, unit: str, said: str):
+    assert number(value, unit) == said
+
+
+def test_the_sample_that_lies_here_is_enough_to_measure_on():
+    found = shipped()
+    assert len(found.texts) >= 8 and all(len(text) > 1500 for text in found.texts)
+
+
+def test_without_the_addresses_the_sample_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", str(tmp_path / "not-there"))
+    with pytest.warns(unspool.errors.UnspoolWarning, match="short sample"):
+        assert sample_texts().texts == shipped().texts
+
+
+def test_texts_of_ones_own(tmp_path: Path):
+    file = tmp_path / "mine.txt"
+    file.write_text("A sentence of mine. " * 200)
+    assert sample_texts(str(file)).source == str(file)
+    with pytest.raises(ValueError, match="longer"):
+        sample_texts(["short"])
