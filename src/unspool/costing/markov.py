@@ -32,7 +32,8 @@ _FEW = (
     0.3  # of the Dirichlet distribution that the table's lines are drawn from: few likely letters
 )
 _FLOOR = 1e-5  # nothing is impossible, so that every error is a finite number
-_STEPS, _ROWS = 200, 16
+STEPS = 200  # of the training, each of so many texts:
+_ROWS = 16
 _VERSION = 1  # of the models in the cache
 
 
@@ -93,16 +94,15 @@ def trained_model(
     scheduled_sampling: float = 0.0,
     unlikelihood: float = 0.0,
     tell: Callable[[float], object] = lambda share: None,
-    steps: int = _STEPS,
 ) -> Path:
     """The folder of a small model that was trained on the source, now or earlier; needs torch."""
     from unspool.train.data.made_once import made_once
 
-    dials = f"{source.seed}-{scheduled_sampling:g}-{unlikelihood:g}-{steps}"
+    dials = f"{source.seed}-{scheduled_sampling:g}-{unlikelihood:g}-{STEPS}"
     target = cache_folder() / "costs" / f"markov-v{_VERSION}-{dials}"
 
     def make(folder: Path) -> None:
-        _train(source, scheduled_sampling, unlikelihood, steps, tell, folder)
+        _train(source, scheduled_sampling, unlikelihood, tell, folder)
 
     return made_once(target, make)
 
@@ -111,7 +111,6 @@ def _train(
     source: MarkovSource,
     scheduled_sampling: float,
     unlikelihood: float,
-    steps: int,
     tell: Callable[[float], object],
     folder: Path,
 ) -> None:
@@ -131,11 +130,11 @@ def _train(
         _Texts(source),
         MitigatedNextToken(scheduled_sampling, unlikelihood),
         make_optimizers(model, rates_for(config).times(0.3), "adamw"),
-        TrainSettings(steps=steps, warmup=steps // 20, decay=0.5, seed=source.seed),
+        TrainSettings(steps=STEPS, warmup=STEPS // 20, decay=0.5, seed=source.seed),
     )
 
     def listen(event: Any) -> None:
-        tell(getattr(event, "step", 0) / steps)
+        tell(getattr(event, "step", 0) / STEPS)
 
     if trainer.run(listen).state != "done":  # Ctrl-C ends a training after the step at hand
         raise KeyboardInterrupt

@@ -26,6 +26,7 @@ TRAININGS: dict[str, dict[str, float]] = {
     "unlikelihood 0.25": {"unlikelihood": 0.25},
 }
 _PURE: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+TEXTS = (384, 1024)  # by the source and by each model: in a hurry, and otherwise
 _DRAWS = 1000
 _FORMULA = (
     "ε(l) = 1/l · Σ_{t≤l} E_{w ~ source} KL(source ‖ model | w_<t), the error a step behind the "
@@ -87,7 +88,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
 
             folder = trained_model(source, **TRAININGS[name], tell=tell)
             with _loaded(folder) as small:
-                count = plan.pick(384, 1024)
+                count = plan.pick(*TEXTS)
                 found[name] = errors_of(small, source, count, temperature=1.0)
                 if name == "plain" and not plan.quick:
                     cooler = errors_of(small, source, count, temperature=0.7)

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from unspool.costing.part import Example, Figure, Mark, Part, Series
 from unspool.costing.plan import Plan
 from unspool.costing.reading import last_logits, surprises
-from unspool.costing.statistics import bootstrap, bootstrap_means, mean_figure, share_figure, wilson
+from unspool.costing.statistics import (
+    bootstrap_means,
+    interval_around,
+    mean_figure,
+    share_figure,
+    wilson,
+)
 from unspool.costing.windows import last_of, sinks_and_last, with_window
 from unspool.costing.writing import excerpts
 from unspool.language_model import LanguageModel
@@ -175,9 +181,10 @@ def effective_length(losses: NDArray[np.float64], widths: Sequence[int]) -> floa
 
 
 def _effective(losses: NDArray[np.float64], widths: Sequence[int]) -> Figure:
-    low, high = bootstrap(losses, lambda rows: effective_length(rows, widths))
+    found = effective_length(losses, widths)
+    low, high = interval_around(found, losses, lambda rows: effective_length(rows, widths))
     return Figure(
-        "effective length", effective_length(losses, widths), "tokens", low, high, len(losses),
+        "effective length", found, "tokens", low, high, len(losses),
         f"of {widths[-1]:,} that were shown; bootstrap over texts", "higher",
     )  # fmt: skip
 

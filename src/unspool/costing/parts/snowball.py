@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from unspool.costing.part import Example, Figure, Mark, Part, Series
 from unspool.costing.plan import Plan
 from unspool.costing.reading import last_logits, nats
-from unspool.costing.statistics import bootstrap, bootstrap_means, mean_figure
+from unspool.costing.statistics import bootstrap_means, interval_around, mean_figure
 from unspool.costing.writing import excerpts, write
 from unspool.language_model import LanguageModel
 from unspool.sampling import score
@@ -111,8 +111,9 @@ def half_life(costs: NDArray[np.float64]) -> float:
 
 
 def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
-    low, high = bootstrap(costs, half_life)
-    known = not np.isnan(half_life(costs))
+    found = half_life(costs)
+    known = not np.isnan(found)
+    low, high = interval_around(found, costs, half_life)
     return [
         mean_figure(
             "area", costs.sum(1).tolist(), "nats", better="lower",
@@ -124,7 +125,7 @@ def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
             why=f"the last 16 of the {_BEHIND} tokens",
         ),
         Figure(
-            "half-life", half_life(costs) if known else None, "tokens",
+            "half-life", found if known else None, "tokens",
             low if known else None, high if known else None, len(costs),
             "by then half of the area is paid; bootstrap over texts" if known
             else "the wrong token cost nothing", "lower",
