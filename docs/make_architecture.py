@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROWS = [
     [("cli", "every command"), ("serve", "HTTP: OpenAI, Anthropic, tree"), ("page", "the browser")],
+    [("costing", "what writing token by token costs, as a report")],
     [("train", "from text to weights: data, objectives, loop, runs")],
     [("loading", "a model from a name"), ("conversation", "a chat that stays ids")],
     [("language_model", "the face: every question to a model is a method")],

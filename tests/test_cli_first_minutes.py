@@ -23,8 +23,8 @@ from unspool.cli import hints
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "command-line.md"
-COMMANDS = ("run", "chat", "replay", "fill", "edit", "explore", "tokenize", "score", "page",
-            "serve", "models", "train")  # fmt: skip
+COMMANDS = ("run", "chat", "replay", "fill", "edit", "explore", "tokenize", "score", "costs",
+            "page", "serve", "models", "train")  # fmt: skip
 
 
 def real(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

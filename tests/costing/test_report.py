@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -222,3 +223,15 @@ def test_texts_of_ones_own(tmp_path: Path):
     assert sample_texts(str(file)).source == str(file)
     with pytest.raises(ValueError, match="longer"):
         sample_texts(["short"])
+
+
+def test_the_guide(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any):
+    """The example of docs/costs.md runs."""
+    guide = (Path(__file__).parents[2] / "docs" / "costs.md").read_text(encoding="utf-8")
+    monkeypatch.setattr("unspool.loading.load", lambda *names: small)
+    monkeypatch.setattr("unspool.costing.measuring.sample_texts", lambda texts: shipped())
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    exec(compile(block, "costs.md", "exec"), {})
+    assert "items answered right" in capsys.readouterr().out
+    assert (tmp_path / "costs.html").exists()

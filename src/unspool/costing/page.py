@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unspool.costing.part import Example, Figure, Part, Series
+from unspool.costing.part import (
+    Example,
+    Figure,
+    Part,
+    Series,
+    figure_names,
+    found_figure,
+    side_by_side,
+)
 from unspool.costing.style import PAGE, STYLE
 from unspool.costing.svg import colour, plot, rise
 from unspool.notebook import escape
@@ -22,14 +30,10 @@ class Column:
     machine: Mapping[str, str]
     parts: Sequence[Part]
 
-    def part(self, name: str) -> Part | None:
-        return next((part for part in self.parts if part.name == name), None)
-
 
 def page(columns: Sequence[Column], subtitle: str) -> str:
     """The whole file."""
-    names = [part.name for part in columns[0].parts]
-    same = [[column.part(name) for column in columns] for name in names]
+    rows = side_by_side([column.parts for column in columns])
     models = " · ".join(column.model for column in columns)
     return PAGE.format(
         title=escape(f"Costs of {models}"),
@@ -37,10 +41,8 @@ def page(columns: Sequence[Column], subtitle: str) -> str:
         head=f"<h1>What writing one token at a time costs</h1><p class='sub'>{escape(models)}</p>"
         f"<p class='dim'>{escape(subtitle)}</p>",
         facts="".join(_facts(column) for column in columns),
-        cards="".join(_card(part) for part in columns[0].parts),
-        parts="".join(
-            _part([part for part in parts if part is not None], columns) for parts in same
-        ),
+        cards="".join(_card(parts) for parts in rows),
+        parts="".join(_part(parts, columns) for parts in rows),
     )
 
 
@@ -52,11 +54,13 @@ def _facts(column: Column) -> str:
     return f"<dl>{rows}</dl>"
 
 
-def _card(part: Part) -> str:
-    """A part's first figure, and the way to the part."""
-    shown = part.figures[0] if part.figures else None
-    value = f"<b>{escape(shown.told())}</b><span>{escape(shown.name)}</span>" if shown else ""
-    return f'<a class="card" href="#{part.name}"><em>{escape(part.name)}</em>{value}</a>'
+def _card(parts: Sequence[Part]) -> str:
+    """A part's first figure, of each model, and the way to the part."""
+    name, inside = parts[0].name, ""
+    if names := figure_names(parts)[:1]:
+        told = " · ".join(found_figure(part, names[0]).told() for part in parts)
+        inside = f"<b>{escape(told)}</b><span>{escape(names[0])}</span>"
+    return f'<a class="card" href="#{name}"><em>{escape(name)}</em>{inside}</a>'
 
 
 def _part(parts: Sequence[Part], columns: Sequence[Column]) -> str:
@@ -66,8 +70,8 @@ def _part(parts: Sequence[Part], columns: Sequence[Column]) -> str:
         f"<p class='formula'>{escape(part.formula)}</p>",
         _figures(parts, columns),
         _plots(parts, columns),
-        *(_table(one, column) for one, column in zip(parts, columns, strict=False)),
-        *(_example(one, column, columns) for one, column in zip(parts, columns, strict=False)),
+        *(_table(one, column) for one, column in zip(parts, columns, strict=True)),
+        *(_example(one, column, columns) for one, column in zip(parts, columns, strict=True)),
         _notes(part),
     ]
     return f'<section id="{part.name}">{"".join(inside)}</section>'
@@ -77,27 +81,17 @@ def _part(parts: Sequence[Part], columns: Sequence[Column]) -> str:
 
 
 def _figures(parts: Sequence[Part], columns: Sequence[Column]) -> str:
-    if not part_names(parts):
+    if not figure_names(parts):
         return ""
     several = len(columns) > 1
     heads = "".join(
         f"<th>{escape(column.model)}</th><th>95 % interval</th>" for column in columns
     ) if several else "<th>value</th><th>95 % interval</th><th>n</th>"  # fmt: skip
-    rows = "".join(_row(name, parts, several) for name in part_names(parts))
+    rows = "".join(_row(name, parts, several) for name in figure_names(parts))
     return (
         f'<div class="wide"><table class="figures"><thead><tr><th>measured</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
-
-
-def part_names(parts: Sequence[Part]) -> list[str]:
-    """The figures of all models, each once, in order."""
-    return list(dict.fromkeys(figure.name for part in parts for figure in part.figures))
-
-
-def found_figure(part: Part, name: str) -> Figure:
-    """A part's figure of this name, or one without a value."""
-    return next((one for one in part.figures if one.name == name), Figure(name, None))
 
 
 def _row(name: str, parts: Sequence[Part], several: bool) -> str:
@@ -150,7 +144,7 @@ def _pictures(title: str, parts: Sequence[Part], columns: Sequence[Column]) -> s
         return ""
     up = min(low for low, _ in ranges), max(high for _, high in ranges)
     found = ""
-    for series, column in zip(own, columns, strict=False):
+    for series, column in zip(own, columns, strict=True):
         if series:
             whose = f" · {column.model}" if len(columns) > 1 else ""
             found += (

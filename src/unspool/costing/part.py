@@ -135,6 +135,27 @@ class Part(_Told):
         return next(one for one in self.figures if one.name == name)
 
 
+def side_by_side(reports: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """Parts of the same name together, one of each report; an empty one where it was left out."""
+    names = dict.fromkeys(part.name for parts in reports for part in parts)
+    found = []
+    for name in names:
+        own = [next((part for part in parts if part.name == name), None) for parts in reports]
+        known = next(part for part in own if part is not None)
+        found.append([part or Part(name, known.title, known.formula) for part in own])
+    return found
+
+
+def figure_names(parts: Sequence[Part]) -> list[str]:
+    """The figures of all models, each once, in order."""
+    return list(dict.fromkeys(figure.name for part in parts for figure in part.figures))
+
+
+def found_figure(part: Part, name: str) -> Figure:
+    """A part's figure of this name, or one without a value."""
+    return next((one for one in part.figures if one.name == name), Figure(name, None))
+
+
 def number(value: float | None, unit: str = "") -> str:
     """A number for people: three digits, shares as percent."""
     if value is None:

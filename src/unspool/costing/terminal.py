@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unspool.costing.page import found_figure
-from unspool.costing.part import Part
+from unspool.costing.part import Part, figure_names, found_figure, side_by_side
 
 
 def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
@@ -13,19 +12,21 @@ def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
     lines: list[str] = []
     if len(models) > 1:
         lines.append("  ".join(f"[{number}] {name}" for number, name in enumerate(models, 1)))
-    for number, part in enumerate(reports[0]):
-        same = [report[number] for report in reports]
-        lines += ["", f"{part.title}  ({part.name})", *_rows(same), *_aligned(part.table)]
+    for parts in side_by_side(reports):
+        lines += ["", f"{parts[0].title}  ({parts[0].name})", *_rows(parts)]
+        for part in parts:
+            if part.table:
+                lines += ["", *_aligned([[f"  {row[0]}", *row[1:]] for row in part.table])]
     return "\n".join(lines).strip("\n")
 
 
 def _rows(parts: Sequence[Part]) -> list[str]:
     """A line for each figure, in the columns of all parts."""
     rows = []
-    for figure in parts[0].figures:
-        same = [found_figure(part, figure.name) for part in parts]
+    for name in figure_names(parts):
+        same = [found_figure(part, name) for part in parts]
         cells = [cell for one in same for cell in (one.told(), one.interval())]
-        rows.append([f"  {figure.name}", *cells])
+        rows.append([f"  {name}", *cells])
     return _aligned(rows)
 
 
