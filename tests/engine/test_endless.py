@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from unspool import LanguageModel, SettingsError
+from unspool.cli.main import _exit_code
 from unspool.engine.ending import Limits
 from unspool.engine.endless import forgotten, in_view, kept_tokens, told
 from unspool.engine.engine import Engine
@@ -163,3 +164,17 @@ def test_what_may_be_asked():
     for wrong in (0, -1, 1.5, "yes", 51):
         with pytest.raises(SettingsError, match="endless"):
             kept_tokens(wrong, 5, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--keep", "4"), "add --endless"),
+        (("--endless", "--keep", "0"), "endless is 0"),
+        (("--endless", "--beam", "2"), "--endless has no meaning for --beam"),
+        (("--endless", "--diffuse"), "--endless has no meaning for --diffuse"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be(words: tuple[str, ...], said: str, capfd: Any):
+    assert _exit_code(["run", "Hi", *words]) == 2
+    assert said in capfd.readouterr().err
