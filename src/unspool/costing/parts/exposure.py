@@ -17,6 +17,7 @@ from unspool.costing.markov import LENGTH, LETTERS, MarkovSource, trained_model
 from unspool.costing.part import Example, Figure, Mark, Part, Series
 from unspool.costing.plan import Plan
 from unspool.costing.reading import last_logits
+from unspool.costing.statistics import mean_figure
 from unspool.costing.writing import write
 from unspool.language_model import LanguageModel
 
@@ -28,6 +29,8 @@ TRAININGS: dict[str, dict[str, float]] = {
 _PURE: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
 TEXTS = (384, 1024)  # by the source and by each model: in a hurry, and otherwise
 _DRAWS = 1000
+_TITLE = "Exposure bias: errors that add up behind one's own words"
+_PLOT = "Excess accumulated error"
 _FORMULA = (
     "ε(l) = 1/l · Σ_{t≤l} E_{w ~ source} KL(source ‖ model | w_<t), the error a step behind the "
     "source's letters; R(l) = Σ_{t≤l} E_{w ~ model} KL(source ‖ model | w_<t), the errors summed "
@@ -98,9 +101,6 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     return _part(source, found, cooler)
 
 
-_TITLE = "Exposure bias: errors that add up behind one's own words"
-
-
 def _loaded(folder: Any) -> LanguageModel:
     from unspool.loading import load
 
@@ -158,29 +158,21 @@ def _part(source: MarkovSource, found: dict[str, Errors], cooler: Errors | None)
     return Part("exposure", _TITLE, _FORMULA, figures, series, _example(source, plain), notes)
 
 
-_PLOT = "Excess accumulated error"
-
-
 def _figures(name: str, errors: Errors) -> list[Figure]:
     low, high = errors.interval()
     steps, texts = errors.behind_source.shape[1], len(errors.own)
-    a_text = errors.behind_source.mean(1), errors.behind_model.sum(1)
-    random = np.random.default_rng(0)
-    weights = random.multinomial(texts, np.full(texts, 1 / texts), _DRAWS) / texts
-    bounds = [np.percentile(weights @ values, [2.5, 97.5]).tolist() for values in a_text]
-    why = f"l = {steps}; bootstrap over texts"
     return [
-        Figure(
-            f"ε, {name}", float(a_text[0].mean()), "nats", *bounds[0], texts,
-            f"the error a step behind the source's letters; {why}", "lower",
+        mean_figure(
+            f"ε, {name}", errors.behind_source.mean(1).tolist(), "nats", better="lower",
+            why=f"the error a step behind the source's letters, l = {steps}",
         ),
-        Figure(
-            f"R, {name}", float(a_text[1].mean()), "nats", *bounds[1], texts,
-            f"the errors of a text behind the model's own letters; {why}", "lower",
+        mean_figure(
+            f"R, {name}", errors.behind_model.sum(1).tolist(), "nats", better="lower",
+            why=f"the errors of a text behind the model's own letters, l = {steps}",
         ),
         Figure(
             f"ExAccErr, {name}", float(errors.excess()[-1]), "%", float(low[-1]),
-            float(high[-1]), texts, why, "lower",
+            float(high[-1]), texts, f"l = {steps}; bootstrap over texts", "lower",
         ),
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ of that when only a window is kept, with and without the first tokens (attention
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,10 +96,10 @@ def find_needles(lm: LanguageModel, plan: Plan, lengths: Sequence[int]) -> Needl
                 place, number = random.choice(_PLACES), f" {random.integers(1000, 10000)}"
                 asked.append(needle(lm, straw, length, depth, str(place), number))
     found: list[bool] = []
-    for number, (text, answer) in enumerate(asked):
+    for done, (text, answer) in enumerate(asked, start=1):
         (logits,) = last_logits(lm, [text], len(answer))
         found.append([int(row.argmax()) for row in logits] == answer)
-        plan.tell(0.5 * (number + 1) / len(asked))
+        plan.tell(0.5 * done / len(asked))
     middle = len(_DEPTHS) // 2 * tries
     shape = (len(lengths), len(_DEPTHS), tries)
     return Needles(lengths, np.array(found).reshape(shape), _example(lm, *asked[middle]))
@@ -162,15 +162,17 @@ def _example(lm: LanguageModel, text: list[int], answer: list[int]) -> Example:
 
 
 def _by_shown(
-    lm: LanguageModel, texts: Sequence[list[int]], widths: Sequence[int], tell: object
+    lm: LanguageModel,
+    texts: Sequence[list[int]],
+    widths: Sequence[int],
+    tell: Callable[[float], object],
 ) -> NDArray[np.float64]:
     """The mean surprise at each text's end behind its last so many tokens: [text, width]."""
     columns = []
     for number, width in enumerate(widths):
         views = [last_of(text, _JUDGED, width) for text in texts]
         columns.append(surprises(lm, views, _JUDGED).mean(1))
-        if callable(tell):
-            tell((number + 1) / len(widths))
+        tell((number + 1) / len(widths))
     return np.array(columns).T
 
 

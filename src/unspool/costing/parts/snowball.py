@@ -8,17 +8,17 @@ writes on behind its own words and behind a person's, as many of each, and both 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unspool.costing.part import Example, Figure, Mark, Part, Series
 from unspool.costing.plan import Plan
-from unspool.costing.reading import last_logits, nats
-from unspool.costing.statistics import bootstrap_means, interval_around, mean_figure
-from unspool.costing.writing import excerpts, write
+from unspool.costing.reading import last_logits, surprises
+from unspool.costing.statistics import Better, bootstrap_means, interval_around, mean_figure
+from unspool.costing.writing import Written, excerpts, write
 from unspool.language_model import LanguageModel
 from unspool.sampling import score
 
@@ -93,13 +93,16 @@ def find_slips(lm: LanguageModel, texts: Sequence[list[int]]) -> list[Slip]:
     return found
 
 
-def excess(lm: LanguageModel, slips: Sequence[Slip], tell: object = None) -> NDArray[np.float64]:
+def excess(
+    lm: LanguageModel,
+    slips: Sequence[Slip],
+    tell: Callable[[float], object] = lambda share: None,
+) -> NDArray[np.float64]:
     """NLL of the true continuation behind the wrong token, less that behind the right one."""
     texts = [text for slip in slips for text in slip.texts()]
-    listen = tell if callable(tell) else lambda share: None
-    read = last_logits(lm, texts, _BEHIND, listen)
-    losses = [nats(logits, text[-_BEHIND:]) for text, logits in zip(texts, read, strict=True)]
-    return np.array(losses[1::2]) - np.array(losses[::2])
+    losses = surprises(lm, texts, _BEHIND, tell)
+    difference: NDArray[np.float64] = losses[1::2] - losses[::2]
+    return difference
 
 
 def half_life(costs: NDArray[np.float64]) -> float:
@@ -185,25 +188,31 @@ class _Gaps:
 
 def _own_words(lm: LanguageModel, plan: Plan) -> _Gaps:
     """What is written behind so many of the model's own tokens and behind as many human ones."""
-    lengths = plan.pick((32, 96), (32, 96, 160, 224))
+    room = lm.context - _START - _NEXT
+    lengths = [each for each in plan.pick((32, 96), (32, 96, 160, 224)) if each <= room] or [room]
     humans = excerpts(lm, plan.texts, plan.pick(8, 24), _START + lengths[-1])
-    # Pure sampling: what a stage cuts off would be the stage's merit, and not the model's.
-    pure = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "end": False}
-    own = write(
-        lm, [text[:_START] for text in humans], max_tokens=lengths[-1], seed=plan.seed, **pure
-    )
+    own = _drawn(lm, [text[:_START] for text in humans], lengths[-1], plan.seed)
     plan.tell(0.75)
     selves = [[*text.prompt, *text.tokens] for text in own.texts]
-    fresh, surprise = [list[NDArray[np.float64]](), list[NDArray[np.float64]]()], [[], []]
+    fresh = np.zeros((2, len(lengths), len(humans)))  # [own or human, length, text]
+    surprise = np.zeros_like(fresh)
     for number, length in enumerate(lengths):
         for side, texts in enumerate((selves, humans)):
             prompts = [text[: _START + length] for text in texts]
-            more = write(lm, prompts, max_tokens=_NEXT, seed=plan.seed + 1, **pure)
+            more = _drawn(lm, prompts, _NEXT, plan.seed + 1)
             whole = [[*text.prompt, *text.tokens] for text in more.texts]
-            fresh[side].append(np.array([new_runs(text, _NEXT) for text in whole]))
-            surprise[side].append(-np.array(more.mean_logprobs()))
+            fresh[side, number] = [new_runs(text, _NEXT) for text in whole]
+            surprise[side, number] = -np.array(more.mean_logprobs())
         plan.tell(0.75 + 0.25 * (number + 1) / len(lengths))
-    return _told(lengths, np.array(fresh), np.array(surprise))
+    return _told(lengths, fresh, surprise)
+
+
+def _drawn(lm: LanguageModel, prompts: Sequence[list[int]], tokens: int, seed: int) -> Written:
+    """Pure sampling: what a stage cuts off would be the stage's merit, and not the model's."""
+    return write(
+        lm, prompts, max_tokens=tokens, seed=seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
+        end=False,
+    )  # fmt: skip
 
 
 def new_runs(tokens: Sequence[int], last: int, size: int = 4) -> float:
@@ -220,9 +229,9 @@ def _told(
     lengths: Sequence[int], fresh: NDArray[np.float64], surprise: NDArray[np.float64]
 ) -> _Gaps:
     """`fresh` and `surprise` are [own or human, length, text]."""
-    figures, series = [], []
+    figures, series = list[Figure](), list[Series]()
     last = lengths[-1]
-    kinds = [
+    kinds: list[tuple[NDArray[np.float64], str, str, Better]] = [
         (fresh, "new 4-grams", "%", "higher"),
         (surprise, "surprise", "nats a token", ""),
     ]
@@ -230,8 +239,9 @@ def _told(
         gap = mean_figure(
             f"own words: {name}, gap", (values[0, -1] - values[1, -1]).tolist(), unit,
             why=f"behind {last} tokens of its own, less behind {last} human ones, pure sampling",
+            better=better,
         )  # fmt: skip
-        figures.append(replace(gap, better=better))
+        figures.append(gap)
         for side, whose in enumerate(("its own", "human")):
             low, high = bootstrap_means(values[side].T)
             series.append(
