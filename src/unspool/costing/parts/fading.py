@@ -52,20 +52,21 @@ _FORGOTTEN = (
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     """All three looks."""
     room = lm.context - 2 * _JUDGED
-    lengths = [length for length in plan.pick((128, 384), (128, 512, 1024, 2048)) if length <= room]
+    lengths = [length for length in plan.pick((128, 256), (128, 512, 1024, 2048)) if length <= room]
     lengths = lengths or [max(64, room // 2)]
     needles = find_needles(lm, plan, lengths)
     far = min(room, plan.pick(256, 1024))
-    texts = excerpts(lm, plan.texts, plan.pick(4, 12), far + _JUDGED)
-    widths = [width for width in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if width < far]
+    texts = excerpts(lm, plan.texts, plan.pick(3, 12), far + _JUDGED)
+    steps = plan.pick((8, 32, 128), (8, 16, 32, 64, 128, 256, 512))
+    widths = [width for width in steps if width < far]
     shown = _by_shown(lm, texts, [*widths, far], lambda share: plan.tell(0.5 + 0.3 * share))
-    kept = [width for width in plan.pick((32, 128), (32, 128, 512)) if width < far]
+    kept = [width for width in plan.pick((128,), (32, 128, 512)) if width < far]
     windows = _windows(lm, texts, kept or [far // 2])
     plan.tell(1.0)
     figures = [*_needle_figures(needles), _effective(shown, [*widths, far]), *windows.figures]
     series = [
         *_needle_series(needles), _shown_series(shown, [*widths, far]),
-        _by_position(lm, texts[: plan.pick(4, 8)]), *windows.series,
+        _by_position(lm, texts[: plan.pick(3, 8)]), *windows.series,
     ]  # fmt: skip
     return Part(
         "fading", _TITLE, _FORMULA, figures, series, needles.example, [_FORGOTTEN, *windows.notes]

@@ -52,7 +52,7 @@ class Slip:
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     """Both measurements."""
     length = _BEFORE + _LOOKED_AT + _BEHIND + 1
-    texts = excerpts(lm, plan.texts, plan.pick(12, 48), length)
+    texts = excerpts(lm, plan.texts, plan.pick(8, 48), length)
     slips = find_slips(lm, texts)
     plan.tell(0.15)
     costs = excess(lm, slips, lambda share: plan.tell(0.15 + 0.35 * share))
@@ -189,8 +189,8 @@ class _Gaps:
 def _own_words(lm: LanguageModel, plan: Plan) -> _Gaps:
     """What is written behind so many of the model's own tokens and behind as many human ones."""
     room = lm.context - _START - _NEXT
-    lengths = [each for each in plan.pick((32, 96), (32, 96, 160, 224)) if each <= room] or [room]
-    humans = excerpts(lm, plan.texts, plan.pick(8, 24), _START + lengths[-1])
+    lengths = [each for each in plan.pick((32, 80), (32, 96, 160, 224)) if each <= room] or [room]
+    humans = excerpts(lm, plan.texts, plan.pick(6, 24), _START + lengths[-1])
     own = _drawn(lm, [text[:_START] for text in humans], lengths[-1], plan.seed)
     plan.tell(0.75)
     selves = [[*text.prompt, *text.tokens] for text in own.texts]
