@@ -36,16 +36,24 @@ def test_surprises_are_what_scoring_says(small: Any, texts: list[str]):
 
 def test_a_slip_is_the_likeliest_other_token(small: Any, texts: list[str]):
     some = excerpts(small, texts, 3, 145)
-    for text, slip in zip(some, snowball.find_slips(small, some), strict=True):
+    for text, slip in zip(some, snowball.find_slips(small, some, 64), strict=True):
         right, wrong = slip.texts()
         changed = [n for n, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b]
         assert right == text[: slip.place + 65] and changed == [slip.place]
         (logits,) = last_logits(small, [text[: slip.place + 1]], 1)
         order = np.argsort(-np.asarray(logits[0]))
         assert slip.wrong == next(int(token) for token in order if token != text[slip.place])
-    costs = snowball.excess(small, snowball.find_slips(small, some))
+    costs = snowball.excess(small, snowball.find_slips(small, some, 64))
     clean, slipped = (by_score(small, one, 64) for one in slip.texts())
     assert costs[-1] == pytest.approx(np.subtract(slipped, clean), abs=4e-3)
+
+
+def test_a_short_context_is_enough(small_folder: Path, texts: list[str]):
+    with unspool.load(small_folder, memory=32 << 20, context=80) as lm:
+        plan = Plan(True, 0, texts)
+        part = snowball.measure(lm, plan)
+        assert "31 that follow" in part.figure("area").why
+        assert fading.measure(lm, plan).figure("effective length").value is not None
 
 
 def test_half_life_is_where_half_is_paid():

@@ -22,7 +22,7 @@ from unspool.costing.writing import Written, excerpts, write
 from unspool.language_model import LanguageModel
 from unspool.sampling import score
 
-_BEFORE, _BEHIND = 64, 64  # tokens before the place that is looked for an error, and behind it
+_REACH = 64  # tokens before the places that are looked at for an error, and behind the error
 _LOOKED_AT = 16  # places of each text: the most plausible error among them is made
 _START, _NEXT = 32, 32  # tokens that a person's text begins with, and that are written on
 _TITLE = "Snowball: one wrong token, and what it does to the rest"
@@ -42,18 +42,19 @@ class Slip:
     place: int
     wrong: int
     likely: float  # the wrong token's probability
+    reach: int  # how many tokens behind it are looked at
 
     def texts(self) -> tuple[list[int], list[int]]:
         """The text up to the last token that is looked at, right and wrong."""
-        right = self.tokens[: self.place + 1 + _BEHIND]
+        right = self.tokens[: self.place + 1 + self.reach]
         return right, [*right[: self.place], self.wrong, *right[self.place + 1 :]]
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     """Both measurements."""
-    length = _BEFORE + _LOOKED_AT + _BEHIND + 1
-    texts = excerpts(lm, plan.texts, plan.pick(8, 48), length)
-    slips = find_slips(lm, texts)
+    reach = min(_REACH, (lm.context - _LOOKED_AT - 1) // 2)
+    texts = excerpts(lm, plan.texts, plan.pick(8, 48), 2 * reach + _LOOKED_AT + 1)
+    slips = find_slips(lm, texts, reach)
     plan.tell(0.15)
     costs = excess(lm, slips, lambda share: plan.tell(0.15 + 0.35 * share))
     gaps = _own_words(lm, plan)
@@ -76,19 +77,19 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
 # -- one wrong token ------------------------------------------------------------------------
 
 
-def find_slips(lm: LanguageModel, texts: Sequence[list[int]]) -> list[Slip]:
+def find_slips(lm: LanguageModel, texts: Sequence[list[int]], reach: int) -> list[Slip]:
     """In each text the place with the likeliest wrong token, and that token."""
-    upto = [text[: _BEFORE + _LOOKED_AT] for text in texts]
+    upto = [text[: reach + _LOOKED_AT] for text in texts]
     found: list[Slip] = []
     for text, logits in zip(texts, last_logits(lm, upto, _LOOKED_AT), strict=True):
-        said = score(logits, text[_BEFORE : _BEFORE + _LOOKED_AT], 2)
+        said = score(logits, text[reach : reach + _LOOKED_AT], 2)
         slips = []
         for row in range(_LOOKED_AT):
-            place = _BEFORE + row
+            place = reach + row
             first, second = (int(token) for token in said.top_tokens[row])
             other = int(first == text[place])
             likely = float(np.exp(float(said.top_logprobs[row][other])))
-            slips.append(Slip(text, place, second if other else first, likely))
+            slips.append(Slip(text, place, second if other else first, likely, reach))
         found.append(max(slips, key=lambda slip: slip.likely))
     return found
 
@@ -100,7 +101,7 @@ def excess(
 ) -> NDArray[np.float64]:
     """NLL of the true continuation behind the wrong token, less that behind the right one."""
     texts = [text for slip in slips for text in slip.texts()]
-    losses = surprises(lm, texts, _BEHIND, tell)
+    losses = surprises(lm, texts, slips[0].reach, tell)
     difference: NDArray[np.float64] = losses[1::2] - losses[::2]
     return difference
 
@@ -120,12 +121,12 @@ def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
     return [
         mean_figure(
             "area", costs.sum(1).tolist(), "nats", better="lower",
-            why=f"all that one wrong token costs the {_BEHIND} that follow it",
+            why=f"all that one wrong token costs the {costs.shape[1]} that follow it",
         ),
         mean_figure("excess of the next token", costs[:, 0].tolist(), "nats", better="lower"),
         mean_figure(
             "excess at the end", costs[:, -16:].mean(1).tolist(), "nats a token", better="lower",
-            why=f"the last 16 of the {_BEHIND} tokens",
+            why=f"the last 16 of the {costs.shape[1]} tokens",
         ),
         Figure(
             "half-life", found if known else None, "tokens",
@@ -142,7 +143,9 @@ def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
 
 def _series(costs: NDArray[np.float64]) -> list[Series]:
     """In steps that grow with the distance, so that single tokens do not hide the course."""
-    edges = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, _BEHIND]
+    reach = costs.shape[1]
+    steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+    edges = [*[edge for edge in steps if edge < reach], reach]
     pairs = list(itertools.pairwise(edges))
     binned = np.array([[row[a:b].mean() for a, b in pairs] for row in costs])
     low, high = bootstrap_means(binned)
