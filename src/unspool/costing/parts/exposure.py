@@ -162,6 +162,10 @@ def _figures(name: str, errors: Errors) -> list[Figure]:
     low, high = errors.interval()
     steps, texts = errors.behind_source.shape[1], len(errors.own)
     return [
+        Figure(
+            f"ExAccErr, {name}", float(errors.excess()[-1]), "%", float(low[-1]),
+            float(high[-1]), texts, f"l = {steps}; bootstrap over texts", "lower",
+        ),
         mean_figure(
             f"ε, {name}", errors.behind_source.mean(1).tolist(), "nats", better="lower",
             why=f"the error a step behind the source's letters, l = {steps}",
@@ -169,10 +173,6 @@ def _figures(name: str, errors: Errors) -> list[Figure]:
         mean_figure(
             f"R, {name}", errors.behind_model.sum(1).tolist(), "nats", better="lower",
             why=f"the errors of a text behind the model's own letters, l = {steps}",
-        ),
-        Figure(
-            f"ExAccErr, {name}", float(errors.excess()[-1]), "%", float(low[-1]),
-            float(high[-1]), texts, f"l = {steps}; bootstrap over texts", "lower",
         ),
     ]  # fmt: skip
 

@@ -63,7 +63,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     kept = [width for width in plan.pick((128,), (32, 128, 512)) if width < far]
     windows = _windows(lm, texts, kept or [far // 2])
     plan.tell(1.0)
-    figures = [*_needle_figures(needles), _effective(shown, [*widths, far]), *windows.figures]
+    figures = [_effective(shown, [*widths, far]), *_needle_figures(needles), *windows.figures]
     series = [
         *_needle_series(needles), _shown_series(shown, [*widths, far]),
         _by_position(lm, texts[: plan.pick(3, 8)]), *windows.series,

@@ -164,7 +164,9 @@ def _example(lm: LanguageModel, slips: Sequence[Slip], costs: NDArray[np.float64
     """The text of middling cost, with the tokens marked that the wrong one made harder."""
     middle = int(np.argsort(costs.sum(1))[len(costs) // 2])
     slip, row = slips[middle], costs[middle]
-    pieces = lm.readable_all(slip.texts()[1])
+    tokens, hidden = slip.texts()[1], lm.tokenizer.special_ids
+    read = zip(lm.readable_all(tokens), tokens, strict=True)
+    pieces = ["" if token in hidden else piece for piece, token in read]
     text, marks = "".join(pieces[: slip.place]), list[Mark]()
     start, right = len(text), lm.readable(slip.tokens[slip.place])
     text += pieces[slip.place]
