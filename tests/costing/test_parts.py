@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unspool.costing.drafted import drafted
 from unspool.costing.items import items
-from unspool.costing.limits import bytes_per_token, weight_bytes
+from unspool.costing.limits import bandwidth, bytes_per_token, weight_bytes
 from unspool.costing.parts import confidence, loops, remedies, whole
 from unspool.costing.split import Split
 from unspool.costing.stories import stories
@@ -103,6 +104,38 @@ def test_swap_figures_by_hand():
     assert area.value == pytest.approx((1 + 0.5 + 0.5 + 0) / 4)
 
 
+class _Masked:
+    """A masked model with the same guess at a place whatever stands around it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.mask_id, self.rows = tokenizer, 511, list[list[int]]()
+
+    def logits(self, row: list[int]) -> Any:
+        self.rows.append(row)
+        return np.random.default_rng(0).normal(size=(400, 512)).astype(np.float32)[: len(row)]
+
+
+def test_a_masked_twin_hides_every_token_once(small: Any):
+    twin = _Masked(small.tokenizer)
+    text = "The scheduler plans rows, and the batch builder makes a step of them."
+    (found,) = whole.masked_likelihoods(twin, [text], lambda done: None)
+    ids = small.tokenizer.encode(text)
+    hidden = [at for row in twin.rows for at, token in enumerate(row) if token == 511]
+    assert sorted(hidden) == list(range(len(ids))) and len(twin.rows) == 8
+    logits = twin.logits(ids).astype(np.float64)
+    logits[:, [511, *small.tokenizer.special_ids]] = -np.inf
+    expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    assert found == pytest.approx(expected[np.arange(len(ids)), ids], abs=1e-4)
+
+
+def test_with_a_twin_there_are_its_figures(small: Any, texts: list[str]):
+    from unspool.costing.plan import Plan
+
+    part = whole.measure(small, Plan(True, 0, texts, twin=_Masked(small.tokenizer)))
+    assert part.figure("swap noticed by the masked twin").n == 5
+    assert part.figure("AUC of the masked twin").value is not None
+
+
 def test_every_story_can_be_checked():
     every = stories(0)
     assert len(every) == 48
@@ -124,7 +157,8 @@ def test_a_story_contradicted(small: Any, monkeypatch: pytest.MonkeyPatch):
         return [Likelihood((0.0 if number % 4 == 0 else -9.0,), True) for number in range(12)]
 
     monkeypatch.setattr(whole, "likelihoods", always_the_first)
-    wrong = whole.contradictions(small, told, 0, 0)
+    begun = [encoded(small, story.beginning) for story in told]
+    wrong = whole.contradictions(small, told, begun)
     assert wrong == [story.told != story.values[0] for story in told]
 
 
@@ -184,3 +218,38 @@ def test_sums_are_right():
     for question, answer in remedies.sums(20):
         a, b = question.rsplit("A: ", 1)[1].removesuffix(" =").split(" + ")
         assert int(a) + int(b) == int(answer)
+
+
+def test_a_remedy_beside_greedy_by_hand():
+    usual = remedies.Outcome("greedy", [[1, 2, 3, 4]], [-1.0], 4, 2.0)
+    searched = remedies.Outcome("beams 4", [[1, 2, 1, 2]], [-0.5], 16, 6.0)
+    assert searched.row(usual) == ["beams 4", "-0.50", "0%", "0%", "67%", "4.00×", "3.00×"]
+    assert usual.row(usual)[-2:] == ["1.00×", "1.00×"]
+    gain = remedies._gain(usual, searched)
+    assert gain.value == pytest.approx(0.5) and gain.unit == "nats/token"
+
+
+def test_what_a_remedy_costs_in_likelihood(small: Any, texts: list[str]):
+    prompts = excerpts(small, texts, 3, 24)
+    runs = [
+        loops._Run(name, write(small, prompts, max_tokens=24, temperature=0.0, **options))
+        for name, options in {"greedy": {}, "dry": {"dry_multiplier": 0.8}}.items()
+    ]
+    cost = loops._likelihood_cost(*runs)
+    before, after = (np.array(run.written.mean_logprobs()) for run in runs)
+    assert cost.value == pytest.approx(float((before - after).mean())) and cost.n == 3
+
+
+def test_drafts_write_the_same_text(small: Any, texts: list[str]):
+    ids = excerpts(small, texts, 1, 65)[0]
+    found = drafted(small, ids, rounds=1)
+    assert [one.name for one in found] == ["lookup drafts, free text", "lookup drafts, copying"]
+    for one in found:
+        plain = small.generate(one.text.prompt, max_tokens=32, temperature=0.0, end=False)
+        assert one.text.tokens == plain.tokens
+        guessed = sum(step.draft == "accepted" for step in one.text.steps)
+        assert one.accepted == guessed / 32 and one.savings[0] > 0
+
+
+def test_memory_is_read_at_some_speed(small: Any):
+    assert all(speed > 1e8 for speed in bandwidth(small, repeat=2))

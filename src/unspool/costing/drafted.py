@@ -12,7 +12,7 @@ from unspool.engine.generation import Generation
 from unspool.errors import UnspoolError
 from unspool.language_model import LanguageModel
 
-_TOKENS = 48
+_TOKENS = 32
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 def model_name(lm: LanguageModel) -> str:
-    """What people call the model: its file or folder, or its family if it came from none."""
+    """What people call the model: its file, folder or run, or its family if it came from none."""
     if lm.path is None:
         return lm.config.family
-    path = Path(lm.path)
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
+    path = Path(lm.path).resolve()
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}/{path.name}"
+    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def machine_facts(lm: LanguageModel) -> dict[str, str]:
@@ -27,7 +29,7 @@ def machine_facts(lm: LanguageModel) -> dict[str, str]:
         "parameters": f"{parameter_count(lm.config):,}",
         "weights": lm.model.precision,
         "context": f"{lm.context:,} tokens",
-        "device": lm.model.device,
+        "device": _device(lm.model.device),
         "processor": f"{processor_name()}, {os.cpu_count()} cores",
         "threads": str(getattr(lm.model, "threads", "")) or "as many as torch takes",
     }
@@ -44,3 +46,12 @@ def processor_name() -> str:
         if name.strip() in ("model name", "Model", "cpu model"):
             return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _device(name: str) -> str:
+    """A device, and what it is called by its maker where it is no processor."""
+    if not name.startswith("cuda"):
+        return name
+    import torch
+
+    return f"{name}, {torch.cuda.get_device_name(name)}"

@@ -24,7 +24,7 @@ from unspool.costing.plan import Plan
 from unspool.costing.report import Report
 from unspool.costing.sample_texts import SampleTexts, sample_texts
 from unspool.decoding.progress import progress_bar
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
@@ -74,6 +74,8 @@ def costs(
             found.append(measured(lm, name, replace(plan, tell=_share_of(told, done, PARTS[name]))))
             done += PARTS[name]
             told(_STEPS * done)
+    if not any(part.figures for part in found):
+        raise UnspoolError(f"no part could be measured; {found[0].name}: {found[0].notes[0]}")
     return Report(
         model=model_name(lm),
         machine={**machine_facts(lm), "texts": sample.source},
@@ -101,9 +103,16 @@ def chosen_parts(given: Sequence[str] | None) -> list[str]:
 
 
 def measured(lm: LanguageModel, name: str, plan: Plan) -> Part:
-    """One part, with the seconds it took."""
+    """One part, with the seconds it took.
+
+    What cannot be measured with this model is said in the part's place: minutes of measuring the
+    others are not lost for it.
+    """
     started = perf_counter()
-    part: Part = import_module(f"{_PACKAGE}.{name}").measure(lm, plan)
+    try:
+        part: Part = import_module(f"{_PACKAGE}.{name}").measure(lm, plan)
+    except UnspoolError as error:
+        part = Part(name, name.capitalize(), "", notes=[f"Could not be measured: {error}."])
     return replace(part, seconds=perf_counter() - started)
 
 

@@ -147,10 +147,8 @@ def _pictures(title: str, parts: Sequence[Part], columns: Sequence[Column]) -> s
     for series, column in zip(own, columns, strict=True):
         if series:
             whose = f" · {column.model}" if len(columns) > 1 else ""
-            found += (
-                f"<figure><figcaption>{escape(title + whose)}</figcaption>{plot(series, up)}"
-                f"{_legend(series)}</figure>"
-            )
+            picture = plot(series, up) + _legend(series)
+            found += f"<figure><figcaption>{escape(title + whose)}</figcaption>{picture}</figure>"
     return found
 
 

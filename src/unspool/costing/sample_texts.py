@@ -17,7 +17,7 @@ _HERE = Path(__file__).parent / "sample.txt"
 _BETWEEN = "\n\n* * *\n\n"  # two texts of it
 _FIRST = 100  # of the addresses by year: from about 1890 on they are in today's language
 _COUNT = 48
-_SHORTEST = 400  # characters: less is no text
+_SHORTEST = 2000  # characters: what parts cut from one text must be in it
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _checked(texts: list[str], source: str) -> SampleTexts:
     long = tuple(text for text in texts if len(text) >= _SHORTEST)
     if not long:
         raise SettingsError(
-            f"{source}: no text of {_SHORTEST} characters or more to measure on; give longer ones"
+            f"{source}: no text of {_SHORTEST:,} characters or more to measure on; give longer ones"
         )
     return SampleTexts(long, source)
 

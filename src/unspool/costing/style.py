@@ -51,6 +51,7 @@ svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
 .mid{text-anchor:middle}.end{text-anchor:end}
 .axis{fill:none;stroke:var(--dim)}.grid{stroke:var(--line)}
 .line{fill:none;stroke-width:2}.band{opacity:.16;stroke:none}
+.whisker{fill:none;stroke-width:1.2;opacity:.6}
 .reference{fill:none;stroke:var(--dim);stroke-width:1.5;stroke-dasharray:5 4}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:.4rem 0;
 font-size:.8rem;color:var(--dim)}

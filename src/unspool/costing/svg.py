@@ -17,6 +17,7 @@ from unspool.train.scaling.plot import decades, nice, short
 WIDTH, HEIGHT = 440, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 46
 _COLOURS = 8
+_BANDS = 3  # around lines: more hide each other
 
 Range = tuple[float, float]
 
@@ -48,6 +49,10 @@ def plot(series: Sequence[Series], up: Range | None = None) -> str:
     frame = _Frame(_across(series, bars), up or rise(series), first.log_x and not bars)
     parts = [_axes(frame, first, _bar_names(series) if bars else None)]
     parts += _stacks(frame, series) if bars else []
+    crowded = sum(one.low is not None for one in series) > _BANDS
+    for number, one in enumerate(series):
+        if one.kind != "bars":
+            parts.append(_interval(frame, one, colour(number), crowded))
     for number, one in enumerate(series):
         if one.kind != "bars":
             parts.append(_line(frame, one, colour(number)))
@@ -128,12 +133,7 @@ def _line(frame: _Frame, one: Series, stroke: str) -> str:
     path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
     if one.kind == "reference":
         return f'<path class="reference" d="{path}"/>'
-    found = ""
-    if one.low is not None and one.high is not None and len(known) > 1:
-        upper = [f"{frame.x(one.x[n]):.1f},{frame.y(one.high[n]):.1f}" for n in known]
-        lower = [f"{frame.x(one.x[n]):.1f},{frame.y(one.low[n]):.1f}" for n in reversed(known)]
-        found += f'<path class="band" style="fill:{stroke}" d="M{"L".join(upper + lower)}Z"/>'
-    found += f'<path class="line" style="stroke:{stroke}" d="{path}"/>'
+    found = f'<path class="line" style="stroke:{stroke}" d="{path}"/>'
     for n, (x, y) in zip(known, points, strict=True):
         title = escape(f"{one.name}: {one.y[n]:.4g} at {one.x[n]:g}")
         found += (
@@ -141,6 +141,23 @@ def _line(frame: _Frame, one: Series, stroke: str) -> str:
             f"<title>{title}</title></circle>"
         )
     return found
+
+
+def _interval(frame: _Frame, one: Series, stroke: str, crowded: bool) -> str:
+    """A band around the line; many would hide each other, so then a bar at each point."""
+    if one.low is None or one.high is None:
+        return ""
+    ends = [
+        (frame.x(x), frame.y(low), frame.y(high))
+        for x, low, high in zip(one.x, one.low, one.high, strict=True)
+        if math.isfinite(low) and math.isfinite(high)
+    ]
+    if crowded or len(ends) < 2:
+        bars = "".join(f"M{x:.1f},{low:.1f}V{high:.1f}" for x, low, high in ends)
+        return f'<path class="whisker" style="stroke:{stroke}" d="{bars}"/>' if bars else ""
+    upper = [f"{x:.1f},{high:.1f}" for x, _, high in ends]
+    lower = [f"{x:.1f},{low:.1f}" for x, low, _ in reversed(ends)]
+    return f'<path class="band" style="fill:{stroke}" d="M{"L".join(upper + lower)}Z"/>'
 
 
 def _stacks(frame: _Frame, series: Sequence[Series]) -> list[str]:

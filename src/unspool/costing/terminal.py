@@ -14,6 +14,7 @@ def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
         lines.append("  ".join(f"[{number}] {name}" for number, name in enumerate(models, 1)))
     for parts in side_by_side(reports):
         lines += ["", f"{parts[0].title}  ({parts[0].name})", *_rows(parts)]
+        lines += [f"  {note}" for part in parts if not part.figures for note in part.notes]
         for part in parts:
             if part.table:
                 lines += ["", *_aligned([[f"  {row[0]}", *row[1:]] for row in part.table])]

@@ -85,7 +85,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     asked = items()[: plan.pick(20, 64)]
     belief = item_probabilities(lm, asked)
     plan.tell(0.4)
-    length = min(plan.pick(128, 384), lm.context)
+    length = min(plan.pick(96, 320), lm.context)
     windows = excerpts(lm, plan.texts, plan.pick(6, 16), length)
     scores: list[Score] = []
     for window in windows:

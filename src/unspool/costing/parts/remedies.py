@@ -71,6 +71,8 @@ class _Job:
     length: int
     seed: int
     twin: Any
+    edited_count: int  # openings that are gone over: weighing words takes the longest by far ...
+    places: int  # ... and how many words of each
 
     def with_options(self, name: str, **options: Any) -> Outcome:
         """Left to right with some option, all in one batch."""
@@ -98,12 +100,18 @@ class _Job:
     def edited(self, name: str, twin: Any = None) -> Outcome:
         """Usual samples, gone over once."""
         started = perf_counter()
-        made = write(self.lm, self.prompts, max_tokens=self.length, seed=self.seed)
+        prompts = self.prompts[: self.edited_count]
+        made = write(self.lm, prompts, max_tokens=self.length, seed=self.seed)
         texts, logprobs, computed, shown = [], [], made.computed, ""
-        for prompt, text in zip(self.prompts, made.texts, strict=True):
+        for prompt, text in zip(prompts, made.texts, strict=True):
             before = self.lm.tokenizer.decode(prompt, specials=False)
             edit = self.lm.edit(
-                before + text.text, twin=twin, passes=1, places=6, candidates=6, progress=False
+                before + text.text,
+                twin=twin,
+                passes=1,
+                places=self.places,
+                candidates=6,
+                progress=False,
             )
             computed += edit.weighed
             behind = edit.after.positions[len(self.lm.tokenizer.encode(before)) :]
@@ -126,9 +134,9 @@ def _outcome(name: str, texts: Sequence[Generation], computed: int, seconds: flo
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    length = min(plan.pick(32, 96), lm.context // 2)
+    length = min(plan.pick(24, 96), lm.context // 2)
     prompts = excerpts(lm, plan.texts, plan.pick(3, 8), min(33, lm.context // 4))
-    job = _Job(lm, prompts, length, plan.seed, plan.twin)
+    job = _Job(lm, prompts, length, plan.seed, plan.twin, plan.pick(1, 4), plan.pick(2, 4))
     write(lm, prompts, max_tokens=1)  # the openings are read, so that nobody pays for it
     options = _options(job)
     found: list[Outcome] = []
@@ -157,8 +165,10 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
         [
             f"{len(prompts)} openings, up to {length} tokens each. Greedy is what the others are "
             "compared with: options that draw are less likely by nature.",
-            "Beams and best-of compute every branch, and keep one. An edit weighs candidates at "
-            "six doubtful words. Drafts change nothing but the time.",
+            "Beams and best-of compute every branch, and keep one. Drafts change nothing but the "
+            "time.",
+            f"An edit goes over usual samples of the first {job.edited_count} openings, and weighs "
+            f"candidates at {job.places} doubtful words of each.",
             *failed,
         ],
         [head, *(one.row(usual) for one in found)],

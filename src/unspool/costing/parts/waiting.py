@@ -38,7 +38,7 @@ class Behind:
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     page = lm.engine.backend.page_size
-    pasts = _pasts(plan.pick((64, 384), (64, 256, 1024, 4096)), lm.context, page)
+    pasts = _pasts(plan.pick((64, 256), (64, 256, 1024, 4096)), lm.context, page)
     prompts = excerpts(lm, _joined(plan.texts, pasts[-1]), 40, min(33, pasts[-1]))
     write(lm, prompts[:2], max_tokens=4, end=False)  # the first text waits for threads and memory
     grown = []
@@ -49,10 +49,10 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     speeds = bandwidth(lm)
     splits = [split_at(lm, _text_of(lm, plan, past, 0), plan.pick(16, 32)) for past in pasts[:3]]
     plan.tell(0.55)
-    sizes = [size for size in plan.pick((1, 4, 8), (1, 2, 4, 8, 16)) if size <= len(prompts)]
+    sizes = [size for size in plan.pick((1, 4), (1, 2, 4, 8, 16)) if size <= len(prompts)]
     batches = [_batch_ms(lm, prompts[:size], plan.pick(16, 24)) for size in sizes]
     plan.tell(0.75)
-    bare = [_uncached(lm, plan, past) for past in pasts[: plan.pick(2, 3)] if past <= 1100]
+    bare = [_uncached(lm, plan, past) for past in pasts[plan.pick(1, 0) : 3] if past <= 1100]
     plan.tell(0.85)
     drafts = drafted(lm, _text_of(lm, plan, min(129, pasts[-1]), 3), plan.pick(1, 3))
     limit = _limit(lm, pasts, speeds)
@@ -82,9 +82,10 @@ def _pasts(wanted: Sequence[int], context: int, page: int) -> list[int]:
 
 
 def _joined(texts: Sequence[str], tokens: int) -> list[str]:
-    """Texts put together, where single ones are shorter than the longest past."""
+    """Texts put together, again and again if need be, where single ones are too short."""
     long = [text for text in texts if len(text) > 8 * tokens]
-    return long or ["\n\n".join([*texts, *texts])]
+    whole = "\n\n".join(texts)
+    return long or ["\n\n".join([whole] * (2 + 16 * tokens // len(whole)))]
 
 
 def _text_of(lm: LanguageModel, plan: Plan, past: int, number: int) -> list[int]:

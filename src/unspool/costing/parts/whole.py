@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -118,54 +118,60 @@ def masked_likelihoods(
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     distances = plan.pick((1, 2), (1, 2, 4))
-    chosen = swaps(plan.texts, plan.pick(8, 48), distances, plan.seed)
-    figures: list[Figure] = []
-    series: list[Series] = []
-    example = None
-    notes = []
-    if chosen:
-        both = [one.original for one in chosen] + [one.swapped for one in chosen]
-        scores = log_likelihoods(lm, both, lambda done: plan.tell(0.5 * done / len(both)))
-        figures += _swap_figures(scores, len(chosen), "the model")
-        series += _by_distance(chosen, scores, distances)
-        example = _swap_example(chosen, scores)
-        if plan.twin is not None:
-            scores = masked_likelihoods(plan.twin, both, lambda done: None)
-            figures += _swap_figures(scores, len(chosen), "the masked twin")
-    else:
-        notes.append("The texts have no passage of enough sentences: nothing was swapped.")
-    lengths = plan.pick((0, 24), (0, 32, 96))
-    told = stories(plan.seed)[: plan.pick(12, 48)]
-    wrong = []
-    for number, length in enumerate(lengths):
-        wrong.append(contradictions(lm, told, min(length, lm.context // 4), plan.seed))
-        plan.tell(0.5 + 0.5 * (number + 1) / len(lengths))
-    figures += [
-        share_figure(
-            f"contradictions after {length} own tokens",
-            sum(own),
-            len(own),
-            why=f"of {len(told[0].values)} values; by chance "
-            f"{100 * (1 - 1 / len(told[0].values)):.0f} %",
-            better="lower",
-        )
-        for length, own in zip(lengths, wrong, strict=True)
-    ]
-    series.append(_by_length(lengths, wrong))
+    chosen = swaps(plan.texts, plan.pick(5, 36), distances, plan.seed)
+    figures, series, example = _swapping(lm, plan, chosen, distances) if chosen else ([], [], None)
+    told = stories(plan.seed)[: plan.pick(8, 48)]
+    more, line = _telling(lm, plan, told)
+    none = ["The texts have no passage of enough sentences: nothing was swapped."]
     return Part(
         "whole",
-        "No view of the whole: what stands where is hardly noticed",
+        "No view of the whole: are swapped sentences and contradictions noticed?",
         _FORMULA,
-        figures,
-        series,
+        [*figures, *more],
+        [*series, line],
         example,
         [
-            "The first sentence of a passage is never swapped.",
-            f"{len(told)} stories; every value of a kind is told equally often: a favourite word "
-            "gains nothing.",
-            *notes,
+            "The first and the last sentence of a passage are never swapped.",
+            f"{len(told)} stories, of 48 in which every value of a kind is told equally often: a "
+            "favourite word gains nothing.",
+            *([] if chosen else none),
         ],
     )
+
+
+def _swapping(
+    lm: LanguageModel, plan: Plan, chosen: Sequence[Swap], distances: Sequence[int]
+) -> tuple[list[Figure], list[Series], Example]:
+    both = [one.original for one in chosen] + [one.swapped for one in chosen]
+    scores = log_likelihoods(lm, both, lambda done: plan.tell(0.5 * done / len(both)))
+    figures = _swap_figures(scores, len(chosen), "the model")
+    if plan.twin is not None:
+        by_twin = masked_likelihoods(
+            plan.twin, both, lambda done: plan.tell(0.5 + 0.1 * done / len(both))
+        )
+        figures += _swap_figures(by_twin, len(chosen), "the masked twin")
+    return figures, _by_distance(chosen, scores, distances), _swap_example(chosen, scores)
+
+
+def _telling(lm: LanguageModel, plan: Plan, told: Sequence[Story]) -> tuple[list[Figure], Series]:
+    """Stories are gone on with once, and asked after so many of those tokens."""
+    lengths = [min(length, lm.context // 4) for length in plan.pick((0, 24), (0, 24, 72))]
+    prompts = [encoded(lm, story.beginning) for story in told]
+    own = write(lm, prompts, max_tokens=lengths[-1], seed=plan.seed, temperature=0.7).texts
+    wrong = []
+    for number, length in enumerate(lengths):
+        texts = zip(prompts, own, strict=True)
+        wrong.append(contradictions(lm, told, [[*p, *text.tokens[:length]] for p, text in texts]))
+        plan.tell(0.6 + 0.4 * (number + 1) / len(lengths))
+    why = f"of {len(told[0].values)} values; by chance {1 - 1 / len(told[0].values):.0%}"
+    figures = [
+        share_figure(
+            f"contradictions after {length} own tokens", sum(found), len(found), why=why,
+            better="lower",
+        )
+        for length, found in zip(lengths, wrong, strict=True)
+    ]  # fmt: skip
+    return figures, _by_length(lengths, wrong)
 
 
 def _swap_figures(scores: Sequence[Any], count: int, who: str) -> list[Figure]:
@@ -232,18 +238,17 @@ def _swap_example(chosen: Sequence[Swap], scores: Sequence[Any]) -> Example:
 # -- stories ------------------------------------------------------------------------------------
 
 
-def contradictions(lm: LanguageModel, told: Sequence[Story], length: int, seed: int) -> list[bool]:
-    """Of each story, whether the model contradicts what was told, after it has written so much."""
-    prompts = [encoded(lm, story.beginning) for story in told]
-    if length:
-        written = write(lm, prompts, max_tokens=length, seed=seed, temperature=0.7).texts
-        prompts = [[*prompt, *text.tokens] for prompt, text in zip(prompts, written, strict=True)]
+def contradictions(
+    lm: LanguageModel, told: Sequence[Story], begun: Sequence[Sequence[int]]
+) -> list[bool]:
+    """Of each story, as far as it was written, whether the model contradicts what was told."""
     pairs = []
-    for story, prompt in zip(told, prompts, strict=True):
-        context = [token for token in prompt if token not in lm.end_ids or token == prompt[0]]
+    for story, ids in zip(told, begun, strict=True):
+        # A text that the model had ended goes on: all but the first token that ends texts.
+        context = [*ids[:1], *(token for token in ids[1:] if token not in lm.end_ids)]
         context += lm.tokenizer.encode(story.question)
         pairs += [(context, lm.tokenizer.encode(f" {value}")) for value in story.values]
-    found = iter(likelihoods(lm, cast(Any, pairs)))
+    found = iter(likelihoods(lm, pairs))
     wrong = []
     for story in told:
         own = [next(found).total for _ in story.values]
