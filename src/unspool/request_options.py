@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from unspool.engine.ending import Limits
+from unspool.engine.endless import kept_tokens
 from unspool.engine.generation import Generation
 from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
@@ -29,6 +30,7 @@ _KEPT = {
     "end",
     "priority",
     "cache",
+    "endless",
     "seed",
 }  # as they were, where None is given
 _GRAMMARS: dict[str, Callable[[Any], GrammarSpec]] = {
@@ -101,6 +103,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         sample=_whole("sample", given.pop("sample", 0)),
         top=_whole("top", given.pop("top", 0)),
         explain=bool(given.pop("explain", False)),
+        endless=kept_tokens(given.pop("endless", None), len(prompt), model.context),
     )
     request = Request(
         prompt=tuple(prompt),
@@ -160,6 +163,9 @@ def continued_request(
         changed["stop"] = strings(given.pop("stop"))
     if "end" in given:
         changed["end_ids"] = model.end_ids if given.pop("end") else frozenset()
+    if "endless" in given:
+        asked, length = given.pop("endless"), len(generation.prompt)
+        changed["endless"] = kept_tokens(asked, length, before.limits.context)
     if "max_tokens" not in changed and len(generation.steps) >= before.limits.max_tokens:
         # All that was allowed is there already: as much again.
         changed["max_tokens"] = len(generation.steps) + before.limits.max_tokens

@@ -33,7 +33,7 @@ from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.tree import Branch
-from unspool.errors import ModelFileError, SettingsError, UnspoolError
+from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.request_options import ModelFacts, build_request, continued_request
@@ -196,7 +196,8 @@ class Session:
 
     def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
         """What a caller asks for, checked; options as in `stream`."""
-        return build_request(self._facts, self.prompt_ids(prompt), options)
+        longer = bool(options.get("endless"))
+        return build_request(self._facts, self.prompt_ids(prompt, longer=longer), options)
 
     # -- going on with what was written (see `engine/generation.py`) ---------------------------
 
@@ -208,7 +209,8 @@ class Session:
     def attach(self, generation: Generation) -> Generation:
         """A generation that came from elsewhere (a pickle, another process), to go on with here."""
         request = generation.request
-        self.prompt_ids([*request.prompt, *generation.tokens])
+        longer = request.limits.endless is not None
+        self.prompt_ids([*request.prompt, *generation.tokens], longer=longer)
         if request.grammar is not None:
             grammar = Grammar.compile(request.grammar.spec, self.grammar_vocabulary)
             request = replace(request, grammar=grammar)
@@ -249,6 +251,11 @@ class Session:
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """The steps of a generation with all that can be said of how they were picked."""
+        if generation.request.limits.forgotten(len(generation.prompt) + len(generation.steps)):
+            raise ContextError(
+                "the text outgrew the context, and how it was picked can be told only while it is "
+                "written; write it with explain=True"
+            )
         with self.opened(generation.prompt, generation.request.adapter) as branch:
             return explain(self.engine, branch, generation.request, generation.steps, top)
 
@@ -329,8 +336,9 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """A prompt as token ids, checked: not empty, in the vocabulary, within the context."""
+    def prompt_ids(self, prompt: Prompt, *, longer: bool = False) -> list[int]:
+        """A prompt as token ids, checked: not empty, in the vocabulary, within the context (unless
+        it may be longer)."""
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt)
         else:
@@ -343,7 +351,8 @@ class Session:
                 )
         if not ids:
             raise UnspoolError("the prompt is empty; give the model at least one token to go on")
-        check_fits(len(ids), self.context)
+        if not longer:
+            check_fits(len(ids), self.context)
         return ids
 
     # -- judging ----------------------------------------------------------------------------

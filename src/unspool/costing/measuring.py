@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 # Each part, and about how many parts of the whole its measuring takes: the bar goes by it.
 PARTS: dict[str, int] = {
     "waiting": 4,
+    "snowball": 3,
+    "exposure": 3,
     "loops": 5,
     "whole": 3,
+    "fading": 6,
     "confidence": 2,
     "remedies": 4,
 }

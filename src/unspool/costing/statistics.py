@@ -43,6 +43,15 @@ def bootstrap(
     return float(low), float(high)
 
 
+def interval_around(
+    value: float, rows: ArrayLike, statistic: Callable[[NDArray[Any]], float]
+) -> tuple[float, float]:
+    """The same, stretched to the value itself: of few rows, a statistic that jumps (a count of
+    tokens, a place) can lie beside what is drawn again."""
+    low, high = bootstrap(rows, statistic)
+    return min(low, value), max(high, value)
+
+
 def bootstrap_means(
     rows: ArrayLike, *, draws: int = _DRAWS, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -86,7 +86,9 @@ class Written:
 def write(lm: Session, prompts: Sequence[Sequence[int]], **options: Unpack[Options]) -> Written:
     """A text behind each prompt, all in one batch, every token counted."""
     started = perf_counter()
-    texts = [lm.draft(prompt, **options) for prompt in prompts]
+    # Each its own sample number: with one for all, the same draws would fall in every text.
+    samples: list[Options] = [{"sample": number, **options} for number in range(len(prompts))]
+    texts = [lm.draft(prompt, **one) for prompt, one in zip(prompts, samples, strict=True)]
     streams: list[StepStream] = []
     computed = 0
     try:

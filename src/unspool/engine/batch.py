@@ -122,7 +122,7 @@ class BatchBuilder:
                 picked_after, of_picks = np.array(sampled), np.array(lines)
                 next_places = behind.take(picked_after)
             ints = self._ints.take(of_picks, 0)
-            ints[:, POSITION] = next_places
+            ints[:, POSITION] += next_places  # behind what is out of view
             history = histories.put(ints) if histories else _NOTHING
             pick = PickRows(self._floats.take(of_picks, 0), ints, history)
         copies, tree.copies = tree.copies, []

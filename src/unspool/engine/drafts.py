@@ -169,12 +169,13 @@ class Text:
     history: Ints
     prompt: int  # how many of its tokens were given
     settings: SamplingSettings
+    forgotten: int  # how many of its tokens are not in its branch any more
 
 
 def add_side_rows(guesses: Guesses, text: Text, tree: Tree, most: int, *, echoes: bool) -> None:
     """Rows for the runs beside the first, at most so many, as far as there are pages."""
     branch = text.row.branch
-    known = text.history[branch.computed :].tolist()
+    known = text.history[branch.computed + text.forgotten :].tolist()
     guesses.runs[0].row = text.row
     for run in guesses.runs[1:]:
         assert run.parent is not None

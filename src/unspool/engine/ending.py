@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from unspool.engine.endless import forgotten, in_view
 from unspool.errors import ContextError
 from unspool.text.tokenizer.stream import TextStream
 
@@ -22,10 +23,22 @@ class Limits:
     sample: int = 0  # which of several samples with one seed
     top: int = 0  # candidates to record at each step
     explain: bool = False  # record what each sampling stage did
+    # Go on beyond the context, with so many first tokens kept in view; None: end there.
+    endless: int | None = None
 
     def room(self, prompt_length: int) -> int:
         """How many tokens may follow a prompt."""
+        if self.endless is not None:
+            return self.max_tokens
         return max(0, min(self.max_tokens, self.context - prompt_length))
+
+    def forgotten(self, length: int) -> int:
+        """How many tokens of a text of so many are out of view."""
+        return 0 if self.endless is None else forgotten(length, self.context, self.endless)
+
+    def in_view(self, tokens: list[int]) -> list[int]:
+        """Those tokens of a text that the model sees when it writes the next one."""
+        return tokens if self.endless is None else in_view(tokens, self.context, self.endless)
 
 
 def check_fits(length: int, context: int) -> None:
@@ -72,7 +85,7 @@ class Ending:
             return shown, "stop"
         if length - self._prompt >= limits.max_tokens:
             return shown, "length"
-        if length >= limits.context:
+        if length >= limits.context and limits.endless is None:
             return shown, "context"
         if limits.pauses and self._pauses(piece):
             return shown, "pause"

@@ -23,12 +23,12 @@ from unspool.backends.step import Inside, Logits
 from unspool.engine.adapters import EngineAdapters
 from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
-from unspool.engine.request import Request
+from unspool.engine.request import ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.sequence import Sequence as WrittenText
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.engine.tree import Branch, Tree
-from unspool.errors import BusyError, ContextError, UnspoolError
+from unspool.errors import BusyError, ContextError, SettingsError, UnspoolError
 
 Result = TypeVar("Result")
 
@@ -190,7 +190,7 @@ class Engine:
         """Start writing; steps come as they are made."""
         limits = request.limits
         length = len(request.prompt)
-        self.scheduler.check_fits(length + limits.room(length))
+        self.scheduler.check_fits(min(length + limits.room(length), limits.context))
         self.adapters.number(request.adapter)  # a name that means nothing is refused at once
         if len(self._waiting) >= self.max_waiting:
             raise BusyError(
@@ -198,6 +198,11 @@ class Engine:
             )
         made = request.drafter
         drafter = made(request) if callable(made) else made
+        if limits.endless is not None and isinstance(drafter, ReadingDrafter):
+            raise SettingsError(
+                "a drafting head cannot follow a text beyond the context; leave endless out, or "
+                "guess ahead in another way: speculate='lookup'"
+            )
         queue, loop, written = StepQueue(), self.loop, list[WrittenText]()
 
         def begin() -> None:

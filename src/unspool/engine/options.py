@@ -72,6 +72,11 @@ class Options(SamplingOptions, total=False):
     priority: Annotated[_Whole, "higher goes first when many wait (0)"]
     adapter: Annotated[str | None, "the name of a loaded adapter to write with"]
     cache: Annotated[_Flag, "False: read the whole text again for every token (True)"]
+    endless: Annotated[
+        bool | int | None,
+        "go on beyond the context, forgetting the oldest tokens; a number: how many of the first "
+        "stay in view (False)",
+    ]
     json: Annotated[_Flag, "the text must be a JSON object (False)"]
     json_schema: Annotated[Any, "... JSON of this schema: a dict, JSON text, or a pydantic class"]
     regex: Annotated[str | None, "... a match of this regular expression"]

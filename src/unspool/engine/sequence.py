@@ -24,13 +24,22 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.engine.drafts import Guesses, Run, SideRow, Text, add_side_rows, as_runs, shortened
 from unspool.engine.ending import Ending
+from unspool.engine.endless import told
 from unspool.engine.request import Drafter, ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
+from unspool.engine.tree import Branch
 from unspool.sampling import GrammarState, Pick, RowInput, StageState, next_state
 from unspool.sampling.guards import GuardRun
-from unspool.sampling.picker import Ints, history_range, is_ordinary, row_numbers, sees_history
+from unspool.sampling.picker import (
+    POSITION,
+    Ints,
+    history_range,
+    is_ordinary,
+    row_numbers,
+    sees_history,
+)
 
 
 @dataclass(slots=True)
@@ -45,9 +54,9 @@ class Sequence(Task):
     """A text on its way; lives on the engine's thread."""
 
     __slots__ = (
-        "accepting", "draft_asked_at", "drafter", "ending", "finished", "grammar", "guard",
-        "guesses", "history", "length", "marks", "prompt_length", "queue", "reader", "request",
-        "retracted", "scheduler", "since", "token_bytes", "vocab_size",
+        "accepting", "draft_asked_at", "drafter", "ending", "finished", "forgotten",
+        "grammar", "guard", "guesses", "history", "length", "marks", "prompt_length", "queue",
+        "reader", "request", "retracted", "scheduler", "since", "token_bytes", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -87,7 +96,9 @@ class Sequence(Task):
         self.finished = False
         for step in request.written:
             self._read(step)
-        branch = scheduler.tree.open(start, cached=request.cached, adapter=adapter)
+        self.forgotten = limits.forgotten(self.length)  # tokens that are not in the branch
+        seen = limits.in_view(start)
+        branch = scheduler.tree.open(seen, cached=request.cached, adapter=adapter)
         super().__init__(branch, priority=request.priority)
         self.cached = request.cached
         settings = request.settings
@@ -95,6 +106,7 @@ class Sequence(Task):
         watched = self.guard is not None or self.grammar is not None
         if not (watched or limits.top or limits.explain) and is_ordinary(settings):
             self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
+            self.pick_ints[POSITION] = self.forgotten  # a draw follows from the place in the text
         self._watch_for_drafter()
         queue.prompt_reused = min(branch.reused, self.first_needed)
         self.since = perf_counter()
@@ -145,6 +157,7 @@ class Sequence(Task):
             or self.drafter is not None
             or not self.cached
             or self.length + 1 >= len(self.history)
+            or self.branch.length >= self.request.limits.context  # some is to be forgotten first
         ):
             return False
         self.scheduler.tree.append(self.branch, [-1 - self.pick_number])
@@ -154,7 +167,7 @@ class Sequence(Task):
         scheduler = self.scheduler
         tree, others = scheduler.tree, len(scheduler)
         history, settings = self.history[: self.length], self.request.settings
-        text = Text(self, history, self.prompt_length, settings)
+        text = Text(self, history, self.prompt_length, settings, self.forgotten)
         # A guess is worth no page that another text may want next.
         most = max(0, min(room, tree.available - others))
         add_side_rows(self.guesses, text, tree, most, echoes=scheduler.echoes)
@@ -229,12 +242,15 @@ class Sequence(Task):
             branch.tail[-1] = int(self.history[self.length - 1])
             self.ahead = False
         else:
-            # All but the last token of the history is in the branch, unless drafts or guards
-            # erred. The last one is always run, also when a guard went back to it.
-            known = min(self.accepting + guesses.checked, self.length - 1)
-            if known < branch.length:  # a wrong guess is not worth storing
-                tree.rewind(branch, known, store=not guesses.first)
-            tree.append(branch, self.history[known : self.length].tolist())
+            if self.request.limits.forgotten(self.length) != self.forgotten:
+                branch = self._move_view()
+            else:
+                # All but the last token of the history is in the branch, unless drafts or guards
+                # erred. The last one is always run, also when a guard went back to it.
+                known = min(self.accepting + guesses.checked, self.length - 1)
+                if known - self.forgotten < branch.length:  # a wrong guess is not worth storing
+                    tree.rewind(branch, known - self.forgotten, store=not guesses.first)
+                tree.append(branch, self.history[known : self.length].tolist())
             self.guesses = Guesses()
             if self.grammar is not None or self.drafter is not None:
                 self.guesses = Guesses(self._new_draft())
@@ -249,10 +265,23 @@ class Sequence(Task):
         if not self.cached:  # as if nothing had ever been computed of it
             tree.preempt(branch)
 
+    # -- a text longer than the context (`endless.py`) ------------------------------------------
+
+    def _move_view(self) -> Branch:
+        """Forget some more (or, taken back, less); what is left is read again, as a new branch."""
+        limits, tree, adapter = self.request.limits, self.scheduler.tree, self.branch.adapter
+        self.forgotten = limits.forgotten(self.length)
+        if self.pick_floats is not None:
+            self.pick_ints[POSITION] = self.forgotten
+        seen = limits.in_view(self.history[: self.length].tolist())
+        self.scheduler.change_branch(self, tree.open(seen, cached=self.cached, adapter=adapter))
+        return self.branch
+
     # -- drafts -------------------------------------------------------------------------------
 
     def _new_draft(self) -> list[Run]:
-        room = len(self.history) - self.length - 1
+        until_jump = self.request.limits.context - self.length + self.forgotten
+        room = min(len(self.history) - self.length - 1, until_jump)
         if room <= 0:
             return []
         if self.grammar is not None:
@@ -404,6 +433,9 @@ class Sequence(Task):
         if self.finished:
             return
         self.finished = True
+        limits = self.request.limits
+        if self.forgotten and limits.endless is not None:
+            self.queue.notes.append(told(self.length, limits.context, limits.endless))
         try:
             self.scheduler.remove(self)
             self.scheduler.tree.close(self.branch, store=error is None)

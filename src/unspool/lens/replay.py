@@ -161,7 +161,8 @@ def _ended(trace: Trace) -> bool:
 
 def _check_fits(lm: Session, trace: Trace) -> None:
     """A trace may come from a larger model, or from nowhere: refuse what cannot be run."""
-    if len(trace.prompt) + len(trace.steps) > lm.context:
+    endless = trace.limits is not None and trace.limits.endless is not None
+    if len(trace.prompt) + len(trace.steps) > lm.context and not endless:
         raise ContextError(
             f"the trace has {len(trace.prompt) + len(trace.steps):,} tokens and the model's "
             f"context holds {lm.context:,}; replay it with the model that wrote it"

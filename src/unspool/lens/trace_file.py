@@ -91,6 +91,10 @@ _FIELDS: dict[Any, dict[str, Any]] = {
 }
 
 
+# Class -> fields that older files lack, and what they stand for there.
+_LATER: dict[Any, dict[str, Any]] = {Limits: {"endless": None}}
+
+
 def save_trace(trace: Trace, path: str | Path) -> None:
     """Write a trace to a file: the whole of it, or nothing."""
     target = Path(path).expanduser()
@@ -122,9 +126,10 @@ def _read(kind: Any, whole: Any = _Count) -> Any:
     """The type that reads values of this type; `whole`: what a whole number may be."""
     if dataclasses.is_dataclass(kind):
         hints, own, whole = get_type_hints(kind), _FIELDS.get(kind, {}), _WHOLE.get(kind, whole)
-        names = [field.name for field in saved_fields(kind)]
+        names, later = [field.name for field in saved_fields(kind)], _LATER.get(kind, {})
         fields: dict[str, Any] = {
-            name: (own.get(name) or _read(hints[name], whole), ...) for name in names
+            name: (own.get(name) or _read(hints[name], whole), later.get(name, ...))
+            for name in names
         }
         model: Any = create_model(getattr(kind, "__name__", ""), **fields)
         make: Any = kind

@@ -29,6 +29,7 @@ from unspool.train.data.batches import Batches
 from unspool.train.data.shards import Prepared, prepare
 from unspool.train.data.sources import DEFAULT_SOURCE
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
+from unspool.train.learning.mitigations import MitigatedNextToken
 from unspool.train.learning.objectives import BlockDiffusion, Masked, Objective, next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.learning.shape import (
@@ -78,6 +79,8 @@ class NewSettings:
     start: str | None = None  # a model whose weights to go on from
     objective: str = "next_token"
     block: int = 8  # of block diffusion
+    scheduled_sampling: float = 0.0  # share of the inputs that are the model's own, at the end
+    unlikelihood: float = 0.0  # weight of not repeating what occurred; 0: off
     optimizer: str = "muon"
     rate: float = 1.0  # times the learning rates of the rules
     weight_decay: float = 0.1
@@ -108,8 +111,19 @@ class NewSettings:
             raise SettingsError(f"there is no objective {self.objective!r}; {_one_of(OBJECTIVES)}")
         if self.optimizer not in ("muon", "adamw"):
             raise SettingsError(f"there is no optimizer {self.optimizer!r}; muon or adamw")
+        MitigatedNextToken(self.scheduled_sampling, self.unlikelihood)  # refuses what cannot be
+        if self.mitigated and self.objective != "next_token":
+            raise SettingsError(
+                "scheduled sampling and unlikelihood are remedies of next-token training; leave "
+                f"them out with the objective {self.objective}"
+            )
         if self.start and (self.like or self.depth or self.tokenizer):
             raise SettingsError("a model to go on from brings its own shape and vocabulary")
+
+    @property
+    def mitigated(self) -> bool:
+        """Whether there is more to the loss than the next token."""
+        return bool(self.scheduled_sampling or self.unlikelihood)
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -334,7 +348,9 @@ def train(
     rates = replace(rates, weight_decay=settings.weight_decay)
     assert settings.length is not None and settings.batch_tokens and settings.batch
     one_batch = settings.batch * settings.length * parallel.world
-    judge = HeldOut(prepared.held_out, tokenizer, objective, settings.length, rows=64)
+    # With remedies the model is judged as without, so that runs can be compared.
+    judged_by = next_token if settings.mitigated else objective
+    judge = HeldOut(prepared.held_out, tokenizer, judged_by, settings.length, rows=64)
     sampler = Samples(tokenizer, settings.prompts) if settings.objective == "next_token" else None
     trainer = Trainer(
         _model(settings, config).to(parallel.device),
@@ -386,6 +402,8 @@ def _objective(settings: NewSettings, config: ModelConfig) -> Objective:
         return Masked(mask, shifted=settings.start is not None)
     if settings.objective == "block_diffusion":
         return BlockDiffusion(mask, settings.block, shifted=settings.start is not None)
+    if settings.mitigated:
+        return MitigatedNextToken(settings.scheduled_sampling, settings.unlikelihood)
     return next_token
 
 

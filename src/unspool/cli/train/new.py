@@ -48,6 +48,12 @@ def new(
     ] = None,
     objective: Annotated[str, _opt(_STEP, "next_token, masked or block_diffusion.")] = "next_token",
     block: Annotated[int, _opt(_STEP, "Tokens in a block of block diffusion.", min=1)] = 8,
+    scheduled_sampling: Annotated[
+        float, _opt(_STEP, "Share of the inputs that the model draws itself, at the end.")
+    ] = 0.0,
+    unlikelihood: Annotated[
+        float, _opt(_STEP, "Weight of not repeating what occurred before; 0: off.")
+    ] = 0.0,
     optimizer: Annotated[str, _opt(_STEP, "muon (with AdamW) or adamw.")] = "muon",
     rate: Annotated[float, _opt(_STEP, "Times the usual learning rates.", min=0)] = 1.0,
     weight_decay: Annotated[float, _opt(_STEP, "Of matrices.", min=0)] = 0.1,
@@ -116,6 +122,7 @@ def new(
         held_out=s.share_or_source(held_out), tokenizer=tokenizer, vocab_size=vocab_size,
         depth=depth, width=width, heads=heads, kv_heads=kv_heads, head_width=head_width,
         ff_width=ff_width, tied=tied, like=like, start=start, objective=objective, block=block,
+        scheduled_sampling=scheduled_sampling, unlikelihood=unlikelihood,
         optimizer=optimizer, rate=rate, weight_decay=weight_decay, length=length, batch=batch,
         batch_tokens=batch_tokens, steps=steps, tokens=tokens, minutes=minutes, warmup=warmup,
         decay=decay, clip=clip, inside_documents=inside_documents, seed=seed, device=device,

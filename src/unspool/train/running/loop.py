@@ -98,6 +98,7 @@ class Trainer:
         if settings.compile:
             for layer in model.layers:
                 layer.compile(dynamic=False)
+        self._scheduled: Any = objective if hasattr(objective, "progress") else None
         self._computation = self.parallel.wrap(model, objective)
         self.optimizers = list(optimizers(model) if callable(optimizers) else optimizers)
         self.schedule = Schedule(settings.steps, settings.warmup, settings.decay)
@@ -197,6 +198,8 @@ class Trainer:
         """Move the weights once; gives loss, length of the gradient, tokens, and what else."""
         settings, parallel = self.settings, self.parallel
         set_rates(self.optimizers, self.schedule(self.step))
+        if self._scheduled is not None:
+            self._scheduled.progress = self.step / settings.steps
         seen = 0
         exact = torch.float32 if parallel.device.type == "mps" else torch.float64
         counts = torch.zeros(2, dtype=exact, device=parallel.device)  # see `_summed`

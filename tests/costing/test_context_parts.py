@@ -1,0 +1,178 @@
+"""Snowball, the fading context and exposure bias: what they compute, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unspool
+from unspool.costing.markov import LENGTH, LETTERS, MarkovSource, trained_model
+from unspool.costing.parts import exposure, fading, snowball
+from unspool.costing.plan import Plan
+from unspool.costing.reading import last_logits, surprises
+from unspool.costing.windows import last_of, sinks_and_last, with_window
+from unspool.costing.writing import excerpts
+
+
+def by_score(lm: Any, text: list[int], last: int) -> list[float]:
+    return [-one.logprob for one in lm.score(text).positions[-last:]]
+
+
+def test_surprises_are_what_scoring_says(small: Any, texts: list[str]):
+    some = excerpts(small, texts, 9, 40)
+    found = surprises(small, [text[: 20 + n] for n, text in enumerate(some)], 7)
+    for number, text in enumerate(some):
+        assert found[number] == pytest.approx(by_score(small, text[: 20 + number], 7), abs=2e-3)
+
+
+# -- snowball -------------------------------------------------------------------------------
+
+
+def test_a_slip_is_the_likeliest_other_token(small: Any, texts: list[str]):
+    some = excerpts(small, texts, 3, 145)
+    for text, slip in zip(some, snowball.find_slips(small, some, 64), strict=True):
+        right, wrong = slip.texts()
+        changed = [n for n, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b]
+        assert right == text[: slip.place + 65] and changed == [slip.place]
+        (logits,) = last_logits(small, [text[: slip.place + 1]], 1)
+        order = np.argsort(-np.asarray(logits[0]))
+        assert slip.wrong == next(int(token) for token in order if token != text[slip.place])
+    costs = snowball.excess(small, snowball.find_slips(small, some, 64))
+    clean, slipped = (by_score(small, one, 64) for one in slip.texts())
+    assert costs[-1] == pytest.approx(np.subtract(slipped, clean), abs=4e-3)
+
+
+def test_a_short_context_is_enough(small_folder: Path, texts: list[str]):
+    with unspool.load(small_folder, memory=32 << 20, context=80) as lm:
+        plan = Plan(True, 0, texts)
+        part = snowball.measure(lm, plan)
+        assert "31 that follow" in part.figure("area").why
+        assert fading.measure(lm, plan).figure("effective length").value is not None
+
+
+def test_half_life_is_where_half_is_paid():
+    decay = np.exp(-math.log(2) / 5 * np.arange(200))[None]  # it halves every five tokens
+    assert snowball.half_life(decay) == 5
+    assert snowball.half_life(np.array([[4.0, 0, 0], [2, 1, 1]])) == 1
+    assert math.isnan(snowball.half_life(np.array([[1.0, -2.0]])))
+
+
+def test_new_runs_by_hand():
+    assert snowball.new_runs([*range(20)], 5) == 1
+    assert snowball.new_runs([1, 2, 3, 4, 9, 1, 2, 3, 4], 1) == 0
+    assert snowball.new_runs([1, 2, 3, 4, 5, 1, 2, 3, 4, 6], 2) == 0.5
+    assert snowball.new_runs([7] * 10, 6) == 0
+
+
+# -- the fading context ---------------------------------------------------------------------
+
+
+def test_views_by_hand():
+    text = [*range(20)]
+    assert last_of(text, 3, 4) == [13, 14, 15, 16, 17, 18, 19]
+    assert last_of(text, 3, 17) == last_of(text, 3, 99) == text
+    assert last_of(text, 3, 5, kept=2) == [0, 1, 14, 15, 16, 17, 18, 19]
+    assert sinks_and_last(text, 3, 6) == [0, 1, 2, 14, 15, 16, 17, 18, 19]
+
+
+def test_a_model_with_a_window_is_that_model(small: Any, texts: list[str], tmp_path: Path):
+    """The same weights under a name that has such a window, which is tested elsewhere."""
+    folder = shutil.copytree(small.path, tmp_path / "windowed")
+    config = json.loads((folder / "config.json").read_text())
+    config.update(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=9)
+    (folder / "config.json").write_text(json.dumps(config))
+    some = excerpts(small, texts, 2, 60)
+    narrow = with_window(small, 9)
+    assert not isinstance(narrow, str)
+    with narrow, unspool.load(folder, memory=32 << 20) as known:
+        found = surprises(narrow, some, 30)
+        assert found == pytest.approx(surprises(known, some, 30), abs=2e-3)
+        assert np.abs(found - surprises(small, some, 30)).max() > 0.01, "it does look less far"
+        assert surprises(narrow, [some[0][:9]], 4) == pytest.approx(
+            surprises(small, [some[0][:9]], 4), abs=2e-3
+        )
+
+
+def test_a_needle_lies_where_it_should(small: Any, texts: list[str]):
+    (straw,) = excerpts(small, texts, 1, 300)
+    for depth in (0.0, 0.5, 1.0):
+        text, answer = fading.needle(small, straw, 200, depth, "Oslo", " 4711")
+        assert 190 <= len(text) <= 200 and text[-len(answer) :] == answer
+        assert text[0] == straw[0]
+        whole = small.tokenizer.decode(text)
+        assert whole.endswith("\n\nThe secret number of Oslo is 4711")
+        assert whole.count("The secret number of Oslo is 4711") == 2
+        at = whole.index("The secret number") / len(whole)
+        assert abs(at - 0.8 * depth) < 0.2
+
+
+def test_effective_length_by_hand():
+    losses = np.array([[4.0, 3.0, 2.06, 2.0], [4.0, 3.0, 2.0, 2.0]])
+    assert fading.effective_length(losses, [8, 16, 32, 64]) == 32
+    assert fading.effective_length(losses + np.array([0, 0, 0.1, 0]), [8, 16, 32, 64]) == 64
+
+
+# -- exposure bias --------------------------------------------------------------------------
+
+
+def test_the_source_draws_what_its_table_says():
+    source = MarkovSource(3)
+    assert source.chances.sum(2) == pytest.approx(np.ones((16, 16)))
+    texts = source.texts(4000, np.random.default_rng(0))
+    assert texts.shape == (4000, LENGTH) and (texts[:, :2] < 8).all()
+    assert 0 < (texts >= 8).mean() < 0.05, "it hardly ever turns to the other half"
+    pair = (texts[:, 2] * 16 + texts[:, 3]).tolist()
+    common = max(set(pair), key=pair.count)
+    chosen = texts[np.array(pair) == common, 4]
+    drawn = np.bincount(chosen, minlength=16) / len(chosen)
+    error = np.abs(drawn - source.chances[common // 16, common % 16]).max()
+    assert error < 5 / math.sqrt(len(chosen))
+
+
+def test_the_errors_are_divergences_from_the_true_chances():
+    source = MarkovSource(0)
+    texts = source.texts(5, np.random.default_rng(1))
+    exact = np.log(source.chances[texts[:, :-2], texts[:, 1:-1]])
+    assert source.errors(texts, exact) == pytest.approx(np.zeros((5, LENGTH - 2)), abs=1e-12)
+    even = np.full_like(exact, -math.log(len(LETTERS)))
+    true = source.chances[texts[2, 10], texts[2, 11]]
+    by_hand = sum(p * math.log(p * len(LETTERS)) for p in true)
+    assert source.errors(texts, even)[2, 10] == pytest.approx(by_hand)
+
+
+def test_excess_accumulated_error_is_the_formula():
+    random = np.random.default_rng(0)
+    behind_source, behind_model = random.random((6, 9)), 1.5 * random.random((6, 9))
+    errors = exposure.Errors(behind_source, behind_model, np.zeros((6, 11), np.int64))
+    for length in (1, 4, 9):
+        epsilon = behind_source[:, :length].sum() / 6 / length
+        regret = behind_model[:, :length].sum() / 6
+        expected = (regret - length * epsilon) / (length * epsilon)
+        assert errors.excess()[length - 1] == pytest.approx(expected)
+    low, high = errors.interval()
+    assert (low <= errors.excess()).all() and (errors.excess() <= high).all()
+
+
+def test_small_models_are_trained_once_and_measured_exactly(small: Any):
+    source = MarkovSource(0)
+    folder = trained_model(source, scheduled_sampling=0.5)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert trained_model(source, scheduled_sampling=0.5) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    with unspool.load(folder, memory=32 << 20) as lm:
+        errors = exposure.errors_of(lm, source, 6, temperature=1.0)
+        assert errors.behind_model.shape == errors.behind_source.shape == (6, LENGTH - 2)
+        text = errors.own[3].tolist()
+        scored = lm.score(text, top=len(LETTERS)).positions[20]
+        model = {one.token: one.logprob for one in scored.candidates}
+        true = source.chances[text[18], text[19]]
+        by_hand = sum(p * (math.log(p) - model[token]) for token, p in enumerate(true))
+        assert errors.behind_model[3, 18] == pytest.approx(by_hand, abs=1e-3)
+    part = exposure.measure(small, Plan(False, 0, ()))
+    assert len(part.figures) == 3 * len(exposure.TRAININGS)

@@ -1,0 +1,180 @@
+"""Texts longer than the context: what stays in view, and that nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import null_model
+import numpy as np
+import pytest
+
+from unspool import LanguageModel, SettingsError
+from unspool.cli.main import _exit_code
+from unspool.engine.ending import Limits
+from unspool.engine.endless import forgotten, in_view, kept_tokens, told
+from unspool.engine.engine import Engine
+from unspool.engine.request import DraftTree, Request
+from unspool.errors import ContextError
+from unspool.lens.replay import replay
+from unspool.lens.trace import trace_of
+from unspool.lens.trace_file import load_trace, save_trace, trace_from
+from unspool.sampling import Chain, RowInput, SamplingSettings
+from unspool.sampling.guards import BannedGuard, GuardPolicy
+
+CONTEXT, KEPT, PROMPT, COUNT = 24, 3, (1, 2, 3, 4, 5), 90
+
+
+def letter(token: int) -> bytes:
+    return b"%c" % (97 + token % 26)
+
+
+def request(**more: Any) -> Request:
+    settings = SamplingSettings(seed=3, temperature=1.0, repetition_penalty=1.1)
+    limits = Limits(max_tokens=COUNT, context=CONTEXT, endless=KEPT, sample=more.pop("sample", 0))
+    return Request(**{"prompt": PROMPT, "settings": settings, "limits": limits, **more})
+
+
+def expected(asked: Request) -> list[int]:
+    """The text as a plain loop writes it that gives the model nothing but what is in view."""
+    tokens, chain = list(asked.prompt), Chain([asked.settings])
+    for _ in range(asked.limits.max_tokens):
+        logits = null_model.logits_after(in_view(tokens, CONTEXT, KEPT), 40)
+        row = RowInput(np.array(tokens), len(asked.prompt), asked.limits.sample)
+        tokens.append(chain.pick(logits[None], [row])[0].token)
+    return tokens[len(asked.prompt) :]
+
+
+def engine(**options: Any) -> Engine:
+    backend = null_model.NullModel(pages=60, context=CONTEXT, **options)
+    return Engine(backend, letter)
+
+
+def test_what_is_forgotten_follows_from_the_length_alone():
+    lengths = range(1, 300)
+    gone = [forgotten(n, CONTEXT, KEPT) for n in lengths]
+    assert all(g == 0 for n, g in zip(lengths, gone, strict=True) if n <= CONTEXT)
+    assert all(b - a in (0, (CONTEXT - KEPT) // 2) for a, b in itertools.pairwise(gone))
+    for length in lengths:
+        seen = in_view(list(range(length)), CONTEXT, KEPT)
+        assert len(seen) <= CONTEXT and seen[:KEPT] == list(range(min(KEPT, length)))
+        assert seen[-1] == length - 1 and len(seen) > min(length, CONTEXT) // 2 - 1
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_endless_text_is_the_one_that_its_view_gives(overlaps: bool):
+    running = engine(overlaps=overlaps)
+    streams = [running.submit(request(sample=n)) for n in range(3)]
+    for number, stream in enumerate(streams):
+        steps = list(stream)
+        assert [step.token for step in steps] == expected(request(sample=number))
+        assert [step.position for step in steps] == list(range(5, 5 + COUNT))
+        assert steps[-1].finish_reason == "length"
+        assert stream.notes == [told(5 + COUNT, CONTEXT, KEPT)]
+    running.call(running.tree.index.clear)
+    assert running.tree.pool.used == 0, "what was forgotten is given back"
+
+
+class _Tree:
+    """Guesses right and wrong ones, as a tree."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+
+    def propose(self, tokens: Sequence[int], most: int) -> DraftTree:
+        follows = self.text[len(tokens) : len(tokens) + min(4, most)]
+        wrong = [(token + 1) % 40 for token in follows[1:2]]
+        return DraftTree([*follows, *wrong], [*range(-1, len(follows) - 1), *[0] * len(wrong)])
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> None: ...
+
+
+@pytest.mark.parametrize("echoes", [False, True])
+def test_drafts_and_guards_change_nothing(echoes: bool):
+    plain = expected(request())
+    drafted = engine(echoes=echoes).submit(request(drafter=_Tree([*PROMPT, *plain])))
+    assert [step.token for step in drafted] == plain
+    assert drafted.accepted > COUNT // 2, "and the guesses were of use"
+
+    # Take a pair of letters back just behind the first jump: the view goes back with the text.
+    text = "".join(letter(token).decode() for token in plain)
+    at = next(n for n in range(19, 40) if text.index(text[n : n + 2]) == n)
+    policy = GuardPolicy((BannedGuard(words=(text[at : at + 2],), whole_words=False),), retries=50)
+    kept: list[Any] = []
+    for step in engine().submit(request(guards=policy)):
+        del kept[len(kept) - (step.retracts or 0) :]
+        kept.append(step)
+    assert len(kept) == COUNT and [step.token for step in kept][:at] == plain[:at]
+    tokens = [*PROMPT, *(step.token for step in kept)]
+    for number in range(len(PROMPT), len(tokens)):  # every token is likely by its own view
+        logits = null_model.logits_after(in_view(tokens[:number], CONTEXT, KEPT), 40)
+        logprob = logits[tokens[number]] - np.logaddexp.reduce(logits.astype(np.float64))
+        assert kept[number - len(PROMPT)].logprob == pytest.approx(logprob, abs=1e-4)
+
+
+def test_going_on_and_long_prompts(tiny_lm: LanguageModel):
+    lm = tiny_lm
+    context = lm.context
+    options: dict[str, Any] = {"seed": 5, "end": False, "endless": 6}
+    whole = lm.generate([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=context + 30, **options)
+    half = lm.generate([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=context + 12, **options)
+    assert half.resume(max_tokens=context + 30).tokens == whole.tokens
+    prompt = [*whole.prompt, *whole.tokens[: context + 10]]
+    again = lm.generate(prompt, max_tokens=16, **options)
+    assert again.tokens == whole.tokens[context + 10 : context + 26]
+    with pytest.raises(SettingsError, match="more than half"):
+        lm.generate([1], endless=context)
+    with pytest.raises(ContextError, match="explain=True"):
+        whole.explained()
+
+
+def test_a_trace_of_it_is_written_again(tmp_path: Path, tiny_lm: LanguageModel):
+    written = tiny_lm.generate([1, 2, 3], max_tokens=160, seed=1, end=False, endless=True)
+    file = tmp_path / "long.json"
+    save_trace(trace_of(tiny_lm, written), file)
+    trace = load_trace(file)
+    assert trace.limits is not None and trace.limits.endless == 3
+    assert replay(tiny_lm, trace).exact
+    older = trace.to_dict()
+    del older["limits"]["endless"]  # as it was before there was such a thing
+    limits = trace_from(older).limits
+    assert limits is not None and limits.endless is None
+
+
+def test_a_head_cannot_follow():
+    class Head(_Tree):
+        reads = (0,)
+
+        def needs(self, tokens: Sequence[int]) -> int:
+            return 0
+
+        def see(self, first: int, vectors: Any) -> None: ...
+
+    with pytest.raises(SettingsError, match="lookup"):
+        engine().submit(request(drafter=Head([])))
+
+
+def test_what_may_be_asked():
+    assert kept_tokens(None, 5, 100) is kept_tokens(False, 5, 100) is None
+    assert kept_tokens(True, 25, 100) == 25, "a short prompt stays"
+    assert kept_tokens(True, 26, 100) == 4
+    assert kept_tokens(50, 5, 100) == 50
+    for wrong in (0, -1, 1.5, "yes", 51):
+        with pytest.raises(SettingsError, match="endless"):
+            kept_tokens(wrong, 5, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--keep", "4"), "add --endless"),
+        (("--endless", "--keep", "0"), "endless is 0"),
+        (("--endless", "--beam", "2"), "--endless has no meaning for --beam"),
+        (("--endless", "--diffuse"), "--endless has no meaning for --diffuse"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be(words: tuple[str, ...], said: str, capfd: Any):
+    assert _exit_code(["run", "Hi", *words]) == 2
+    assert said in capfd.readouterr().err
