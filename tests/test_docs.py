@@ -71,6 +71,46 @@ def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
     assert "mat" in capsys.readouterr().out
 
 
+def section(page: str, heading: str) -> str:
+    """What stands below a heading, up to the next of its kind."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.real
+def test_judges_and_servers_that_think(server: Any, capsys: pytest.CaptureFixture[str]):
+    for heading, least in (("Judges", 3), ("Over HTTP", 2)):
+        names: dict[str, Any] = {}
+        blocks = re.findall(r"```python\n(.*?)```", section("thinking.md", heading), re.DOTALL)
+        assert len(blocks) >= least
+        for block in blocks:
+            asking = block.replace("http://127.0.0.1:8000", server.url)
+            exec(compile(asking, "thinking.md", "exec"), names)
+    told = capsys.readouterr().out
+    assert "judged=" in told and "won" in told and "None" in told
+
+
+@pytest.mark.real
+def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from unspool.cli.main import _exit_code
+
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(
+        r"```sh\n(.*?)```", section("thinking.md", "On the command line"), re.DOTALL
+    )
+    for line in block.splitlines():
+        assert _exit_code(shlex.split(line)[1:]) == 0, line
+    assert (tmp_path / "search.json").stat().st_size > 100
+
+
+def test_the_table_of_judges_is_whole():
+    from unspool.decoding.think.judges.names import NAMES
+
+    table = section("thinking.md", "Judges")
+    for name in NAMES:
+        assert f"`{name}`" in table, name
+
+
 def test_python_guide_names_every_method():
     import unspool
 

@@ -1,20 +1,21 @@
-"""Beyond left to right, as methods of a model: gaps filled, texts gone over once more, and texts
-that are filled in any order.
+"""Beyond left to right, as methods of a model: gaps filled, texts gone over once more, texts that
+are filled in any order, and the best of many that a search has looked at.
 
     lm.fill("The ", unspool.gap, " sat on the mat").text
     lm.edit("The cat sat at the mat.").changes
     lm.diffuse("Once upon a time", max_tokens=64).text
     for one in lm.stream_diffusion("Once upon a time"):
         print(one)                                        # <Pass 3: 5 set, 40 masked>
+    lm.think("What is 17 * 24?", policy="vote", budget=2000).text
 
-The work is done in `decoding/fill`, `decoding/edit` and `decoding/diffusion.py`, which are imported
-when first used.
+The work is done in `decoding/fill`, `decoding/edit`, `decoding/diffusion.py` and `decoding/think`,
+which are imported when first used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 from unspool.engine.options import Options, tells_options
 from unspool.request_options import several
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from unspool.decoding.fill.masked import MaskedModel
     from unspool.decoding.fill.result import Filling
     from unspool.decoding.passes import Diffusion, Diffusions
+    from unspool.decoding.think.think import JudgeGiven, ThoughtStream
+    from unspool.decoding.think.thought import Thought
     from unspool.engine.canvas import Canvas
 
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
@@ -185,3 +188,44 @@ class BeyondLeftToRight(Session):
             self, {name: value for name, value in asked.items() if value is not None}
         )
         return open_canvas(self.engine, self.prompt_ids(prompt), length, kind)
+
+    # -- thinking longer ------------------------------------------------------------------------
+
+    def think(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str = "best-of",
+        judge: JudgeGiven = None,
+        budget: int | None = 2000,
+        **options: Any,
+    ) -> Thought:
+        """Spend more tokens on a text: a search for one that a judge likes best.
+
+        policy    how it is searched for: "best-of" writes n=8 texts and keeps the best; the
+                  others, and what each can be told, are in docs/thinking.md.
+        judge     who says what is better: a name ("logprob", "certainty", "vote", ...), a function
+                  of a `Generation` that gives a number or True and False, or a `Judge`. By default
+                  the likeliest text wins.
+        budget    how many tokens may be computed in all: the prompt, all that is written, kept or
+                  not, and what a judge's model reads. Never more than that; None: no limit.
+        options   those of the policy, and those of `generate` (max_tokens is the most of each
+                  text). The same seed gives the same tree.
+        """
+        from unspool.decoding.think.think import think
+
+        return think(self, prompt, policy=policy, judge=judge, budget=budget, **options)
+
+    def stream_think(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str = "best-of",
+        judge: JudgeGiven = None,
+        budget: int | None = 2000,
+        **options: Any,
+    ) -> ThoughtStream:
+        """`think`, watched live: iterate over its events; `.result` is the thought afterwards."""
+        from unspool.decoding.think.think import stream_think
+
+        return stream_think(self, prompt, policy=policy, judge=judge, budget=budget, **options)

@@ -26,8 +26,10 @@ from unspool.session import Messages, Prompt
 
 if TYPE_CHECKING:
     from unspool.backends.step import Floats
-    from unspool.decoding.samples import Extract, Vote
-    from unspool.decoding.search import Expander, SearchTree
+    from unspool.decoding.samples import Vote
+    from unspool.decoding.search import Expander
+    from unspool.decoding.search_tree import SearchTree
+    from unspool.decoding.voting import Extract
     from unspool.decoding.written import Ranking, Scorer
     from unspool.lens.attribution import Attribution
     from unspool.lens.logit_lens import LogitLens

@@ -109,6 +109,7 @@ def load(
             context=context,
             memory=memory,
             make_drafter=make_drafter_for,
+            load_beside=load_beside,
         )
 
 
@@ -116,12 +117,15 @@ def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker 
     """Who guesses ahead for a model; another model that drafts is loaded the same way."""
     from unspool.decoding.speculative import make_drafter
 
+    return make_drafter(speculate, lm, lambda name: load_beside(lm, name))
+
+
+def load_beside(lm: Session, name: str) -> LanguageModel:
+    """Another model, on the backend and the device that this one has."""
     backend = "native" if lm.model.device == "cpu" else "auto"
     if hasattr(lm.model, "transformer"):
         backend = "torch"
-    return make_drafter(
-        speculate, lm, lambda name: load(name, backend=backend, device=lm.model.device)
-    )
+    return load(name, backend=backend, device=lm.model.device)
 
 
 def check_load_options(context: int | None = None, **placement: Any) -> Placement:

@@ -64,6 +64,7 @@ class Session:
         context: int | None = None,
         memory: int | None = None,
         make_drafter: Callable[[Session, Speculate], Drafts] | None = None,
+        load_beside: Callable[[Session, str], Session] | None = None,
     ) -> None:
         self.model = model
         self.path = path
@@ -75,7 +76,7 @@ class Session:
         self.end_ids: frozenset[int] = known | frozenset(model.config.end_ids)
         self._template: ChatTemplate | None = None
         self._memory = memory
-        self._make_drafter = make_drafter
+        self._make_drafter, self._load_beside = make_drafter, load_beside
         self._engine: Engine | None = None
         self._closed = False
         self.seen_of: Session | None = None  # the one that this is a view of; see `adapted`
@@ -133,6 +134,12 @@ class Session:
         if self._make_drafter is None:
             raise SettingsError("this model was made without drafters; leave speculate out")
         return self._make_drafter(self, speculate)
+
+    def beside(self, name: str) -> Session:
+        """Another model by its name, loaded to run where this one does."""
+        if self._load_beside is None:
+            raise SettingsError("this model was made without a way to load others; give a model")
+        return self._load_beside(self, name)
 
     @property
     def _facts(self) -> ModelFacts:

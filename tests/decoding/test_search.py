@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from decoding.support import PROMPT, as_byte, pages_left
-from unspool.decoding.search import SearchTree, tree_search
+from unspool.decoding.search import tree_search
+from unspool.decoding.search_tree import SearchTree
 from unspool.decoding.written import mean_logprob
 from unspool.errors import SettingsError, UnspoolError
 

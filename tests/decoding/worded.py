@@ -47,6 +47,22 @@ def save_worded(folder: Path, specials: tuple[str, ...] = (), seed: int = 0) -> 
     return folder
 
 
+# What a chat template must have for tests: turns, and marks that only it can write.
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def save_chatty(folder: Path, seed: int = 0) -> Path:
+    """The same with a chat template, and a mark that process-reward models look for."""
+    save_worded(folder, ("<|turn|>", "<extra_0>"), seed)
+    file = folder / "tokenizer_config.json"
+    named = json.loads(file.read_text())
+    file.write_text(json.dumps({**named, "chat_template": TEMPLATE}))
+    return folder
+
+
 def _llama() -> Any:
     import transformers
 

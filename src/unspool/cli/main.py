@@ -27,6 +27,7 @@ ClickException: Any = UsageError.__base__
 # meant, so that no command waits for the others.
 _PANELS = {
     "run": "Write", "chat": "Write", "replay": "Write", "fill": "Write", "edit": "Write",
+    "think": "Write",
     "explore": "Look", "tokenize": "Look", "score": "Look",
     "page": "Serve", "serve": "Serve",
 }  # fmt: skip

@@ -55,6 +55,10 @@ def serve(
     max_prompt: Annotated[
         int | None, typer.Option(help="Tokens of a prompt.", rich_help_panel=_LIMITS)
     ] = None,
+    max_think: Annotated[
+        int,
+        typer.Option(help="Tokens a search (unspool.think) may compute.", rich_help_panel=_LIMITS),
+    ] = 32_768,
     max_body: Annotated[int, typer.Option(help="Bytes of a request.", rich_help_panel=_LIMITS)] = 4
     << 20,
     max_branches: Annotated[
@@ -141,6 +145,7 @@ def serve(
         max_queued=max_queue,
         max_choices=max_choices,
         max_tokens=max_tokens,
+        max_think=max_think,
         max_prompt=max_prompt,
         max_body=max_body,
         max_branches=max_branches,

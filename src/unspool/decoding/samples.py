@@ -10,23 +10,19 @@ The prompt is computed once. Sample number i of a seed is the same text however 
 
 from __future__ import annotations
 
-import re
 import reprlib
 import secrets
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Unpack
 
 from unspool.decoding.together import write_all
+from unspool.decoding.voting import Extract, finder, tally
 from unspool.decoding.written import Prompt, Ranking, Scorer, judged, mean_logprob, whole
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options
-from unspool.errors import SettingsError, UnspoolError
 from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
-
-Extract = str | re.Pattern[str] | Callable[[Generation], Hashable | None]
 
 
 def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> Generations:
@@ -88,46 +84,16 @@ def vote(
     pattern, whose last match counts (its first group, if it has groups). Of answers with equally
     many votes, the one with the likeliest text wins.
     """
-    find = _finder(extract)
+    find = finder(extract)
     texts = samples(lm, prompt, n, **options)
     answers = tuple(find(text) for text in texts)
-    best: dict[Hashable, Generation] = {}
-    for answer, text in zip(answers, texts, strict=True):
-        if answer is not None and (
-            answer not in best or mean_logprob(text) > mean_logprob(best[answer])
-        ):
-            best[answer] = text
-    votes = Counter(answer for answer in answers if answer is not None)
-    order = sorted(votes, key=lambda answer: (-votes[answer], -mean_logprob(best[answer])))
+    counts = {answer: int(votes) for answer, votes in tally(texts, answers).items()}
+    won = next(iter(counts), None)
+    winners = [text for text, answer in zip(texts, answers, strict=True) if answer == won]
     return Vote(
-        answer=order[0] if order else None,
-        winner=best[order[0]] if order else None,
-        counts={answer: votes[answer] for answer in order},
+        answer=won,
+        winner=max(winners, key=mean_logprob) if counts else None,
+        counts=counts,
         answers=answers,
         generations=tuple(texts),
     )
-
-
-def _finder(extract: Extract) -> Callable[[Generation], Hashable | None]:
-    if callable(extract):
-        return lambda text: _asked(extract, text)
-    try:
-        pattern = re.compile(extract)
-    except (re.error, TypeError) as error:
-        raise SettingsError(f"extract is not a pattern that can be used: {error}") from error
-
-    def last_match(text: Generation) -> str | None:
-        found = list(pattern.finditer(text.text))
-        answer = found[-1][1 if pattern.groups else 0] if found else None
-        return None if answer is None else answer.strip()
-
-    return last_match
-
-
-def _asked(extract: Callable[[Generation], Hashable | None], text: Generation) -> Hashable | None:
-    try:
-        answer = extract(text)
-        hash(answer)  # answers are counted, so they must be hashable
-    except Exception as error:
-        raise UnspoolError(f"extract raised {type(error).__name__}: {error}") from error
-    return answer

@@ -8,7 +8,7 @@ would be alone. Leaving in any way, an interrupt too, ends whatever is still bei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import takewhile
 from time import perf_counter
 from typing import Any
@@ -64,7 +64,26 @@ def write_all(
     `tell` hears now and then how many are done. Not `patient`: the first error ends them all.
     """
     failed: dict[int, Exception] = {}
-    started: list[StepStream] = []
+    if len(texts) > 1:
+        _read_what_all_share(lm, texts)
+    writing = one_by_one(lm, texts, [], tell)
+    for number, error in writing:
+        if error is not None and not patient:
+            writing.close()
+            raise error
+        if error is not None:
+            failed[number] = error
+    return failed
+
+
+def one_by_one(
+    lm: Session,
+    texts: Sequence[Generation],
+    started: list[StepStream],
+    tell: Callable[[int], object] = lambda done: None,
+) -> Generator[tuple[int, Exception | None], None, None]:
+    """Have drafts written in one batch, and say in their order when each is done, or what went
+    wrong with it. What is `started` is put there, so that it can be closed from elsewhere."""
     looked = 0.0
 
     def start_more() -> None:
@@ -75,24 +94,21 @@ def write_all(
         for text in texts[len(started) : done + _AT_ONCE]:
             started.append(lm.engine.submit(text.request))
 
-    if len(texts) > 1:
-        _read_what_all_share(lm, texts)
     try:
         start_more()
         for number, text in enumerate(texts):
+            failure = None
             try:
                 for _ in text.extend(started[number]):
                     if perf_counter() > looked + _LOOK_UP:
                         start_more()
             except Exception as error:
-                if not patient:
-                    raise
-                failed[number] = error
+                failure = error
             start_more()
+            yield number, failure
     finally:
         for steps in started:
             steps.close()
-    return failed
 
 
 def _read_what_all_share(lm: Session, texts: Sequence[Generation]) -> None:

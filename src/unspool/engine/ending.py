@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unspool.errors import ContextError
 from unspool.text.tokenizer.stream import TextStream
@@ -16,6 +16,9 @@ class Limits:
     context: int
     end_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    # Strings behind which a text pauses, and which stay in it; only what is new is looked at. A
+    # search sets them for one piece of a text: no trace saves them.
+    pauses: tuple[str, ...] = field(default=(), compare=False)
     sample: int = 0  # which of several samples with one seed
     top: int = 0  # candidates to record at each step
     explain: bool = False  # record what each sampling stage did
@@ -36,14 +39,17 @@ def check_fits(length: int, context: int) -> None:
 class Ending:
     """A text as it grows: what can be shown of it, and why it ends."""
 
-    __slots__ = ("_limits", "_prompt", "text")
+    __slots__ = ("_limits", "_new", "_prompt", "text")
 
     def __init__(self, limits: Limits, prompt_length: int, text: TextStream | None = None) -> None:
         self._limits, self._prompt = limits, prompt_length
         self.text = TextStream(limits.stop) if text is None else text
+        self._new = b""  # the end of what was pushed, as far as a pause could begin in it
 
     def copy(self) -> Ending:
-        return Ending(self._limits, self._prompt, self.text.copy())
+        other = Ending(self._limits, self._prompt, self.text.copy())
+        other._new = self._new
+        return other
 
     @property
     def stopped_by(self) -> str | None:
@@ -68,7 +74,15 @@ class Ending:
             return shown, "length"
         if length >= limits.context:
             return shown, "context"
+        if limits.pauses and self._pauses(piece):
+            return shown, "pause"
         return shown, None
+
+    def _pauses(self, piece: bytes) -> bool:
+        """Whether one of the strings is complete with this piece."""
+        known = [pause.encode() for pause in self._limits.pauses]
+        self._new = self._new[1 - max(map(len, known)) or len(self._new) :] + piece
+        return any(pause in self._new for pause in known)
 
     def finish(self) -> str:
         """What was held back until it was certain that the text ends here."""

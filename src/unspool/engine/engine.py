@@ -125,21 +125,26 @@ class Engine:
         return self._compute([(branch, tokens)], wanted, at, deep)[0]
 
     def look_all(
-        self, additions: Sequence[tuple[Branch, Sequence[int]]], *, at: frozenset[int]
+        self,
+        additions: Sequence[tuple[Branch, Sequence[int]]],
+        *,
+        at: frozenset[int] | Sequence[frozenset[int]],
     ) -> list[Computed]:
-        """`look` at the vectors of several branches, computed in the same steps."""
+        """`look` at the vectors of several branches, computed in the same steps: at the same
+        positions of all, or of each at its own."""
         return self._compute(additions, 1, at, False)
 
     def _compute(
         self,
         additions: Sequence[tuple[Branch, Sequence[int]]],
         wanted: int | Sequence[int],
-        look: frozenset[int],
+        look: frozenset[int] | Sequence[frozenset[int]],
         deep: bool,
     ) -> list[Computed]:
         for branch, tokens in additions:
             self._check_length(branch.length + len(tokens))
         counts = [wanted] * len(additions) if isinstance(wanted, int) else wanted
+        looks = [look] * len(additions) if isinstance(look, frozenset) else look
         tasks = [
             _Computation(self.loop, branch, count)
             for (branch, _), count in zip(additions, counts, strict=True)
@@ -150,8 +155,8 @@ class Engine:
                 raise UnspoolError("a branch was named twice; fork it, and name the fork")
             for branch, _ in additions:  # before anything is changed
                 self.scheduler.check_idle(branch)
-            for task, (branch, tokens) in zip(tasks, additions, strict=True):
-                task.look, task.deep = look, deep
+            for task, own, (branch, tokens) in zip(tasks, looks, additions, strict=True):
+                task.look, task.deep = own, deep
                 self.tree.append(branch, tokens)
                 self.scheduler.add(task)
 

@@ -126,6 +126,7 @@ Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
 MAX_CANDIDATES = 100
 LONGEST_GUARD = 2_000  # characters
 Breaker = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=32)]
+JudgeText = Annotated[str, Field(max_length=LONGEST_GUARD)]
 GuardText = Annotated[str, Field(max_length=LONGEST_GUARD)]
 
 
@@ -174,6 +175,24 @@ class Constraints(Sampling):
     end: bool = Field(True, description="false: go on where the model would end")
 
 
+class Think(BaseModel):
+    """A search for a better answer. What else is given here are options of the policy."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    policy: ShortText = Field("best-of", description="best-of, vote, beam, dvts, mcts, ...")
+    judge: JudgeText | None = Field(
+        None, description="logprob, certainty, regex:PATTERN, ask, vote, vote+JUDGE, ..."
+    )
+    budget: int | None = Field(
+        None, ge=1, lt=1 << 31, description="tokens it may compute (2000, or what the server lets)"
+    )
+
+    def policy_options(self) -> dict[str, Any]:
+        """What the policy is told."""
+        return dict(self.model_extra or {})
+
+
 class Extension(Constraints):
     """Sampling stages and their order, guards, grammars, and how much of each step to tell."""
 
@@ -192,12 +211,15 @@ class Extension(Constraints):
     )
     sample: int = Field(0, ge=0, lt=1 << 31, description="which of the seed's many texts")
     priority: int = Field(0, ge=-100, le=100)
+    think: Think | None = Field(None, description="search for the answer (/v1/chat/completions)")
 
     def options(self) -> dict[str, Any]:
         """Those that were given, as `LanguageModel.stream` takes them."""
         found = self.model_dump(exclude_none=True, exclude={"trace", "top"}, exclude_defaults=True)
         if isinstance(self.guard, list) and not 0 < len(self.guard) <= MAX_STOPS:
             raise bad_request(f"unspool.guard may name 1 to {MAX_STOPS} guards", "unspool.guard")
+        if self.think is not None:
+            raise bad_request("unspool.think is for /v1/chat/completions", "unspool.think")
         if "stages" in found:
             found["stages"] = tuple(found["stages"])
         if self.trace:

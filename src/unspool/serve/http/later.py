@@ -64,6 +64,12 @@ def _diffuse() -> list[APIRouter]:
     return [diffuse.router]
 
 
+def _think() -> list[APIRouter]:
+    from unspool.serve import think
+
+    return [think.router]
+
+
 def _runs() -> list[APIRouter]:
     from unspool.serve.runs import endpoints
 
@@ -76,6 +82,7 @@ LATER = (  # in this order at /docs
     Later(("/v1/embeddings",), _embeddings),
     Later(("/v1/tree",), _tree),
     Later(("/v1/diffuse",), _diffuse),
+    Later(("/v1/think",), _think),
     Later(("/v1/runs",), _runs),
     Later(
         ("/tokenize", "/detokenize", "/vocabularies", "/apply-template", "/score"),

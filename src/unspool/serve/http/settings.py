@@ -23,6 +23,7 @@ class ServeSettings:
     max_queued: int = 256  # requests that wait for their turn; more are refused (429)
     max_choices: int = 16  # `n` and `best_of`
     max_tokens: int | None = None  # of an answer; None: what the context holds
+    max_think: int = 32_768  # tokens that a search for an answer may compute
     max_prompt: int | None = None  # tokens of a prompt; None: what the context holds
     max_body: int = 4 << 20  # bytes of a request
     max_branches: int = 1000  # of the tree, kept for their owners
@@ -35,7 +36,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise SettingsError(f"port is {self.port}; it may be from 0 (any free one) to 65535")
-        for name in ("max_running", "max_choices", "max_body", "max_branches"):
+        for name in ("max_running", "max_choices", "max_body", "max_branches", "max_think"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("max_tokens", "max_prompt"):

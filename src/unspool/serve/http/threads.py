@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Lock
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -32,7 +32,7 @@ class Worker(Generic[Item]):
         self._items: Iterator[Item] | None = items
         self._busy = Lock()
 
-    async def __aenter__(self) -> Worker[Item]:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -43,7 +43,7 @@ class Answer:
     def _whole_json(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         answer = {**self._envelope(self.kind, choices), "usage": self.texts.usage()}
         if self.has_extension:
-            answer["unspool"] = texts_json(self.texts, self.trace)
+            answer["unspool"] = self._extension_json(self.trace)
         return answer
 
     def _chunk(self, choice: dict[str, Any], step: Step | None = None) -> bytes:
@@ -61,8 +61,12 @@ class Answer:
         if self.wants_usage:
             last["usage"] = self.texts.usage()
         if self.has_extension:
-            last["unspool"] = texts_json(self.texts, False)
+            last["unspool"] = self._extension_json(False)
         return (event(last) if self.wants_usage or self.has_extension else b"") + DONE
+
+    def _extension_json(self, trace: bool) -> dict[str, Any]:
+        """What is told under `unspool`."""
+        return texts_json(self.texts, trace)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

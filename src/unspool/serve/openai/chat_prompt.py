@@ -13,6 +13,7 @@ from typing import Any
 from unspool.sampling import GrammarSpec
 from unspool.serve.core.options import (
     check_one_grammar,
+    check_stream_options,
     predicted,
     read_schema,
     sampling_options,
@@ -74,6 +75,16 @@ class PreparedChat:
     ids: list[int]
     options: dict[str, Any]  # of `LanguageModel.stream`
     use: ToolUse
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Refuse what contradicts itself."""
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    check_stream_options(body)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        message = "max_tokens and max_completion_tokens are the same; give one"
+        raise bad_request(message, "max_tokens")
 
 
 def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:

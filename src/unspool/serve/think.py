@@ -1,0 +1,114 @@
+"""`POST /v1/think`: a search for a better text, event by event.
+
+What the page draws: every text that is tried, its score, what is pruned, what it costs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from unspool.serve.core.schema import Sampling, Seed, StopStrings, Think, Tokens, stops
+from unspool.serve.core.state import Call, state_of
+from unspool.serve.core.thinking import (
+    Searching,
+    begin_search,
+    budget_of,
+    check_think,
+    places_of,
+)
+from unspool.serve.http.errors import bad_request
+from unspool.serve.http.events import event, pouring
+from unspool.serve.http.routes import new_router
+from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message
+from unspool.serve.openai.chat_schema import Message
+from unspool.serve.tree.writing import error_event
+
+router = new_router("Thinking")
+_NOT_OPTIONS = {"model", "prompt", "messages", "think", "stream", "stop", "stages", "seed"}
+
+
+class ThinkRequest(Sampling):
+    """A prompt or a conversation, and how to search for what follows it."""
+
+    model: str | None = None
+    prompt: str | Tokens | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    think: Think = Field(default_factory=lambda: Think.model_validate({}))
+    max_tokens: int = Field(256, ge=1, lt=1 << 31, description="of each text")
+    stop: StopStrings | None = None
+    seed: Seed | None = None
+    stream: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """As `lm.stream` takes them."""
+        found = self.model_dump(exclude_none=True, exclude=_NOT_OPTIONS)
+        if self.stages is not None:
+            found["stages"] = tuple(self.stages)
+        found["seed"] = secrets.randbits(32) if self.seed is None else self.seed
+        return {**found, "stop": stops(self.stop)}
+
+
+@router.post("/v1/think", summary="Search for a better text, and tell of it")
+async def think(body: ThinkRequest, request: Request) -> Response:
+    """With `stream`, an event `start` tells the prompt and what was asked for; then come `grown`,
+    `judged`, `pruned` and `spending` as they happen, `won`, and `done` with the winner and its
+    price. Without it the answer has all of them under `data`."""
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    state = state_of(request)
+    judge = check_think(body.think, state.settings)
+    call = await state.enter(request, body.model, places_of(body.think))
+    options = body.options()
+    ids, asked = await call.thread(_prompt, call, body, options)
+    options["max_tokens"] = call.token_limit(body.max_tokens, len(ids))
+    search = await begin_search(call, body.think, judge, ids, options, asked)
+    start = _start(call, body, ids, options["seed"])
+    if body.stream:
+        return call.stream(pouring(_events(start, search)), error_event)
+    return await call.reply(_whole(start, search))
+
+
+def _prompt(
+    call: Call, body: ThinkRequest, options: dict[str, Any]
+) -> tuple[list[int], list[dict[str, Any]] | None]:
+    """The prompt as ids, and the conversation, if it is one."""
+    if body.messages is None:
+        assert body.prompt is not None
+        if isinstance(body.prompt, str):
+            call.check_text(body.prompt)
+        return call.served.lm.prompt_ids(body.prompt), None
+    messages = [template_message(message) for message in body.messages]
+    call.check_text(*(str(message.get("content", "")) for message in messages))
+    return list(chat_prompt(call.served, messages, ToolUse(), options).ids), messages
+
+
+def _start(call: Call, body: ThinkRequest, ids: list[int], seed: int) -> dict[str, Any]:
+    lm = call.served.lm
+    return {
+        "object": "search",
+        "model": call.served.name,
+        "prompt": [{"id": token, "text": lm.readable(token)} for token in ids],
+        **body.think.model_dump(),
+        "budget": budget_of(body.think, call.settings),
+        "max_tokens": body.max_tokens,
+        "seed": seed,
+    }
+
+
+async def _events(start: dict[str, Any], search: Searching) -> AsyncGenerator[bytes, None]:
+    yield event(start, "start")
+    async for one in search:
+        told = one.to_dict()
+        yield event(told, told["event"])
+    yield event(search.stream.result.to_dict(), "done")
+
+
+async def _whole(start: dict[str, Any], search: Searching) -> dict[str, Any]:
+    told = [one.to_dict() async for one in search]
+    return {**start, **search.stream.result.to_dict(), "data": told}

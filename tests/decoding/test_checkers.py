@@ -1,0 +1,357 @@
+"""Judges that are rules: whatever a checker does, it has a verdict, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unspool.decoding.think.judge import Verdict
+from unspool.decoding.think.judges.checkers import FileJudge, PatternJudge, UnitTestJudge
+from unspool.decoding.think.judges.function import FunctionJudge
+from unspool.decoding.think.judges.limited import Limits
+from unspool.decoding.think.judges.suite import code_in
+from unspool.errors import SettingsError, UnspoolError
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own limits")
+
+
+def text(said: str, prompt: str = "") -> Any:
+    return SimpleNamespace(text=said, prompt=prompt)
+
+
+# Of a model only what a prompt says is asked.
+LM: Any = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, specials: ids))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Folders of checkers are made below this one, and are gone afterwards."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    yield
+    assert list(scratch.iterdir()) == []
+
+
+# -- patterns ----------------------------------------------------------------------------------
+
+
+def test_a_pattern_is_found_or_not():
+    judge = PatternJudge(LM, r"answer is (\d+)")
+    said = [text("The answer is 4. No: the answer is 42."), text("No idea.")]
+    assert [one.score for one in judge.judge(said)] == [1.0, 0.0]
+    assert "answer is" in judge.judge(said)[1].why
+    assert [one.answer for one in judge.found(said)] == ["42", None]
+    assert judge.cost(said) == 0 and not judge.partial
+
+
+def test_a_pattern_that_never_ends_fails_its_text_alone():
+    judge = PatternJudge(LM, r"(a+)+b", Limits(seconds=1))
+    found = judge.judge([text("ab"), text("a" * 60), text("b"), text("aab")])
+    assert [one.score for one in found] == [1.0, None, 0.0, 1.0]
+    assert "1 s" in found[1].why
+
+
+@pytest.mark.parametrize("pattern", ["(", "a" * 2000])
+def test_what_is_no_pattern_is_refused(pattern: str):
+    with pytest.raises(SettingsError, match="pattern"):
+        PatternJudge(LM, pattern)
+
+
+# -- functions in files ------------------------------------------------------------------------
+
+CHECKER = """
+import os, time
+
+def check(text):
+    return len(text)
+
+def both(text, prompt):
+    return prompt in text
+
+def trouble(text):
+    if text == "raises":
+        raise ValueError("no such\\nthing")
+    if text == "leaves":
+        raise SystemExit(0)
+    if text == "hangs":
+        while True:
+            pass
+    if text == "dies":
+        os.abort()
+    if text == "quits":
+        os._exit(0)
+    if text == "memory":
+        return len(bytearray(3 << 30))
+    if text == "file":
+        with open("big", "wb") as file:
+            file.write(bytes(3 << 20))
+    if text == "files":
+        for number in range(20):
+            with open(f"big{number}", "wb") as file:
+                file.write(bytes(1 << 20))
+        time.sleep(60)
+    if text == "forks":
+        for _ in range(3):
+            if os.fork() == 0:
+                time.sleep(600)
+    if text == "forges":
+        for number in range(3, 64):
+            try:
+                os.write(number, b"nonsense\\n")
+            except OSError:
+                pass
+    return {"nan": float("nan"), "none": None, "words": "good", "list": [1]}.get(text, True)
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "checker.py"
+    path.write_text(CHECKER)
+    return path
+
+
+def test_a_function_of_a_file(file: Path):
+    assert FileJudge(LM, file).judge([text("abc")]) == [Verdict(3.0)]
+    both = FileJudge(LM, str(file), "both").judge([text("abc", "b"), text("abc", "x")])
+    assert [one.score for one in both] == [1.0, 0.0]
+
+
+def test_whatever_goes_wrong_is_told_of_its_text(file: Path):
+    said = {
+        "fine": "",
+        "raises": "ValueError: no such thing (line 12)",
+        "leaves": "SystemExit",
+        "hangs": "within 2 s",
+        "dies": "SIGABRT",
+        "quits": "left",
+        "memory": "MemoryError",
+        "file": "File too large",
+        "files": "MiB written",
+        "forks": "",
+        "forges": "",
+        "nan": "nan",
+        "none": "None",
+        "words": "'good'",
+        "list": "[1]",
+        "fine again": "",
+    }
+    limits = Limits(seconds=2, memory=512 << 20, files=2 << 20)
+    found = FileJudge(LM, file, "trouble", limits).judge([text(name) for name in said])
+    assert len(found) == len(said)
+    for (name, why), verdict in zip(said.items(), found, strict=True):
+        if name == "forges":  # what it writes into our pipe is no verdict, and harms nobody else
+            continue
+        assert why in verdict.why, name
+        assert (verdict.score is None) == bool(why), name
+
+
+@LINUX
+def test_what_was_started_ends_with_its_checker(file: Path):
+    before = children()
+    FileJudge(LM, file, "trouble").judge([text("forks")])
+    until = time.monotonic() + 20
+    while children() - before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not children() - before
+
+
+def children() -> set[str]:
+    """Processes whose command is a checker's."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"judges.child" in (process / "cmdline").read_bytes():
+                found.add(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_a_checker_that_cannot_be_loaded_is_told_at_once(file: Path, tmp_path: Path):
+    with pytest.raises(UnspoolError, match="no function 'absent'"):
+        FileJudge(LM, file, "absent")
+    with pytest.raises(SettingsError, match="not there"):
+        FileJudge(LM, tmp_path / "absent.py")
+    broken = tmp_path / "broken.py"
+    broken.write_text("def check(text:\n")
+    with pytest.raises(UnspoolError, match="SyntaxError"):
+        FileJudge(LM, broken)
+    with pytest.raises(UnspoolError, match="SyntaxError"):
+        UnitTestJudge(LM, broken)
+
+
+# -- what they may not do ----------------------------------------------------------------------
+
+FORBIDDEN = """
+import os, socket, subprocess, sys
+
+def listening(text):
+    socket.create_connection(("127.0.0.1", int(text)), timeout=5)
+    return 1
+
+def unresolved(text):
+    socket.getaddrinfo("example.com", 80)
+    return 1
+
+def outside(text):
+    open(text, "w").write("changed")
+    return 1
+
+def removed(text):
+    os.unlink(text)
+    return 1
+
+def inside(text):
+    open("note", "w").write(text)
+    return subprocess.run([sys.executable, "-c", "open('note').read()"]).returncode == 0
+
+def escapes(text):
+    os.setsid()
+    return 1
+
+def secrets(text):
+    return len([name for name in os.environ if "TOKEN" in name or "KEY" in name])
+"""
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, mine = tmp_path / "forbidden.py", tmp_path / "mine.txt"
+    path.write_text(FORBIDDEN)
+    mine.write_text("mine")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+
+    def asked(function: str, said: str = "") -> Verdict:
+        return FileJudge(LM, path, function).judge([text(said)])[0]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert "PermissionError" in asked("listening", str(server.getsockname()[1])).why
+    assert asked("unresolved").score is None
+    assert asked("inside", "x").score == 1.0
+    assert asked("secrets").score == 0.0
+    if sys.platform == "linux":
+        assert "PermissionError" in asked("escapes").why
+    if has_landlock():
+        assert "PermissionError" in asked("outside", str(mine)).why
+        assert "PermissionError" in asked("removed", str(mine)).why
+        assert mine.read_text() == "mine"
+
+
+def has_landlock() -> bool:
+    """Whether this kernel can hold files back; older ones cannot."""
+    import ctypes
+
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+
+
+# -- unit tests --------------------------------------------------------------------------------
+
+TESTS = """
+import subprocess, sys, unittest
+from solution import add
+
+def test_one():
+    assert add(1, 2) == 3
+
+def test_two():
+    assert add(2, 2) == 5, "two and two"
+
+def test_as_a_program():
+    assert subprocess.run([sys.executable, "solution.py"]).returncode == 0
+
+class Cases(unittest.TestCase):
+    def test_zero(self):
+        self.assertEqual(add(0, 0), 0)
+"""
+GOOD = "def add(a, b):\n    return a + b\n"
+
+
+def test_the_share_of_tests_that_a_texts_code_passes(tmp_path: Path):
+    path = tmp_path / "tests.py"
+    path.write_text(TESTS)
+    said = [
+        text(f"Here it is:\n```python\n{GOOD}```\nUse it so:\n```\nadd(1, 2)\n```\n"),
+        text(GOOD + "def test_mine():\n    pass\n"),
+        text("    return a + b\n", "def add(a, b):\n"),
+        text("def add(a, b):\n    return 0\n"),
+        text("def add(a, b"),
+        text("import os\nos._exit(0)\n"),
+        text("raise SystemExit(0)\n"),
+        text("while True:\n    pass\n"),
+        text("I do not know."),
+    ]
+    found = UnitTestJudge(LM, path, Limits(seconds=4)).judge(said)
+    assert [one.score for one in found] == [0.75, 0.75, 0.75, 0.5, 0, 0, 0, 0, 0]
+    assert "3 of 4 tests passed; test_two: AssertionError: two and two" in found[0].why
+    assert "SyntaxError" in found[4].why and "within 4 s" in found[7].why
+
+
+def test_plain_asserts_are_one_test(tmp_path: Path):
+    path = tmp_path / "asserts.py"
+    path.write_text("assert add(1, 2) == 3\n")
+    found = UnitTestJudge(LM, path).judge([text(GOOD), text(GOOD.replace("+", "-"))])
+    assert [one.score for one in found] == [1.0, 0.0]
+
+
+def test_which_code_is_meant():
+    assert code_in("```py\nlonger = 1\n```\n```\nx\n```", "") == "longer = 1\n"
+    assert code_in("```sh\nrm -rf /\n```\nno code", "") == "```sh\nrm -rf /\n```\nno code"
+    assert code_in("```python\ncut = 1", "") == "cut = 1"
+
+
+def test_leaving_a_test_run_early_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, scratch = tmp_path / "tests.py", tmp_path / "scratch"
+    path.write_text(TESTS)
+    judge = UnitTestJudge(LM, path, Limits(seconds=120))
+
+    def interrupted(_: Any) -> None:
+        until = time.monotonic() + 60
+        while not list(scratch.glob("*/solution.py")) and time.monotonic() < until:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("concurrent.futures.Future.result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        judge.judge([text("while True: pass")])
+    until = time.monotonic() + 60
+    while list(scratch.iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+# -- a caller's own function -------------------------------------------------------------------
+
+
+def test_a_function_that_hangs_raises_or_talks_nonsense():
+    release = threading.Event()
+
+    def judge(given: Any) -> Any:
+        if given.text == "hangs":
+            release.wait(60)
+        if given.text == "raises":
+            raise KeyError("what")
+        if given.text == "leaves":
+            raise SystemExit
+        return {"nan": float("nan"), "none": None, "words": "x", "why": Verdict(2, "so")}.get(
+            given.text, given.text == "true"
+        )
+
+    names = ["true", "hangs", "raises", "leaves", "nan", "none", "words", "why", "false"]
+    found = FunctionJudge(judge, seconds=0.5).judge([text(name) for name in names])
+    release.set()
+    assert [one.score for one in found] == [1, None, None, None, None, None, None, 2, 0]
+    assert "0.5 s" in found[1].why and "KeyError" in found[2].why and found[7].why == "so"
+
+
+def test_the_process_of_a_checker_is_another(tmp_path: Path):
+    path = tmp_path / "who.py"
+    path.write_text("import os\ndef check(text):\n    return os.getpid()\n")
+    assert FileJudge(LM, path).judge([text("")])[0].score not in (None, float(os.getpid()))

@@ -1,0 +1,252 @@
+"""Judges that are models: rewards as transformers gives them, and P(yes), read once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from support import PROMPT
+from worded import save_chatty, save_worded
+
+import unspool
+from unspool.decoding.think.judges.ask import AskJudge
+from unspool.decoding.think.judges.reward import RewardJudge, _pieces
+from unspool.errors import ModelFileError, SettingsError
+
+
+def reward_model(folder: Path, family: str, kind: str, labels: int) -> Any:
+    """A random one, saved; and as transformers has it."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**tiny._SHAPE, num_labels=labels)
+    config._attn_implementation = "eager"
+    model = tiny.filled(getattr(transformers, f"{family}For{kind}")(config))
+    model.save_pretrained(folder)
+    return model
+
+
+def rows(lm: Any, n: int = 4) -> Any:
+    return lm.samples(PROMPT, n, max_tokens=12, seed=1)
+
+
+@torch.inference_mode()
+def logits(model: Any, text: Any) -> torch.Tensor:
+    return model(torch.tensor([[*text.prompt, *text.tokens]])).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "labels"),
+    [
+        ("Llama", "SequenceClassification", 1),
+        ("Qwen2", "SequenceClassification", 1),
+        ("Qwen2", "SequenceClassification", 2),
+        ("Llama", "TokenClassification", 2),
+    ],
+)
+def test_rewards_are_those_of_transformers(
+    tiny_lm: Any, tmp_path: Path, family: str, kind: str, labels: int
+):
+    oracle = reward_model(tmp_path, family, kind, labels)
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
+        judge = RewardJudge(tiny_lm, model)
+        texts = rows(tiny_lm)
+        found = [verdict.score for verdict in judge.judge(texts)]
+    wanted = [logits(oracle, text) for text in texts]
+    if kind == "TokenClassification":
+        wanted = [each[-1] for each in wanted]
+    chances = [each[0] if labels == 1 else each.softmax(-1)[1] for each in wanted]
+    assert found == pytest.approx([float(each) for each in chances], abs=1e-4)
+    assert judge.partial == (kind == "TokenClassification")
+
+
+def test_the_native_backend_gives_the_same(native: Any, tmp_path: Path):
+    oracle = reward_model(tmp_path, "Llama", "SequenceClassification", 1)
+    texts = rows(native)
+    with unspool.load(tmp_path, backend="native", memory=8 << 20) as model:
+        found = [verdict.score for verdict in RewardJudge(native, model).judge(texts)]
+    assert found == pytest.approx([float(logits(oracle, text)[0]) for text in texts], abs=0.05)
+
+
+def test_what_begins_alike_is_read_once(tiny_lm: Any, tmp_path: Path):
+    reward_model(tmp_path, "Llama", "SequenceClassification", 1)
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
+        judge, texts = RewardJudge(tiny_lm, model), rows(tiny_lm, 3)
+        page, length = model.engine.tree.page_size, len(PROMPT) + 12
+        assert len(PROMPT) > page
+        cost = judge.cost(texts)
+        assert cost == length + 2 * (length - page)
+        counted = tokens_read(model, lambda: judge.judge(texts))
+        assert counted <= cost
+        assert judge.cost(texts) == 0  # what was scored once is known
+        assert tokens_read(model, lambda: judge.judge(texts)) == 0
+
+
+def tokens_read(lm: Any, work: Any) -> int:
+    """How many tokens the model's backend is given meanwhile."""
+    backend, counted = lm.engine.backend, 0
+    launch = backend.launch
+
+    def counting(batch: Any) -> Any:
+        nonlocal counted
+        counted += len(batch.tokens)
+        return launch(batch)
+
+    backend.launch = counting
+    try:
+        work()
+    finally:
+        del backend.launch
+    return counted
+
+
+def test_a_head_of_two_matrices(tiny_lm: Any, tmp_path: Path):
+    """As Qwen's process-reward models have it."""
+    oracle = reward_model(tmp_path, "Qwen2", "TokenClassification", 2)
+    weights, width = load_file(tmp_path / "model.safetensors"), tiny._SHAPE["hidden_size"]
+    del weights["score.weight"], weights["score.bias"]
+    head = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
+    )
+    weights |= {f"score.{name}": tensor.detach() for name, tensor in head.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["Qwen2ForProcessRewardModel"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    oracle.score = head
+    text = rows(tiny_lm, 1)[0]
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
+        (found,) = RewardJudge(tiny_lm, model).judge([text])
+    assert found.score == pytest.approx(float(logits(oracle, text)[-1].softmax(-1)[1]), abs=1e-4)
+
+
+def test_what_is_no_reward_model_is_told(tiny_lm: Any, tmp_path: Path):
+    with pytest.raises(ModelFileError, match="no score head"):
+        RewardJudge(tiny_lm, tiny_lm)
+    reward_model(tmp_path, "Llama", "SequenceClassification", 5)
+    model = unspool.load(tmp_path, backend="torch", memory=8 << 20)
+    with model, pytest.raises(SettingsError, match="5 labels"):
+        RewardJudge(tiny_lm, model)
+
+
+def test_a_text_that_does_not_fit_fails_alone(tiny_lm: Any, tmp_path: Path):
+    reward_model(tmp_path, "Llama", "SequenceClassification", 1)
+    long = tiny_lm.generate(PROMPT, max_tokens=40, seed=1)
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20, context=40) as model:
+        found = RewardJudge(tiny_lm, model).judge([long, rows(tiny_lm, 1)[0]])
+    assert found[0].score is None and "more than the reward model's 40" in found[0].why
+    assert found[1].score is not None
+
+
+# -- steps -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A tiny model with words and a chat template."""
+    folder = save_chatty(tmp_path_factory.mktemp("chatty"))
+    lm = unspool.load(folder, backend="torch", memory=16 << 20)
+    yield lm
+    lm.close()
+
+
+def test_steps_are_scored_at_their_ends(chatty: Any, tmp_path: Path):
+    import shutil
+
+    import transformers
+
+    shape = {**tiny._SHAPE, "vocab_size": 512, "max_position_embeddings": 512, "num_labels": 2}
+    config = transformers.LlamaConfig(**{**shape, "eos_token_id": 0})
+    oracle = tiny.filled(transformers.LlamaForTokenClassification(config))
+    oracle.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(chatty.path / name, tmp_path / name)
+    ids = chatty.chat_prompt("Plan the rows").ids
+    text = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens")
+    asked = [{"role": "user", "content": "Plan the rows"}]
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
+        judge = RewardJudge(chatty, model, asked=asked)
+        row, places = judge._row(text)
+        mark = chatty.tokenizer.special_tokens["<extra_0>"]
+        assert [row[place] for place in places] == [mark] * 3 and places[-1] == len(row) - 1
+        assert row[: len(ids)] == ids
+        with torch.inference_mode():
+            steps = oracle(torch.tensor([row])).logits[0].softmax(-1)[places, 1].tolist()
+        assert judge.judge([text])[0].score == pytest.approx(min(steps), abs=1e-4)
+        for gather, wanted in (("last", steps[-1]), ("product", math.prod(steps))):
+            other = RewardJudge(chatty, model, gather=gather, asked=asked)
+            assert other.judge([text])[0].score == pytest.approx(wanted, abs=1e-4)
+        # What was a beginning is not read again when it has grown.
+        longer = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens\n\nbefore it")
+        assert judge.cost([longer]) < len(row)
+        assert judge.judge([longer])[0].why.count(" ") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("a\n\nb", ["a\n\n", "b"]),
+        ("a\n\n", ["a\n\n"]),
+        ("a", ["a"]),
+        ("a\n\n\n\nb\n\n", ["a\n\n\n\n", "b\n\n"]),
+        ("\n\na", ["\n\n", "a"]),
+    ],
+)
+def test_pieces(text: str, pieces: list[str]):
+    assert _pieces(text, "\n\n") == pieces and "".join(pieces) == text
+
+
+# -- yes or no ---------------------------------------------------------------------------------
+
+
+def test_p_yes_is_what_the_model_says(chatty: Any):
+    """Behind the very conversation, against logits that are computed from its text."""
+    asked = [{"role": "user", "content": "Plan the rows"}]
+    texts = chatty.samples(chatty.chat_prompt(asked).ids, 3, max_tokens=8, seed=5)
+    judge = AskJudge(chatty, question="Is it so?")
+    for text, verdict in zip(texts, judge.judge(texts), strict=True):
+        ended = text.tokens[-1] in chatty.end_ids
+        said = chatty.tokenizer.decode(text.tokens[:-1] if ended else text.tokens)
+        whole = f"<|turn|>user\nPlan the rows<|endoftext|>\n<|turn|>assistant\n{said}"
+        whole += "<|endoftext|>\n<|turn|>user\nIs it so?<|endoftext|>\n<|turn|>assistant\n"
+        row = judge._row(text)
+        assert chatty.tokenizer.decode(row) == whole
+        with chatty.opened(row) as branch:
+            own = torch.tensor(chatty.engine.extend(branch)[-1]).double().softmax(-1)
+        yes, no = (float(own[sorted(ids)].sum()) for ids in (judge._yes, judge._no))
+        assert verdict.score == pytest.approx(yes / (yes + no), abs=1e-5)
+
+
+def test_the_writer_reads_only_the_question(chatty: Any):
+    texts = chatty.samples(chatty.chat_prompt("Plan the rows of the tree").ids, 3, max_tokens=40)
+    judge = AskJudge(chatty)
+    cost = judge.cost(texts)
+    assert judge._turn is not None
+    page = chatty.engine.tree.page_size
+    assert cost <= 3 * (len(judge._turn) + page)
+    assert tokens_read(chatty, lambda: judge.judge(texts)) <= cost
+
+
+def test_another_model_is_told_the_conversation(chatty: Any, tmp_path: Path):
+    folder = save_worded(tmp_path / "other", seed=4)
+    text = chatty.generate(chatty.chat_prompt("Plan the rows").ids, max_tokens=8, seed=5)
+    with unspool.load(folder, backend="torch", memory=8 << 20) as other:
+        judge = AskJudge(chatty, other, question="Is it so?")
+        read = other.tokenizer.decode(judge._row(text))
+        (found,) = judge.judge([text])
+    assert "Plan the rows" in read and text.text in read and read.endswith("Is it so?\nAnswer:")
+    assert found.score is not None and 0 <= found.score <= 1
+
+
+def test_a_plain_prompt_is_asked_about_plainly(chatty: Any):
+    text = chatty.generate("The tree", max_tokens=8, seed=5)
+    judge = AskJudge(chatty)
+    assert chatty.tokenizer.decode(judge._row(text)).startswith("The tree")
+    assert judge.judge([text])[0].score is not None

@@ -1,0 +1,153 @@
+"""`unspool think`, on a tiny model: the winner, the search, and what goes wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import unspool as package
+from decoding.worded import save_chatty
+from unspool.cli.main import _exit_code
+from unspool.cli.think_view import TreeView
+from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending, Won
+
+USUAL = ("--seed", "3", "-n", "10", "-o", "n=4", "--budget", "400")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_chatty(tmp_path_factory.mktemp("chatty"))
+    return package.load(folder, backend="torch", memory=16 << 20)
+
+
+@pytest.fixture
+def run(chatty: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: chatty)
+
+    def ran(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            "sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+        )
+        code = _exit_code(("think", *arguments))
+        return code, *capfd.readouterr()
+
+    return ran
+
+
+def test_the_winner_goes_to_stdout(run: Any, chatty: Any):
+    wanted = chatty.think(chatty.chat_prompt("Plan").ids, n=4, budget=400, max_tokens=10, seed=3)
+    code, out, err = run("Plan", *USUAL)
+    assert code == 0 and out == wanted.text + "\n"
+    assert f"best of 4 texts, score {wanted.score:.4g}" in err and "of 400 tokens" in err
+    assert run("Plan", *USUAL, "-q")[1:] == (wanted.text + "\n", "")
+    raw = chatty.think("Plan", n=4, budget=400, max_tokens=10, seed=3)
+    assert run("--raw", *USUAL, stdin="Plan")[1] == raw.text + "\n"
+
+
+def test_the_search_as_json(run: Any, tmp_path: Path):
+    file = tmp_path / "search.json"
+    code, out, _ = run("Plan", *USUAL, "--judge", "regex:e", "--json", "--trace", str(file))
+    lines = [json.loads(line) for line in out.splitlines()]
+    saved = json.loads(file.read_text())
+    assert code == 0 and saved["events"] == lines[:-1] and saved["thought"] == lines[-1]["thought"]
+    assert saved["prompt"] == "Plan" and saved["judge"] == "regex:e" and saved["n"] == 4
+    grown = [event for event in lines[:-1] if event["event"] == "grown"]
+    judged = {e["node"]: e["score"] for e in lines[:-1] if e["event"] == "judged"}
+    assert judged == {e["node"]: float("e" in e["text"]) for e in grown}
+
+
+def test_a_checker_that_fails_is_told(run: Any, tmp_path: Path):
+    checker = tmp_path / "checker.py"
+    checker.write_text(
+        "def check(text):\n    if len(text) % 2:\n        raise ValueError('odd')\n    return 1\n"
+        "def never(text):\n    return 'nonsense'\n"
+    )
+    code, out, err = run("Plan", *USUAL, "-o", "n=8", "--judge", f"python:{checker}")
+    if code == 0:  # of eight texts some are odd, most likely, and some are not
+        assert len(out) % 2 == 1  # with the line's end
+    code, out, err = run("Plan", *USUAL, "--judge", f"python:{checker}:never")
+    assert code == 2 and out == "" and "nonsense" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "magic"], "no policy 'magic'"),
+        (["--judge", "magic"], "no judge 'magic'"),
+        (["--judge", "logprob:x"], "no judge"),
+        (["--judge", "vote+vote"], "weighs votes by votes"),
+        (["--judge", "python:absent.py"], "not there"),
+        (["--budget", "0"], "budget is 0"),
+        (["--budget", "12"], "budget"),
+        (["-o", "m=2"], "no option 'm'"),
+        (["-o", "n"], "NAME=VALUE"),
+        (["-o", "n=many"], "n is 'many'"),
+        (["--trace", "absent/x.json"], "no folder"),
+        (["--raw", "--system", "x"], "--system"),
+    ],
+)
+def test_mistakes_are_told(run: Any, words: list[str], said: str):
+    code, out, err = run("Plan", *words)
+    assert code == 2 and out == "" and said in err and err.count("\n") == 1
+
+
+def test_ctrl_c_keeps_what_was_seen(
+    run: Any, chatty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: Any) -> None:  # in the middle of judging
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    monkeypatch.setattr("unspool.decoding.think.judges.checkers.answers", interrupted)
+    file = tmp_path / "search.json"
+    code, out, _ = run("Plan", *USUAL, "--judge", "regex:e", "--trace", str(file))
+    saved = json.loads(file.read_text())
+    assert code == 130 and out == "" and saved["thought"] is None
+    assert [event["event"] for event in saved["events"]].count("grown") == 4
+    engine = chatty.engine
+    engine.call(engine.tree.index.clear)
+    assert engine.call(lambda: engine.tree.pool.used) == 0
+
+
+# -- the picture -------------------------------------------------------------------------------
+
+
+def drawn(events: list[Event], height: int) -> str:
+    view = TreeView()
+    for event in events:
+        view.take(event)
+    console = Console(width=60, file=io.StringIO(), force_terminal=False)
+    console.print(view.rich(60, height))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def grown(node: int, parent: int = 0) -> Grown:
+    return Grown(node, parent, f"text {node}", (1,), -1.0, finished=node % 2 == 0)
+
+
+def test_the_tree_as_it_is_drawn():
+    events: list[Event] = [Spending(10, 20, 5, 100), *map(grown, (1, 2, 3)), grown(4, 1)]
+    events += [Judged(2, None, "it raised"), Judged(3, 0.25), Judged(4, 0.75), Pruned(3)]
+    found = drawn([*events, Won(4, 0.75)], 20)
+    assert "35 of 100 tokens: 10 read, 20 written, 5 judged" in found
+    assert "(failed): it raised" in found and "0.250 'text 3' (pruned)" in found
+    assert "0.750 'text 4' (best)" in found and "more" not in found
+
+
+@pytest.mark.parametrize("height", [3, 6, 12, 30])
+def test_a_large_tree_fits_the_screen(height: int):
+    events: list[Event] = [Spending(10, 20, 5, None)]
+    events += [grown(n, (n - 1) // 5) for n in range(1, 60)]
+    events += [Pruned(n) for n in range(1, 60, 3)] + [Won(58, 1.0)]
+    found = drawn(events, height).splitlines()
+    way = 3  # to node 58: 11 and 2 stand above it
+    assert len(found) <= max(height, 2 * way + 2)
+    assert any("(best)" in line for line in found)
