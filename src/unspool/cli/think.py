@@ -60,7 +60,15 @@ def think(
     ] = None,
     chat: o.Chat = None,
     system: o.System = None,
-    max_tokens: o.MaxTokens = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            help="The most tokens of each text. Default: 256; for think and compose, the budget.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Events as JSON lines; the last is the thought.")
     ] = False,
@@ -87,6 +95,7 @@ def think(
       unspool think "Is 91 prime?" --policy beam --judge process:MODEL
     """
     from unspool.cli.run import _check_trace, read_prompt
+    from unspool.decoding.think.think import most_tokens
 
     if mistaken := hints.model_hint(prompt or ""):
         raise UnspoolError(mistaken)
@@ -95,10 +104,10 @@ def think(
         raise SettingsError("--system needs the chat template; leave --raw out")
     if trace is not None:
         _check_trace(trace)
-    options = {"max_tokens": max_tokens, "stop": (), **sampling}
-    o.check(options)
     own = dict(map(_named_value, option or ()))
     _check(policy, judge, own, budget)
+    options = {"max_tokens": most_tokens(policy, max_tokens), "stop": (), **sampling}
+    o.check(options)
     lm = o.with_adapter(chosen.load(), adapter)
     ids: str | list[int] = text
     messages = None

@@ -16,7 +16,6 @@ from typing import Any, Unpack, cast
 
 from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget
-from unspool.decoding.think.judge import LogprobJudge
 from unspool.decoding.think.search import Search, result_of
 from unspool.decoding.written import Prompt, Scorer, blank, judged, whole
 from unspool.engine.generation import Generation
@@ -57,7 +56,7 @@ def tree_search(
     if options.get("max_tokens") is not None:
         raise SettingsError("a search writes tokens * depth tokens; give these, not max_tokens")
     rest = cast(dict[str, Any], {**options, "max_tokens": tokens * depth})
-    with Search(lm, blank(lm, prompt, **rest), LogprobJudge(), Budget()) as search:
+    with Search(lm, blank(lm, prompt, **rest), None, Budget()) as search:
         level, leaves = [search.root], list[Node]()
         for _ in range(depth):
             if expand is not None:

@@ -44,7 +44,7 @@ class Ending:
     def __init__(self, limits: Limits, prompt_length: int, text: TextStream | None = None) -> None:
         self._limits, self._prompt = limits, prompt_length
         self.text = TextStream(limits.stop) if text is None else text
-        self._new = b""  # the end of what was pushed, as far as a pause could begin in it
+        self._new = b""  # what was pushed, where a pause is looked for in it
 
     def copy(self) -> Ending:
         other = Ending(self._limits, self._prompt, self.text.copy())
@@ -79,10 +79,10 @@ class Ending:
         return shown, None
 
     def _pauses(self, piece: bytes) -> bool:
-        """Whether one of the strings is complete with this piece."""
-        known = [pause.encode() for pause in self._limits.pauses]
-        self._new = self._new[1 - max(map(len, known)) or len(self._new) :] + piece
-        return any(pause in self._new for pause in known)
+        """Whether one of the strings is complete with this piece. Space before the first word is
+        no piece of text that anybody would pause behind."""
+        self._new = (self._new + piece).lstrip()
+        return any(pause.encode() in self._new for pause in self._limits.pauses)
 
     def finish(self) -> str:
         """What was held back until it was certain that the text ends here."""

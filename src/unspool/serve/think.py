@@ -13,6 +13,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
+from unspool.decoding.think.think import most_tokens
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Think, Tokens, stops
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.thinking import (
@@ -40,7 +41,9 @@ class ThinkRequest(Sampling):
     prompt: str | Tokens | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     think: Think = Field(default_factory=lambda: Think.model_validate({}))
-    max_tokens: int = Field(256, ge=1, lt=1 << 31, description="of each text")
+    max_tokens: int | None = Field(
+        None, ge=1, lt=1 << 31, description="of each text (256; think and compose: the budget)"
+    )
     stop: StopStrings | None = None
     seed: Seed | None = None
     stream: bool = False
@@ -66,7 +69,8 @@ async def think(body: ThinkRequest, request: Request) -> Response:
     call = await state.enter(request, body.model, places_of(body.think))
     options = body.options()
     ids, asked = await call.thread(_prompt, call, body, options)
-    options["max_tokens"] = call.token_limit(body.max_tokens, len(ids))
+    most = most_tokens(body.think.policy, body.max_tokens)
+    options["max_tokens"] = call.token_limit(most, len(ids), budget_of(body.think, call.settings))
     search = await begin_search(call, body.think, judge, ids, options, asked)
     start = _start(call, body, ids, options["seed"])
     if body.stream:
@@ -96,7 +100,7 @@ def _start(call: Call, body: ThinkRequest, ids: list[int], seed: int) -> dict[st
         "prompt": [{"id": token, "text": lm.readable(token)} for token in ids],
         **body.think.model_dump(),
         "budget": budget_of(body.think, call.settings),
-        "max_tokens": body.max_tokens,
+        "max_tokens": most_tokens(body.think.policy, body.max_tokens),
         "seed": seed,
     }
 

@@ -5,7 +5,7 @@ whoever watches, and returns what the policy goes on with:
 
     texts = yield from search.sample([search.root], width=8)
     yield from search.judge(texts)
-    yield from search.win(search.best(texts))
+    yield from search.win(texts)
 
 Texts of one wave run in one batch, and share the past that they have in common. A text that may be
 gone on with holds its pages; they are given back when it is pruned, when it ends, and when the
@@ -15,14 +15,14 @@ search is left in any way.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending, Won
-from unspool.decoding.think.judge import Judge
+from unspool.decoding.think.judge import Judge, LogprobJudge
 from unspool.decoding.think.judging import Judging
 from unspool.decoding.together import one_by_one
 from unspool.decoding.written import Branches, mean_logprob
@@ -43,12 +43,11 @@ Piece = str | Sequence[int]
 class Search:
     """A tree of texts on their way, who judges them, and what they may cost."""
 
-    def __init__(self, lm: Session, start: Generation, judge: Judge, budget: Budget) -> None:
-        self.lm, self.judge_by, self.budget = lm, judge, budget
-        self._judging = Judging(judge, budget, start)
+    def __init__(self, lm: Session, start: Generation, judge: Judge | None, budget: Budget) -> None:
+        self.lm, self.given, self.budget = lm, judge, budget  # None: nobody named a judge
         self.root = Node(start)
         self.leaf: Node | None = None  # the winner
-        self.answers: dict[Hashable, float] = {}  # of a vote: most votes first
+        self.judge_by(judge or LogprobJudge())
         self.cancelled = False
         self._nodes = 1  # made so far
         self._samples = start.request.limits.sample  # the number of the next one
@@ -67,6 +66,15 @@ class Search:
         for steps in list(self._running):
             steps.close()
 
+    def judge_by(self, judge: Judge) -> None:
+        """From now on let this one judge."""
+        self._judging = Judging(judge, self.budget, self.root.generation)
+
+    @property
+    def judges_pieces(self) -> bool:
+        """Whether the judge can judge a text that is not finished."""
+        return self._judging.by.partial
+
     # -- what may follow a text ----------------------------------------------------------------
 
     def left(self, node: Node) -> int:
@@ -76,17 +84,29 @@ class Search:
         request = self.root.generation.request
         return max(0, request.limits.room(len(request.prompt)) - len(node.generation.steps))
 
+    def affordable(self, node: Node) -> int:
+        """How many tokens the budget has room for behind a text, its judging included."""
+        known = self._judging.price(len(node.generation.steps))
+        each = 1 + self._judging.price(1) - self._judging.price(0)
+        return max(0, (self.budget.room - known) // each)
+
+    def to_the_end(self, node: Node) -> int:
+        """What it takes at the most to bring a text to its end and judge it."""
+        left = self.left(node)
+        return left + self._judging.price(len(node.generation.steps) + left)
+
     def best(self, nodes: Sequence[Node]) -> Node:
         """The text with the best score; one that the budget cut short only where all are."""
         scored = [node for node in nodes if node.score is not None]
         if not scored:
             raise UnspoolError(self._why_nothing(nodes))
-        return max(scored, key=self._value)
+        return max(self.ranked(scored), key=lambda node: (self.left(node) == 0, node.score))
 
-    def _value(self, node: Node) -> tuple[bool, float, float, int]:
-        """Of equally good texts the likeliest, and of these the first."""
-        score = -math.inf if node.score is None else node.score
-        return self.left(node) == 0, score, mean_logprob(node.generation), -node.number
+    def ranked(self, nodes: Sequence[Node]) -> list[Node]:
+        """The texts that have a score, the best first: of equally good ones the likeliest."""
+        scored = [(node.score, node) for node in nodes if node.score is not None]
+        scored.sort(key=lambda one: (-one[0], -mean_logprob(one[1].generation), one[1].number))
+        return [node for _, node in scored]
 
     def _why_nothing(self, nodes: Sequence[Node]) -> str:
         if not nodes:
@@ -108,17 +128,19 @@ class Search:
         *,
         until: Sequence[str | int] = (),
         distinct: bool = False,
+        spare: int = 0,
     ) -> Moves[list[Node]]:
         """Continue each text `width` times, by at most so many tokens, or until one of these
         strings or tokens is written. If `distinct`, equal continuations are one.
 
-        As many are written at once as the budget has room for; what they leave serves the next.
+        As many are written at once as the budget has room for, with so many tokens to spare; what
+        they leave serves the next.
         """
         jobs = [node for node in nodes for _ in range(width) if self.left(node)]
         grown: list[Node] = []
         yield from self._read_prompt()
         while jobs:
-            caps = self._affordable(jobs, tokens)
+            caps = self._affordable(jobs, tokens, spare)
             if not caps:
                 break
             grown += yield from self._write(jobs[: len(caps)], caps, until, distinct)
@@ -179,19 +201,26 @@ class Search:
                 above = above.parent
             yield Pruned(node.number)
 
-    def win(self, node: Node) -> Moves[None]:
-        """This is the best text: the search is over."""
-        self.leaf = node
-        yield Won(node.number, node.score)
+    def win(self, nodes: Sequence[Node]) -> Moves[None]:
+        """The best of these is the best text: all others are pruned, and the search is over."""
+        self.leaf = self.best(nodes)
+        way = SearchTree(self.root, self.leaf).best_path
+        lost = [child for node in way for child in node.children if child not in way]
+        yield from self.prune([node for node in lost if not node.pruned])
+        yield Won(self.leaf.number, self.leaf.score)
 
     def rewound(self, node: Node, length: int) -> Moves[Node]:
-        """A text without its last tokens, as another node beside it; nothing is computed."""
-        parent = node.parent or node
-        while parent.parent is not None and len(parent.generation.steps) > length:
-            parent = parent.parent
-        child = self._add(parent, node.generation.rewind(length))
-        yield self._grown(child)
-        return child
+        """Go back to the first so many tokens of a text; nothing is computed for that."""
+        above = node
+        while above.parent is not None and len(above.generation.steps) > length:
+            above = above.parent
+        if len(above.generation.steps) < length:
+            above = self._add(above, node.generation.rewind(length))
+            yield self._grown(above)
+        if above is not node:
+            yield from self.prune([node])
+        self._hold(above)
+        return above
 
     # -- below: the prompt, once ---------------------------------------------------------------
 
@@ -208,18 +237,19 @@ class Search:
         prompt = self.root.generation.prompt
         read = prompt[:-1] or prompt
         self.budget.take("prompt", len(read))
-        branch = self._held[self.root] = self.lm.engine.open(read, self._adapter)
-        self.budget.found(branch.reused)
-        self.lm.engine.extend(branch)
+        with self.lm.opened(read, self._adapter) as branch:
+            self.budget.found(branch.reused)
+            self.lm.engine.extend(branch)
+        self._hold(self.root)
         yield self._spending()
 
     # -- below: writing ------------------------------------------------------------------------
 
-    def _affordable(self, jobs: Sequence[Node], tokens: int | None) -> list[int]:
+    def _affordable(self, jobs: Sequence[Node], tokens: int | None, spare: int) -> list[int]:
         """How many tokens each of the first jobs may write, as far as the budget reaches; the
         judge's share is left for it. If not even one can be written in full, it is cut short."""
         caps: list[int] = []
-        room = self.budget.room
+        room = self.budget.room - spare
         for node in jobs:
             most = self.left(node) if tokens is None else min(tokens, self.left(node))
             price = most + self._judging.price(len(node.generation.steps) + most)
@@ -227,12 +257,8 @@ class Search:
                 break
             caps.append(most)
             room -= price
-        if not caps:
-            known = self._judging.price(len(jobs[0].generation.steps))
-            each = 1 + self._judging.price(1) - self._judging.price(0)
-            short = (room - known) // each
-            caps = [short] if short > 0 else []
-        return caps
+        short = self.affordable(jobs[0]) - spare
+        return caps or ([short] if short > 0 else [])
 
     def _write(
         self, jobs: Sequence[Node], caps: Sequence[int], until: Sequence[str | int], distinct: bool
@@ -288,9 +314,14 @@ class Search:
         child = Node(text, parent, number=self._nodes)
         self._nodes += 1
         parent.children.append(child)
-        if self.left(child):
-            self._held[child] = self.lm.engine.open([*text.prompt, *text.tokens], self._adapter)
+        self._hold(child)
         return child
+
+    def _hold(self, node: Node) -> None:
+        """Keep the pages of a text that may be gone on with."""
+        if node not in self._held and self.left(node):
+            text = node.generation
+            self._held[node] = self.lm.engine.open([*text.prompt, *text.tokens], self._adapter)
 
     # -- below: telling, and giving back -------------------------------------------------------
 

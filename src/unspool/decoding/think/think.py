@@ -11,17 +11,24 @@ tree.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from time import perf_counter
 from typing import Any, cast
 
-from unspool.decoding.search_tree import SearchTree
+from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.events import Event
-from unspool.decoding.think.judge import Judge, LogprobJudge
+from unspool.decoding.think.judge import Judge
 from unspool.decoding.think.judges.function import as_judge
 from unspool.decoding.think.judges.names import judge_named
+from unspool.decoding.think.policies.beam import beam
 from unspool.decoding.think.policies.best_of import best_of
+from unspool.decoding.think.policies.compose import compose
+from unspool.decoding.think.policies.dvts import dvts
+from unspool.decoding.think.policies.forcing import forcing
+from unspool.decoding.think.policies.mcts import mcts
+from unspool.decoding.think.policies.restarts import restarts
+from unspool.decoding.think.policies.vote import vote
 from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.think.thought import Thought
 from unspool.engine.generation import Generation
@@ -30,7 +37,17 @@ from unspool.errors import SettingsError, UnspoolError
 from unspool.session import Prompt, Session
 
 Policy = Callable[..., Moves[None]]
-POLICIES: dict[str, Policy] = {"best-of": best_of}
+POLICIES: dict[str, Policy] = {
+    "best-of": best_of,
+    "vote": vote,
+    "beam": beam,
+    "dvts": dvts,
+    "mcts": mcts,
+    "restarts": restarts,
+    "think": forcing,
+    "compose": compose,
+}
+_LONG = ("think", "compose")  # one text, which may be as long as the budget
 JudgeGiven = str | Judge | Callable[[Generation], Any] | None
 
 
@@ -70,7 +87,7 @@ class ThoughtStream(Iterator[Event]):
             policy=self._name,
             budget=search.budget.limit,
             spent=search.budget.spent,
-            answers=search.answers,
+            answers=_answers(search.root),
             seconds=perf_counter() - self._since,
         )
 
@@ -114,6 +131,8 @@ def stream_think(
     of_policy = {name: value for name, value in options.items() if name not in NAMES}
     check_policy(policy, of_policy)
     _check_countable(of_text)
+    if policy in _LONG and of_text.get("max_tokens") is None:
+        of_text["max_tokens"] = lm.context if budget is None else budget
     start = lm.draft(prompt, **cast(Options, of_text))
     search = Search(lm, start, _judge(lm, judge), Budget(budget))
     return ThoughtStream(search, policy, POLICIES[policy](search, **of_policy))
@@ -127,10 +146,25 @@ def think(lm: Session, prompt: Prompt, **options: Any) -> Thought:
     return stream.result
 
 
-def _judge(lm: Session, given: JudgeGiven) -> Judge:
+def _answers(root: Node) -> dict[Hashable, float]:
+    """What the texts answer, with the scores that a vote gave, most votes first."""
+    found = {
+        node.answer: node.score
+        for node in root.walk()
+        if node.answer is not None and node.score is not None
+    }
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _judge(lm: Session, given: JudgeGiven) -> Judge | None:
     if given is None:
-        return LogprobJudge()
+        return None
     return judge_named(lm, given) if isinstance(given, str) else as_judge(given)
+
+
+def most_tokens(policy: str, given: int | None, usual: int = 256) -> int | None:
+    """How long each text may be where somebody must say so; None: as long as the budget."""
+    return None if given is None and policy in _LONG else given or usual
 
 
 def policy_options(policy: str) -> dict[str, Any]:

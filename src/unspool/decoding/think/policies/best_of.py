@@ -10,6 +10,4 @@ def best_of(search: Search, *, n: int = 8) -> Moves[None]:
     """`n` texts, as many of them as the budget has room for."""
     texts = yield from search.sample([search.root], whole("n", n))
     yield from search.judge(texts)
-    best = search.best(texts)
-    yield from search.prune([node for node in texts if node is not best])
-    yield from search.win(best)
+    yield from search.win(texts)

@@ -1,0 +1,156 @@
+"""Judges by name, and judges at work in a search: whatever they do, the search goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from support import pages_left
+from worded import save_chatty
+
+import unspool
+from unspool.decoding.think.judge import LogprobJudge, Verdict
+from unspool.decoding.think.judges.checkers import FileJudge, PatternJudge
+from unspool.decoding.think.judges.function import FunctionJudge
+from unspool.decoding.think.judges.limited import Limits
+from unspool.decoding.think.judges.names import NAMES, JudgeName, judge_named
+from unspool.errors import SettingsError, UnspoolError
+
+USUAL: dict[str, Any] = {"n": 4, "max_tokens": 10, "budget": 400, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = save_chatty(tmp_path_factory.mktemp("chatty"))
+    with unspool.load(folder, backend="torch", memory=16 << 20) as lm:
+        yield lm
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("logprob", ("logprob", "", None)),
+        ("regex:a:b+", ("regex", "a:b+", None)),
+        ("ask", ("ask", "", None)),
+        ("vote:(\\d+)+x", ("vote", "(\\d+)+x", None)),
+        ("vote+reward:a/b", ("vote", "", JudgeName("reward", "a/b"))),
+    ],
+)
+def test_names_are_taken_apart(name: str, parts: tuple[str, str, Any]):
+    assert JudgeName.parse(name) == JudgeName(*parts)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "magic", "regex", "regex:", "python:", "tests", "reward", "logprob:x", "vote+",
+             "vote+vote", "vote+magic", ":", "Regex:a"]
+)  # fmt: skip
+def test_names_that_are_none(name: str):
+    with pytest.raises(SettingsError):
+        JudgeName.parse(name)
+
+
+def test_what_a_name_needs():
+    needed = {"reward:m": "m", "ask:m": "m", "ask": None, "vote+process:m": "m", "vote:m": None}
+    assert {name: JudgeName.parse(name).model for name in needed} == needed
+    code = {"python:f.py": True, "vote+tests:f.py": True, "regex:python:": False}
+    assert {name: JudgeName.parse(name).runs_code for name in code} == code
+
+
+def test_every_name_can_be_made(chatty: Any, tmp_path: Path):
+    import transformers
+
+    shape = {**tiny._SHAPE, "vocab_size": 512, "eos_token_id": 0, "num_labels": 1}
+    config = transformers.LlamaConfig(**shape)
+    tiny.filled(transformers.LlamaForSequenceClassification(config)).save_pretrained(tmp_path)
+    file = tmp_path / "file.py"
+    file.write_text("def check(text):\n    return 1\n")
+    for name in NAMES:
+        filled = name.replace("FILE.py", str(file)).replace("FUNCTION", "check")
+        filled = filled.replace("JUDGE", "logprob").replace("PATTERN", "a")
+        if name != "ask:MODEL":  # the reward model here has no words to be asked in
+            assert judge_named(chatty, filled.replace("MODEL", str(tmp_path)))
+    asked: list[str] = []
+    judge_named(chatty, "ask:other", load=lambda other: asked.append(other) or chatty)
+    assert asked == ["other"]
+
+
+# -- in a search -------------------------------------------------------------------------------
+
+
+def test_a_judge_that_misbehaves_fails_branches_in_words(chatty: Any):
+    ways = iter(["fine", "raises", "hangs", "nonsense"])
+    release = threading.Event()
+
+    def judge(text: Any) -> Any:
+        way = next(ways)
+        if way == "raises":
+            raise ValueError("no such thing")
+        if way == "hangs":
+            release.wait(60)
+        return "good" if way == "nonsense" else 1.0
+
+    thought = chatty.think("The tree", judge=FunctionJudge(judge, seconds=1), **USUAL)
+    release.set()
+    told = {node.number: (node.score, node.why) for node in thought.tree.root.children}
+    assert [score for score, _ in told.values()] == [1.0, None, None, None]
+    whys = [why for _, why in told.values()]
+    assert "no such thing" in whys[1] and "within 1 s" in whys[2] and "'good'" in whys[3]
+    assert thought.score == 1.0 and thought.tree.leaf.number == 1
+    assert pages_left(chatty) == 0
+
+
+def test_a_checker_that_hangs_does_not_hang_the_search(chatty: Any, tmp_path: Path):
+    file = tmp_path / "hangs.py"
+    file.write_text(
+        "import time\nasked = []\n"
+        "def check(text):\n    asked.append(text)\n    time.sleep(600 * (len(asked) == 2))\n"
+        "    return len(text)\n"
+    )
+    judge = FileJudge(chatty, file, limits=Limits(seconds=1))
+    thought = chatty.think("The tree", judge=judge, **{**USUAL, "n": 3})
+    scores = [node.score for node in thought.tree.root.children]
+    assert scores[1] is None and None not in (scores[0], scores[2])
+    assert thought.score == max(score for score in scores if score is not None)
+
+
+def test_if_all_fail_there_is_a_clear_error(chatty: Any):
+    with pytest.raises(UnspoolError, match=r"4 texts.*nothing to see"):
+        chatty.think("The tree", judge=lambda text: Verdict(None, "nothing to see"), **USUAL)
+    with pytest.raises(UnspoolError, match="no answer"):
+        chatty.think("The tree", judge="vote:never there", **USUAL)
+    assert pages_left(chatty) == 0
+
+
+def test_what_judges_read_is_counted_and_bounded(chatty: Any):
+    prompt = chatty.chat_prompt("Plan the rows of the tree").ids
+    free = chatty.think(prompt, judge="ask", **{**USUAL, "budget": None})
+    assert free.spent.judged > 0
+    for budget in (free.spent.total, free.spent.total - 1, free.spent.total * 2 // 3):
+        thought = chatty.think(prompt, judge="ask", **{**USUAL, "budget": budget})
+        assert thought.spent.total <= budget
+    twice = chatty.think(prompt, judge="ask", **{**USUAL, "budget": None})
+    assert [node.score for node in twice.tree.root.walk()] == pytest.approx(
+        [node.score for node in free.tree.root.walk()]
+    )
+
+
+@pytest.mark.parametrize("judge", ["regex:e", "vote:(\\w)", "vote+ask", "vote+regex:e"])
+def test_a_winner_has_the_best_score(chatty: Any, judge: str):
+    thought = chatty.think("The tree", judge=judge, **USUAL)
+    scores = [node.score for node in thought.tree.root.children if node.score is not None]
+    assert thought.score == max(scores)
+    if judge.startswith("vote"):
+        assert thought.answers and sum(thought.answers.values()) <= 1.0001
+
+
+def test_a_pattern_for_whole_texts_is_refused_where_pieces_are_judged(chatty: Any):
+    assert LogprobJudge().partial and not PatternJudge(chatty, "a").partial
+    with pytest.raises(SettingsError, match=r"unfinished|not finished|partial|whole"):
+        chatty.think("The tree", policy="beam", judge="regex:e", budget=400, max_tokens=10)

@@ -1,0 +1,44 @@
+"""For the tests of thinking: what the backend really computed, and what a search still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+WARM = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
+
+
+class Meter:
+    """Counts the tokens that are run while it is on."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+
+@contextmanager
+def metered(lm: Any) -> Iterator[Meter]:
+    backend, meter = lm.engine.backend, Meter()
+    launch = backend.launch
+
+    def counted(batch: Any) -> Any:
+        meter.tokens += len(batch.tokens)
+        return launch(batch)
+
+    backend.launch = counted
+    try:
+        yield meter
+    finally:
+        lm.engine.call(lambda: None)  # whatever was on its way is settled
+        backend.launch = launch
+
+
+def forget(lm: Any) -> None:
+    """Nothing is in the cache any more."""
+    lm.engine.call(lm.engine.tree.index.clear)
+
+
+def held(lm: Any) -> int:
+    """Pages that neither are free nor could be made free at once."""
+    tree = lm.engine.tree
+    return lm.engine.call(lambda: tree.pool.count - tree.available)

@@ -1,0 +1,117 @@
+"""A budget is never overrun, whatever the policy, the judge and the budget are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from decoding.support import PROMPT, pages_left
+from decoding.think.support import WARM, metered
+from unspool.decoding.think.budget import Budget, Spent
+from unspool.decoding.think.judge import Verdict
+from unspool.decoding.think.think import think
+from unspool.errors import UnspoolError
+
+
+class Reader:
+    """A judge whose model reads the prompt and the text, and something of its own."""
+
+    partial = True
+
+    def __init__(self, own: int) -> None:
+        self.own, self.read = own, 0
+
+    def cost(self, texts):
+        return sum(len(text.prompt) + len(text.steps) + self.own for text in texts)
+
+    def judge(self, texts):
+        self.read += self.cost(texts)
+        return [Verdict(float(sum(text.tokens) % 17)) for text in texts]
+
+
+def small(low: int, high: int) -> st.SearchStrategy[int]:
+    return st.integers(low, high)
+
+
+PIECES = {"step": st.just("tokens"), "tokens": small(1, 6)}
+POLICIES = st.one_of(
+    st.fixed_dictionaries({"policy": st.just("best-of"), "n": small(1, 6)}),
+    st.fixed_dictionaries({"policy": st.just("vote"), "n": small(1, 6)}),
+    st.fixed_dictionaries(
+        {"policy": st.just("beam"), "keep": small(1, 3), "width": small(1, 3), **PIECES}
+    ),
+    st.fixed_dictionaries(
+        {"policy": st.just("dvts"), "subtrees": small(1, 3), "width": small(1, 3), **PIECES}
+    ),
+    st.fixed_dictionaries(
+        {
+            "policy": st.just("mcts"), "width": small(1, 3), "rounds": small(1, 6),
+            "rule": st.sampled_from(["uct", "puct"]), **PIECES,
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "policy": st.just("restarts"), "k": small(1, 5), "keep": small(1, 2),
+            "tokens": small(1, 6),
+        }
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(POLICIES, small(1, 220), small(1, 20), st.sampled_from([None, "certainty", 0, 3]))
+def test_no_budget_is_overrun(tiny_lm, asked, budget, max_tokens, judge):
+    reader = Reader(judge) if isinstance(judge, int) else None
+    with metered(tiny_lm) as meter:
+        try:
+            thought = think(
+                tiny_lm, PROMPT, judge=reader or judge, budget=budget, max_tokens=max_tokens,
+                **asked, **WARM,
+            )  # fmt: skip
+        except UnspoolError as error:
+            thought = None
+            assert "budget" in str(error) or "no answer" in str(error), error
+    read = reader.read if reader else 0
+    assert meter.tokens + read <= budget
+    if thought is not None:
+        assert thought.spent.total == meter.tokens + read
+        assert thought.best.tokens and thought.score is not None
+    assert pages_left(tiny_lm) == 0
+
+
+def test_a_text_is_written_whole_where_there_is_room_for_one(tiny_lm):
+    """What a search looks at must not leave the winner without its end."""
+    for policy in ("beam", "dvts", "restarts", "mcts"):
+        step = {} if policy == "restarts" else {"step": "tokens"}
+        thought = think(
+            tiny_lm, PROMPT, policy=policy, budget=120, max_tokens=24, tokens=4, end=False,
+            **step, **WARM,
+        )  # fmt: skip
+        assert len(thought.best.tokens) == 24, policy
+
+
+def test_one_that_the_budget_cuts_short_does_not_win(tiny_lm):
+    """Five whole texts fit, and a bit of a sixth, which a judge of brevity would like best."""
+    budget = len(PROMPT) - 1 + 5 * 10 + 3
+    thought = think(
+        tiny_lm, PROMPT, n=9, judge=lambda text: -len(text.tokens), budget=budget, max_tokens=10,
+        end=False, **WARM,
+    )  # fmt: skip
+    lengths = [len(node.generation.tokens) for node in thought.tree.root.children]
+    assert lengths == [10] * 5 + [3]
+    assert len(thought.best.tokens) == 10 and thought.spent.written == 53
+
+
+def test_arithmetic():
+    budget = Budget(10)
+    budget.take("prompt", 4)
+    budget.found(3)  # of the four, three were known: not spent, and no room for others
+    assert (budget.spent, budget.room) == (Spent(prompt=1), 6)
+    budget.take("written", 6)
+    with pytest.raises(UnspoolError, match="1 more tokens do not fit the budget of 10"):
+        budget.take("judged", 1)
+    budget.give_back("written", 2)
+    budget.take("judged", 2)
+    assert budget.spent.to_dict() == {"prompt": 1, "written": 4, "judged": 2, "total": 7}
+    assert Budget().room > 1 << 60
