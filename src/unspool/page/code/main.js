@@ -1,4 +1,4 @@
-// The shell: header, the five views, what is wrong said in place, and the keys.
+// The shell: header, the views, what is wrong said in place, and the keys.
 
 import { Fold, html, kept, render, useChanges, useEffect, useState } from "./lib.js";
 import { api } from "./api.js";
@@ -12,7 +12,7 @@ import { listenForFiles } from "./share/drop.js";
 import { keepSession, restoreSession } from "./session.js";
 import { WriteView } from "./write/view.js";
 
-const VIEWS = { write: "Write", tokens: "Tokens", compare: "Compare", learn: "Learn", twins: "Twins" };
+const VIEWS = { write: "Write", tokens: "Tokens", compare: "Compare", learn: "Learn", twins: "Twins", think: "Think" };
 
 function App() {
   useChanges("view");
@@ -30,6 +30,7 @@ function App() {
       ${state.view === "tokens" && html`<${Lazy} file="./tokens/view.js" name="TokensView" />`}
       ${state.view === "compare" && html`<${Lazy} file="./compare/view.js" name="CompareView" />`}
       ${state.view === "twins" && html`<${Lazy} file="./twins/view.js" name="TwinsView" />`}
+      ${state.view === "think" && html`<${Lazy} file="./think/view.js" name="ThinkView" />`}
       ${state.view === "learn" && html`<${Lazy} file="./learn/view.js" name="LearnView" />`}
     </main>
     ${shares && html`<${Lazy} file="./share/dialog.js" name="ShareDialog" open=${shares} close=${() => setShares(false)} />`}

@@ -5,10 +5,10 @@ import { state } from "../state.js";
 import { tintOf } from "../write/tint.js";
 
 /**
- * `parts`: the first token that is not as in the first column (null: nothing to say; -1: none yet).
+ * `parts`: the first token that is not as in the first column (null: nothing to say; -1: none yet); `fork` says so.
  * `pick(at, element)` is called when a person wants to know more of a token.
  */
-export function TokenText({ steps, parts = null, label, writing = false, pick }) {
+export function TokenText({ steps, parts = null, fork = "The same as the first column up to here", label, writing = false, pick }) {
   useChanges("tint");
   const [stop, setStop] = useState(0); // which token the tab key comes to
   const drawn = useRef([]); // what is drawn stays the same object: only new tokens cost time
@@ -27,8 +27,7 @@ export function TokenText({ steps, parts = null, label, writing = false, pick })
   };
   const nodes = steps.map(element);
   if (parts > 0) {
-    nodes.splice(parts, 0, html`<span key="parts" class="cmp-fork" aria-hidden="true"
-      title="The same as the first column up to here"></span>`);
+    nodes.splice(parts, 0, html`<span key="parts" class="cmp-fork" aria-hidden="true" title=${fork}></span>`);
   }
 
   const at = (event) => event.target.closest?.("[data-at]");
