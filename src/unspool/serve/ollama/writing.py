@@ -51,7 +51,7 @@ async def _answered(body: Asking, request: Request) -> Response:
     entered = perf_counter()
     gap = _gap(body)
     ready = await call.thread(_prepare, call, body, gap)
-    texts = await call.write([ready.ids], ready.options, gaps=gap and [gap])
+    texts = await call.write([ready.ids], ready.options, gaps=None if gap is None else [gap])
     answer = _Answer(call, body, texts, ready.use, entered - request.state.arrived)
     if body.stream is False:
         return await call.reply(answer.whole())
