@@ -19,13 +19,13 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from adapter_support import random_adapter
 from attention_support import a_layer, some_texts
 from packed_support import random_blocks
 from paged_texts import RandomCheckpoint
 from paged_texts import config as shape
 from test_experts import made
 
+from adapter_support import random_adapter
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
     attend,
