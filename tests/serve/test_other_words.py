@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from unspool.serve.core.foreign import keep_alive_seconds
+from unspool.serve.http.errors import ApiError
 from unspool.text.chat.template import ChatTemplate
 
 QUESTION = "Why do leaves change color in fall?"
@@ -112,10 +113,16 @@ def test_objects_are_closed_whoever_asks(client, lm):
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [("5m", 300), ("1h30m", 5400), ("300ms", 0.3), (0, 0), ("0", 0), (10, 10), (-1, None),
-     ("-1m", None), ("24h", 86400)],
+     ("-1m", None), ("24h", 86400), (1e300, None), ("999999999h", None), ("inf", None)],
 )  # fmt: skip
 def test_how_long_a_model_stays(given, seconds):
     assert keep_alive_seconds(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["nan", "soon", ""])
+def test_what_is_no_time_is_refused(given):
+    with pytest.raises(ApiError, match="such as '5m'"):
+        keep_alive_seconds(given)
 
 
 # -- turns -----------------------------------------------------------------------------------

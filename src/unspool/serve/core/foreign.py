@@ -7,6 +7,7 @@ means something that cannot be had here stays in, and is refused by name.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from typing import Any
@@ -123,6 +124,7 @@ def llama_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ns|us|µs|ms|s|m|h)")
+FOREVER = 9_000_000_000  # seconds; what Ollama's clients show as "Forever"
 
 
 def keep_alive_seconds(given: float | str) -> float | None:
@@ -131,10 +133,13 @@ def keep_alive_seconds(given: float | str) -> float | None:
     parts = _DURATION.findall(text)
     if parts and "".join(map("".join, parts)) == text.lstrip("-+"):
         seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
-        return None if text.startswith("-") and seconds else seconds
-    try:
-        seconds = float(text)
-    except ValueError:
+        seconds = -seconds if text.startswith("-") else seconds
+    else:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+    if math.isnan(seconds):
         message = f"keep_alive is {text[:40]!r}; it may be seconds, or a time such as '5m'"
-        raise bad_request(message, "keep_alive") from None
-    return None if seconds < 0 else seconds
+        raise bad_request(message, "keep_alive")
+    return seconds if 0 <= seconds < FOREVER else None

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from unspool import __version__
 from unspool.model.weights import parameter_count
+from unspool.serve.core.foreign import FOREVER
 from unspool.serve.core.registry import ModelEntry, ServedModel
 from unspool.serve.core.state import state_of
 from unspool.serve.http.errors import ApiError
@@ -20,7 +21,6 @@ from unspool.serve.ollama.schema import ShowRequest
 
 router = new_router("Ollama")
 API_VERSION = "0.12.0"  # of Ollama, whose API this follows: clients ask whether it is new enough
-_FOREVER = 9_000_000_000  # seconds; what Ollama's clients show as "Forever"
 
 
 @router.get("/api/version", summary="Which Ollama's API this is")
@@ -130,7 +130,7 @@ def _short(count: int) -> str:
 
 def _seconds_left(served: ServedModel) -> float:
     if served.keep_alive is None:
-        return _FOREVER
+        return FOREVER
     since = time.monotonic() if served.users else served.used
     return since + served.keep_alive - time.monotonic()
 
