@@ -63,6 +63,9 @@ def test_no_budget_is_overrun(worded_lm, width):
 def test_a_heading_is_the_beginning_of_its_item():
     assert _title("**The importance of bees**:") == "The importance of bees"
     assert _title("Bees pollinate. They also make honey.") == "Bees pollinate"
+    assert _title("Bees are clever, social insects that are found in all parts of the world") == (
+        "Bees are clever"
+    )
     long = _title("word " * 30)
     assert len(long) <= 60 and not long.endswith(" ")
 
