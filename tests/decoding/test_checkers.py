@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from unspool.decoding.think.judge import Verdict
-from unspool.decoding.think.judges.checkers import FileJudge, PatternJudge, UnitTestJudge
+from unspool.decoding.think.judges.checkers import (
+    FileJudge,
+    PatternJudge,
+    PatternVoteJudge,
+    UnitTestJudge,
+)
 from unspool.decoding.think.judges.function import FunctionJudge
 from unspool.decoding.think.judges.limited import Limits
 from unspool.decoding.think.judges.suite import code_in
@@ -24,7 +29,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own lim
 
 
 def text(said: str, prompt: str = "") -> Any:
-    return SimpleNamespace(text=said, prompt=prompt)
+    return SimpleNamespace(text=said, prompt=prompt, steps=[], logprob=0.0)
 
 
 # Of a model only what a prompt says is asked.
@@ -58,6 +63,14 @@ def test_a_pattern_that_never_ends_fails_its_text_alone():
     found = judge.judge([text("ab"), text("a" * 60), text("b"), text("aab")])
     assert [one.score for one in found] == [1.0, None, 0.0, 1.0]
     assert "1 s" in found[1].why
+
+
+def test_a_vote_on_what_a_pattern_finds():
+    judge = PatternVoteJudge(LM, r"(?:a+)+b(\d)", limits=Limits(seconds=1))
+    found = judge.judge([text("ab1"), text("aab1"), text("ab2"), text("c"), text("a" * 60)])
+    assert [one.score for one in found] == pytest.approx([2 / 3, 2 / 3, 1 / 3, None, None])
+    assert [one.answer for one in found] == ["1", "1", "2", None, None]
+    assert "matches" in found[3].why and "within 1 s" in found[4].why
 
 
 @pytest.mark.parametrize("pattern", ["(", "a" * 2000])

@@ -59,7 +59,7 @@ def test_a_judge_that_fails_fails_its_text_alone(tiny_lm, odd, why):
 @pytest.mark.parametrize("policy", ["best-of", "beam", "dvts", "mcts", "restarts"])
 def test_where_all_fail_it_is_told(tiny_lm, policy):
     with pytest.raises(UnspoolError, match=r"failed on each of \d+ texts: the judge raised KeyErr"):
-        think(tiny_lm, PROMPT, policy=policy, judge=lambda text: {}["score"], **ASKED)
+        think(tiny_lm, PROMPT, policy=policy, judge=lambda text: {}["score"], budget=150, **ASKED)
     assert pages_left(tiny_lm) == 0
 
 

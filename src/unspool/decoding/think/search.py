@@ -268,7 +268,7 @@ class Search:
         """One wave: texts that are written in one batch."""
         texts = [self._draft(node, most, until) for node, most in zip(jobs, caps, strict=True)]
         self.budget.take("written", sum(caps))
-        self._running = []
+        self._running, ahead = [], int(self.lm.engine.backend.overlaps)
         grown: list[Node] = []
         for number, error in one_by_one(self.lm, texts, self._running):
             if self.cancelled:
@@ -276,8 +276,9 @@ class Search:
             if error is not None:
                 raise error
             parent, text = jobs[number], texts[number]
-            written = len(text.steps) - len(parent.generation.steps)
-            self.budget.give_back("written", caps[number] - written)
+            # A device may have begun with the next token before it was known that none comes.
+            computed = len(text.steps) - len(parent.generation.steps) + ahead
+            self.budget.give_back("written", max(0, caps[number] - computed))
             child = self._grow(parent, text, distinct)
             if child is not None:
                 grown.append(child)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -75,12 +75,18 @@ class PatternJudge(_Checker):
 class PatternVoteJudge(VoteJudge):
     """A vote on what a pattern finds in each text: its last match, of that the first group."""
 
-    def __init__(self, lm: Session, pattern: str, weigher: Judge | None = None) -> None:
+    def __init__(
+        self,
+        lm: Session,
+        pattern: str,
+        weigher: Judge | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         super().__init__(weigher=weigher)
-        self._pattern = PatternJudge(lm, pattern)
+        self._pattern = PatternJudge(lm, pattern, limits)
 
-    def answers(self, texts: Sequence[Generation]) -> list[Hashable | None]:
-        return [found.answer for found in self._pattern.found(texts)]
+    def answers(self, texts: Sequence[Generation]) -> list[Verdict]:
+        return self._pattern.found(texts)
 
     def cancel(self) -> None:
         super().cancel()

@@ -130,6 +130,9 @@ class _Child:
         """One for each text, up to the first that it fails at."""
         ready = self._line(_LOADING)
         if "ready" not in ready:
+            if self.given_up.is_set():
+                yield ready
+                return
             raise UnspoolError(f"{self.of} cannot be used: {ready.get('error') or ready['why']}")
         for _ in range(self.count):
             answer = self._line(self.limits.seconds)
