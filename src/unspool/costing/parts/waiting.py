@@ -213,7 +213,7 @@ def _growth(grown: Sequence[Behind], bare: Sequence[Behind], limit: Series) -> l
              y_label="ms a token", plot=limit.plot),
         limit,
     ]  # fmt: skip
-    if bare:
+    if len(bare) > 1:
         found.append(
             line("without cache", [one.past for one in bare],
                  *mean_bounds([one.after for one in bare]), y_label="ms a token",
@@ -255,7 +255,7 @@ def _example(drafts: Sequence[Drafted]) -> Example | None:
         if step.draft == "accepted" and len(text) > start:
             marks.append(Mark(start, len(text), "came with a draft"))
     caption = (
-        f"What is marked was guessed by {chosen.name} and only checked: {chosen.accepted:.0%} of "
+        f"What is marked was guessed ({chosen.name}) and only checked: {chosen.accepted:.0%} of "
         "the tokens did not wait for the one before. The text is the same as without."
     )
     return Example(text, marks, caption)
