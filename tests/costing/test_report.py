@@ -76,6 +76,8 @@ def test_the_page_is_whole_and_stands_alone(report: Report):
     tags = checked(page)
     assert tags.seen.count("section") == len(report.parts)
     assert tags.seen.count("svg") >= 5 and "blockquote" in tags.seen
+    assert report._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert repr(report).startswith(f"<Report {report.model}: waiting, ")
     assert "prefers-color-scheme:dark" in page and "nan" not in page.replace("nant", "")
 
 

@@ -17,7 +17,7 @@ from unspool.costing.terminal import summary
 VERSION = 1  # of the JSON
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What one model's writing costs."""
 
@@ -27,6 +27,10 @@ class Report:
     seconds: float
     quick: bool = False
     seed: int = 0
+
+    def __repr__(self) -> str:
+        names = ", ".join(part.name for part in self.parts)
+        return f"<Report {self.model}: {names}, {self.seconds:.0f} s>"
 
     def part(self, name: str) -> Part:
         """The part of this name."""

@@ -23,7 +23,8 @@ def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
 
 def _rows(parts: Sequence[Part]) -> list[str]:
     """A line for each figure, in the columns of all parts."""
-    rows = []
+    heads = [cell for number in range(len(parts)) for cell in (f"[{number + 1}]", "")]
+    rows = [["", *heads]] if len(parts) > 1 else []
     for name in figure_names(parts):
         same = [found_figure(part, name) for part in parts]
         cells = [cell for one in same for cell in (one.told(), one.interval())]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from unspool.costing.part import Example, Figure, Part
+from unspool.costing.part import Example, Figure, Mark, Part
 from unspool.costing.parts.loops import period
 from unspool.costing.plan import Plan
 from unspool.costing.statistics import mean_figure, share_figure
@@ -24,6 +24,7 @@ from unspool.sampling.loops import repetition_rate
 
 _BRANCHES = 4
 _VOTES = 5
+_SAMPLING = "usual sampling"
 _FORMULA = (
     "The same openings, continued with each option. Likelihood = mean log p a token by the bare "
     "model. Price = tokens computed / tokens kept, and seconds a token kept, both as multiples of "
@@ -157,14 +158,14 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
         "Remedies side by side, with their price",
         _FORMULA,
         [
-            *(_gain(usual, other) for other in found[1:]),
+            *(_gain(_compared_with(other, found), other) for other in found[1:]),
             *_vote_figures(lm, plan),
         ],
         (),
         _example(found),
         [
-            f"{len(prompts)} openings, up to {length} tokens each. Greedy is what the others are "
-            "compared with: options that draw are less likely by nature.",
+            f"{len(prompts)} openings, up to {length} tokens each. Best-of and edit choose among "
+            "usual samples and are compared with those, the others with greedy texts.",
             "Beams and best-of compute every branch, and keep one. Drafts change nothing but the "
             "time.",
             f"An edit goes over usual samples of the first {job.edited_count} openings, and weighs "
@@ -179,7 +180,7 @@ def _options(job: _Job) -> dict[str, Callable[[str], Outcome]]:
     """All of them, greedy first: a name, and what writes with it."""
     found: dict[str, Callable[[str], Outcome]] = {
         "greedy": partial(job.with_options, temperature=0.0),
-        "usual sampling": partial(job.with_options),
+        _SAMPLING: job.with_options,
         "loop guard": partial(job.with_options, temperature=0.0, guard="loop"),
         "DRY 0.8": partial(job.with_options, temperature=0.0, dry_multiplier=0.8),
         "lookup drafts": partial(job.with_options, temperature=0.0, speculate="lookup"),
@@ -192,11 +193,17 @@ def _options(job: _Job) -> dict[str, Callable[[str], Outcome]]:
     return found
 
 
+def _compared_with(one: Outcome, found: Sequence[Outcome]) -> Outcome:
+    """What an option begins with: some choose among usual samples, the others are greedy."""
+    drawn = one.name.startswith(("best of", "edit"))
+    return next((other for other in found if drawn and other.name == _SAMPLING), found[0])
+
+
 def _gain(usual: Outcome, other: Outcome) -> Figure:
     """Nats a token by which texts became likelier, opening by opening."""
     pairs = [b - a for a, b in zip(usual.logprobs, other.logprobs, strict=False)]
     return mean_figure(
-        f"likelihood, {other.name} − greedy", pairs, "nats/token", why="paired by opening"
+        f"likelihood, {other.name} − {usual.name}", pairs, "nats/token", why="paired by opening"
     )
 
 
@@ -237,5 +244,9 @@ def _vote_figures(lm: LanguageModel, plan: Plan) -> list[Figure]:
 def _example(found: Sequence[Outcome]) -> Example | None:
     """The same opening with each option."""
     shown = [(one.name, " ".join(one.shown.split())) for one in found if one.shown]
-    text = "\n".join(f"{name}: {written}" for name, written in shown)
-    return Example(text, (), "One opening, continued with each option.") if shown else None
+    text, marks = "", []
+    for name, written in shown:
+        marks.append(Mark(len(text), len(text) + len(name), "option"))
+        text += f"{name}: {written}\n\n"
+    caption = "One opening, continued with each option."
+    return Example(text.rstrip("\n"), marks, caption) if shown else None
