@@ -77,7 +77,11 @@ def run(
     ] = None,
     endless: Annotated[
         bool,
-        typer.Option(help="Go on beyond the context.", rich_help_panel=_LONG),
+        typer.Option(
+            "--endless",
+            help="Go on beyond the context, forgetting the oldest tokens.",
+            rich_help_panel=_LONG,
+        ),
     ] = False,
     keep: Annotated[
         int | None,
@@ -107,6 +111,7 @@ def run(
       unspool "Invent a person." --json-schema person.json
       unspool "A haiku about leaves" --samples 3
       unspool "List ten birds" -t 0 --guard loop
+      unspool "A story without end" --endless -n 20000
       unspool "Hi" --json | jq -r .text
       unspool "The sea" --adapter runs/poet/adapter
       unspool "Why is the sky blue?" -m GSAI-ML/LLaDA-8B-Instruct --diffuse
