@@ -7,6 +7,7 @@ that is none.
 from __future__ import annotations
 
 import operator
+import reprlib
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,30 @@ def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
         raise SettingsError(f"stop is {stop!r}; it may be a string, or a list of strings")
     return tuple(stop)
+
+
+def given_ids(prompt: Any) -> list[int]:
+    """Token ids from a caller, who may have given something else."""
+    if isinstance(prompt, bytes | bytearray):
+        raise SettingsError(f"the prompt is {prompt[:40]!r}; make it text: prompt.decode()")
+    try:
+        items = list(prompt)
+    except TypeError:
+        raise SettingsError(
+            f"the prompt is {reprlib.repr(prompt)}; it may be text, token ids, or (for generate "
+            "and chat) a list of prompts"
+        ) from None
+    try:
+        return [operator.index(item) for item in items]
+    except TypeError:
+        if any(isinstance(item, Mapping) for item in items):
+            raise SettingsError(
+                "the prompt is a list of messages; write lm.chat(messages)"
+            ) from None
+        raise SettingsError(
+            f"the prompt is {reprlib.repr(prompt)}; here it may be one text, or one list of token "
+            "ids (generate and chat also take a list of prompts)"
+        ) from None
 
 
 def several(given: Any) -> list[Any] | None:

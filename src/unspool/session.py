@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 import reprlib
 import threading
 import weakref
@@ -36,7 +35,7 @@ from unspool.engine.tree import Branch
 from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
-from unspool.request_options import ModelFacts, build_request, continued_request
+from unspool.request_options import ModelFacts, build_request, continued_request, given_ids
 from unspool.sampling import Grammar, GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
@@ -342,7 +341,7 @@ class Session:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt)
         else:
-            ids = _given_ids(prompt)
+            ids = given_ids(prompt)
             known = range(self.config.vocab_size)
             strange = [token for token in ids if token not in known]
             if strange:
@@ -412,30 +411,6 @@ class Session:
             raise UnspoolError("this model came from no file, so it cannot be saved")
         check_torch()
         return load_transformer(open_checkpoint(self.path))
-
-
-def _given_ids(prompt: Any) -> list[int]:
-    """Token ids from a caller, who may have given something else."""
-    if isinstance(prompt, bytes | bytearray):
-        raise SettingsError(f"the prompt is {prompt[:40]!r}; make it text: prompt.decode()")
-    try:
-        items = list(prompt)
-    except TypeError:
-        raise SettingsError(
-            f"the prompt is {reprlib.repr(prompt)}; it may be text, token ids, or (for generate "
-            "and chat) a list of prompts"
-        ) from None
-    try:
-        return [operator.index(item) for item in items]
-    except TypeError:
-        if any(isinstance(item, Mapping) for item in items):
-            raise SettingsError(
-                "the prompt is a list of messages; write lm.chat(messages)"
-            ) from None
-        raise SettingsError(
-            f"the prompt is {reprlib.repr(prompt)}; here it may be one text, or one list of token "
-            "ids (generate and chat also take a list of prompts)"
-        ) from None
 
 
 def _several(tokens: int | Sequence[int]) -> Sequence[int]:
