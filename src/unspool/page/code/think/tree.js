@@ -21,7 +21,7 @@ export function SearchTree() {
   const way = new Set(winner === null ? [] : pathTo(winner).map(({ number }) => number));
   const shows = (number) => !hides || number === open || !isLost(number);
   const { items, rows, columns } = laidOut(nodes, shows);
-  const column = Math.max(LEAST, (width / rem - FIRST - GAP) / Math.max(1, columns - 1) - GAP);
+  const column = Math.max(LEAST, (width / rem - FIRST) / Math.max(1, columns - 1) - GAP);
   const left = (at) => (at === 0 ? 0 : FIRST + GAP + (at - 1) * (column + GAP));
   const whole = left(Math.max(1, columns - 1)) + column;
   const scores = nodes.map(({ score }) => score).filter((score) => score != null);
