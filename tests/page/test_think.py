@@ -154,6 +154,7 @@ def test_a_branch_is_gone_on_with_by_hand(page: Page, view: Locator) -> None:
     card.get_by_role("button", name="Go on in Write").click()
     expect(tokens(page)).to_have_count(6)
     assert tokens(page).all_text_contents() == words
+    expect(page.locator("#text .chosen")).to_have_count(0)  # they are the model's own
     page.locator("#one-step").click()
     expect(tokens(page)).to_have_count(7)
     page.get_by_role("button", name="Think", exact=True).click()  # the search is still there
