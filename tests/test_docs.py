@@ -91,6 +91,30 @@ def test_judges_and_servers_that_think(server: Any, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.real
+def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
+    page = (ROOT / "docs" / "thinking.md").read_text(encoding="utf-8").split("\n## Judges\n")[0]
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "thinking.md", "exec"), names)
+    assert "Grown(node=1" in capsys.readouterr().out
+
+
+def test_the_table_of_policies_is_whole():
+    from unspool.decoding.think.think import POLICIES, policy_options
+
+    rows = re.findall(r"^\| `([a-z-]+)` \|(.*)$", section("thinking.md", "Policies"), re.MULTILINE)
+    assert [name for name, _ in rows] == list(POLICIES)
+    for name, told in rows:
+        for option, usual in policy_options(name).items():
+            shown = re.search(rf"`{option}(?:=([^`]+))?`", told)
+            assert shown, f"{name}: {option}"
+            if isinstance(usual, int) and shown[1]:
+                assert shown[1] == str(usual), f"{name}: {option}"
+
+
+@pytest.mark.real
 def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from unspool.cli.main import _exit_code
 

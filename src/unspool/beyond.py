@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unspool.decoding.fill.masked import MaskedModel
     from unspool.decoding.fill.result import Filling
     from unspool.decoding.passes import Diffusion, Diffusions
-    from unspool.decoding.think.think import JudgeGiven, ThoughtStream
+    from unspool.decoding.think.think import JudgeGiven, Policy, ThoughtStream
     from unspool.decoding.think.thought import Thought
     from unspool.engine.canvas import Canvas
 
@@ -195,15 +195,16 @@ class BeyondLeftToRight(Session):
         self,
         prompt: Prompt,
         *,
-        policy: str = "best-of",
+        policy: str | Policy = "best-of",
         judge: JudgeGiven = None,
         budget: int | None = 2000,
+        progress: bool = True,
         **options: Any,
     ) -> Thought:
         """Spend more tokens on a text: a search for one that a judge likes best.
 
         policy    how it is searched for: "best-of" writes n=8 texts and keeps the best; the
-                  others, and what each can be told, are in docs/thinking.md.
+                  others, and what each can be told, are in docs/thinking.md. Or one of your own.
         judge     who says what is better: a name ("logprob", "certainty", "vote", ...), a function
                   of a `Generation` that gives a number or True and False, or a `Judge`. By default
                   the likeliest text wins.
@@ -214,13 +215,15 @@ class BeyondLeftToRight(Session):
         """
         from unspool.decoding.think.think import think
 
-        return think(self, prompt, policy=policy, judge=judge, budget=budget, **options)
+        return think(
+            self, prompt, policy=policy, judge=judge, budget=budget, progress=progress, **options
+        )
 
     def stream_think(
         self,
         prompt: Prompt,
         *,
-        policy: str = "best-of",
+        policy: str | Policy = "best-of",
         judge: JudgeGiven = None,
         budget: int | None = 2000,
         **options: Any,

@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from unspool.decoding.think.judge import Verdict
-from unspool.decoding.think.judges.checkers import FileJudge, PatternJudge, UnitTestJudge
+from unspool.decoding.think.judges.checkers import (
+    FileJudge,
+    PatternJudge,
+    PatternVoteJudge,
+    UnitTestJudge,
+)
 from unspool.decoding.think.judges.function import FunctionJudge
 from unspool.decoding.think.judges.limited import Limits
 from unspool.decoding.think.judges.suite import code_in
@@ -24,7 +29,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own lim
 
 
 def text(said: str, prompt: str = "") -> Any:
-    return SimpleNamespace(text=said, prompt=prompt)
+    return SimpleNamespace(text=said, prompt=prompt, steps=[], logprob=0.0)
 
 
 # Of a model only what a prompt says is asked.
@@ -58,6 +63,14 @@ def test_a_pattern_that_never_ends_fails_its_text_alone():
     found = judge.judge([text("ab"), text("a" * 60), text("b"), text("aab")])
     assert [one.score for one in found] == [1.0, None, 0.0, 1.0]
     assert "1 s" in found[1].why
+
+
+def test_a_vote_on_what_a_pattern_finds():
+    judge = PatternVoteJudge(LM, r"(?:a+)+b(\d)", limits=Limits(seconds=1))
+    found = judge.judge([text("ab1"), text("aab1"), text("ab2"), text("c"), text("a" * 60)])
+    assert [one.score for one in found] == pytest.approx([2 / 3, 2 / 3, 1 / 3, None, None])
+    assert [one.answer for one in found] == ["1", "1", "2", None, None]
+    assert "matches" in found[3].why and "within 1 s" in found[4].why
 
 
 @pytest.mark.parametrize("pattern", ["(", "a" * 2000])
@@ -215,9 +228,18 @@ def inside(text):
     open("note", "w").write(text)
     return subprocess.run([sys.executable, "-c", "open('note').read()"]).returncode == 0
 
+def filtered(text):
+    return "Seccomp:\\t2" in open("/proc/self/status").read()
+
 def escapes(text):
-    os.setsid()
-    return 1
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 def secrets(text):
     return len([name for name in os.environ if "TOKEN" in name or "KEY" in name])
@@ -238,8 +260,8 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert asked("unresolved").score is None
     assert asked("inside", "x").score == 1.0
     assert asked("secrets").score == 0.0
-    if sys.platform == "linux":
-        assert "PermissionError" in asked("escapes").why
+    if sys.platform == "linux" and asked("filtered").score:
+        assert asked("escapes").score == 0.0
     if has_landlock():
         assert "PermissionError" in asked("outside", str(mine)).why
         assert "PermissionError" in asked("removed", str(mine)).why
@@ -325,6 +347,20 @@ def test_leaving_a_test_run_early_leaves_nothing(tmp_path: Path, monkeypatch: py
     until = time.monotonic() + 60
     while list(scratch.iterdir()) and time.monotonic() < until:
         time.sleep(0.01)
+
+
+def test_a_checker_can_be_ended_from_elsewhere(tmp_path: Path):
+    judge = PatternJudge(LM, r"(a+)+b", Limits(seconds=120))
+    found: list[Verdict] = []
+    working = threading.Thread(target=lambda: found.extend(judge.judge([text("a" * 60)] * 3)))
+    working.start()
+    until = time.monotonic() + 60
+    while not list((tmp_path / "scratch").iterdir()) and time.monotonic() < until:
+        time.sleep(0.01)
+    judge.cancel()
+    working.join(60)
+    assert [one.score for one in found] == [None] * 3
+    assert judge.judge([text("ab")])[0].score == 1.0  # it can be asked again
 
 
 # -- a caller's own function -------------------------------------------------------------------

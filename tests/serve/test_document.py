@@ -42,7 +42,10 @@ def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """One that writes little, and trains nothing, whatever it is asked for."""
     runs = tmp_path_factory.mktemp("runs")
     entry = default_entry(default_model, memory=64 << 20)
-    with pytest.MonkeyPatch.context() as patch, running([entry], max_tokens=4, runs=runs) as found:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        running([entry], max_tokens=4, max_think=200, runs=runs) as found,
+    ):
         patch.setattr(Trainer, "command", [sys.executable, "-c", ""])
         yield found
 

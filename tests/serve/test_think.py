@@ -171,7 +171,7 @@ def test_one_answer_and_only_in_chats(client: httpx.Client):
 
 def test_a_judge_that_fails_on_all_is_told(client: httpx.Client):
     found = chat(client, {**THINK, "judge": "vote:never there"}, 400)
-    assert "no answer" in found["error"]["message"]
+    assert "matches never there" in found["error"]["message"]
     traced = client.post(
         "/v1/think",
         json={"prompt": "The tree", "max_tokens": 8, "stream": True,

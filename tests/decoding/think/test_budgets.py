@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from null_model import NullModel
 
 from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, metered
 from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.judge import Verdict
 from unspool.decoding.think.think import think
+from unspool.engine.engine import Engine
 from unspool.errors import UnspoolError
 
 
@@ -101,6 +105,24 @@ def test_one_that_the_budget_cuts_short_does_not_win(tiny_lm):
     lengths = [len(node.generation.tokens) for node in thought.tree.root.children]
     assert lengths == [10] * 5 + [3]
     assert len(thought.best.tokens) == 10 and thought.spent.written == 53
+
+
+@pytest.mark.parametrize("policy", ["best-of", "beam", "dvts", "mcts", "restarts"])
+def test_what_a_device_begins_ahead_is_counted_too(tiny_lm, policy):
+    """Steps that overlap run a token of a text that has ended already, as nobody knew."""
+    lm = copy.copy(tiny_lm)
+    lm._engine = Engine(NullModel(overlaps=True, vocab_size=lm.vocab_size, context=128, pages=200))
+    lm.end_ids = frozenset(range(0, lm.vocab_size, 9))
+    step = {} if policy in ("best-of", "restarts") else {"step": "tokens", "tokens": 3}
+    for budget in (60, 150, 400):
+        with metered(lm) as meter:
+            thought = think(lm, PROMPT, policy=policy, budget=budget, max_tokens=30, **step, **WARM)
+        texts = [node for node in thought.tree.root.walk() if node.parent]
+        written = sum(len(node.steps) for node in texts)
+        assert meter.tokens <= thought.spent.total <= budget
+        assert thought.spent.written <= written + len(texts)
+    assert pages_left(lm) == 0
+    lm._engine.close()
 
 
 def test_arithmetic():

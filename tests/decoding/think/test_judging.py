@@ -15,9 +15,9 @@ from unspool.decoding.think.judge import (
     LogprobJudge,
     Verdict,
     VoteJudge,
-    as_judge,
     checked,
 )
+from unspool.decoding.think.judges.function import as_judge
 from unspool.decoding.think.think import think
 from unspool.decoding.voting import final_answer
 from unspool.decoding.written import mean_logprob
@@ -59,7 +59,7 @@ def test_a_judge_that_fails_fails_its_text_alone(tiny_lm, odd, why):
 @pytest.mark.parametrize("policy", ["best-of", "beam", "dvts", "mcts", "restarts"])
 def test_where_all_fail_it_is_told(tiny_lm, policy):
     with pytest.raises(UnspoolError, match=r"failed on each of \d+ texts: the judge raised KeyErr"):
-        think(tiny_lm, PROMPT, policy=policy, judge=lambda text: {}["score"], **ASKED)
+        think(tiny_lm, PROMPT, policy=policy, judge=lambda text: {}["score"], budget=150, **ASKED)
     assert pages_left(tiny_lm) == 0
 
 

@@ -10,6 +10,7 @@ from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, forget, held, metered
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Grown, Judged, Pruned, Spending, Won
+from unspool.decoding.think.judge import LogprobJudge
 from unspool.decoding.think.search import Search, result_of
 from unspool.decoding.think.think import POLICIES, stream_think, think
 from unspool.errors import UnspoolError
@@ -42,9 +43,9 @@ def test_every_token_that_is_computed_is_counted(tiny_lm, policy):
     for judge in (None, "certainty"):
         with metered(tiny_lm) as meter:
             thought = think(
-                tiny_lm, PROMPT, policy=policy, judge=judge, budget=300, max_tokens=12, **options
+                tiny_lm, PROMPT, policy=policy, judge=judge, budget=200, max_tokens=12, **options
             )
-        assert meter.tokens == thought.spent.total <= 300
+        assert meter.tokens == thought.spent.total <= 200
         assert bool(thought.spent.judged) == (judge == "certainty")
 
 
@@ -127,11 +128,12 @@ def test_another_thread_may_end_a_search(tiny_lm):
 
 
 def test_an_error_gives_everything_back(tiny_lm):
-    def interrupted(text):
-        raise KeyboardInterrupt
+    class Interrupted(LogprobJudge):
+        def judge(self, texts):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        think(tiny_lm, PROMPT, n=3, judge=interrupted, max_tokens=5, **WARM)
+        think(tiny_lm, PROMPT, policy="beam", judge=Interrupted(), max_tokens=5, **WARM)
     assert pages_left(tiny_lm) == 0
 
 

@@ -47,6 +47,13 @@ class Judge(Protocol):
         """How many tokens its model will compute for these texts, at the most; 0 without one."""
 
 
+@runtime_checkable
+class Cancellable(Protocol):
+    """A judge whose work can be ended early, from any thread; what it says then nobody hears."""
+
+    def cancel(self) -> None: ...
+
+
 class LogprobJudge:
     """How likely the writer itself finds its text, a token on average."""
 
@@ -100,22 +107,28 @@ class VoteJudge:
     def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
         weighed = self.weigher.judge(texts) if self.weigher else [Verdict(1.0)] * len(texts)
         weights = _weights([verdict.score for verdict in weighed])
-        answers = self.answers(texts)
+        found = self.answers(texts)
+        answers = [one.answer for one in found]
         votes = tally(texts, answers, weights)
         total = math.fsum(votes.values()) or 1.0
         return [
-            _NO_ANSWER if answer is None
+            Verdict(None, one.why or "no answer was found in it") if one.answer is None
             else verdict if verdict.score is None
-            else Verdict(votes[answer] / total, verdict.why, answer)
-            for answer, verdict in zip(answers, weighed, strict=True)
+            else Verdict(votes[one.answer] / total, verdict.why, one.answer)
+            for one, verdict in zip(found, weighed, strict=True)
         ]  # fmt: skip
 
-    def answers(self, texts: Sequence[Generation]) -> list[Hashable | None]:
-        """What each text answers; None: it has no answer."""
-        return [self._find(text) for text in texts]
+    def answers(self, texts: Sequence[Generation]) -> list[Verdict]:
+        """What each text answers; without an answer, why there is none."""
+        return [Verdict(None, answer=self._find(text)) for text in texts]
 
     def cost(self, texts: Sequence[Generation]) -> int:
         return self.weigher.cost(texts) if self.weigher else 0
+
+    def cancel(self) -> None:
+        """Whoever weighs the votes need not go on."""
+        if isinstance(self.weigher, Cancellable):
+            self.weigher.cancel()
 
 
 def checked(said: Any) -> Verdict:
@@ -144,4 +157,3 @@ def _weights(scores: Sequence[float | None]) -> list[float]:
 
 
 _EMPTY = Verdict(None, "there is not a single token to judge")
-_NO_ANSWER = Verdict(None, "no answer was found in it")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unspool.decoding.think.budget import Budget
-from unspool.decoding.think.judge import Judge, Verdict, checked
+from unspool.decoding.think.judge import Cancellable, Judge, Verdict, checked
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 
@@ -20,6 +20,11 @@ class Judging:
     def __init__(self, judge: Judge, budget: Budget, start: Generation) -> None:
         self.by, self._budget = judge, budget
         self._base, self._slope = self._prices(start)
+
+    def cancel(self) -> None:
+        """Have a judge that is at work, and knows how, end soon."""
+        if isinstance(self.by, Cancellable):
+            self.by.cancel()
 
     def price(self, length: int) -> int:
         """About what it costs to judge a text of so many tokens; what it is in the end is asked

@@ -14,6 +14,7 @@ search is left in any way.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -65,6 +66,7 @@ class Search:
         self.cancelled = True
         for steps in list(self._running):
             steps.close()
+        self._judging.cancel()
 
     def judge_by(self, judge: Judge) -> None:
         """From now on let this one judge."""
@@ -266,7 +268,7 @@ class Search:
         """One wave: texts that are written in one batch."""
         texts = [self._draft(node, most, until) for node, most in zip(jobs, caps, strict=True)]
         self.budget.take("written", sum(caps))
-        self._running = []
+        self._running, ahead = [], int(self.lm.engine.backend.overlaps)
         grown: list[Node] = []
         for number, error in one_by_one(self.lm, texts, self._running):
             if self.cancelled:
@@ -274,8 +276,9 @@ class Search:
             if error is not None:
                 raise error
             parent, text = jobs[number], texts[number]
-            written = len(text.steps) - len(parent.generation.steps)
-            self.budget.give_back("written", caps[number] - written)
+            # A device may have begun with the next token before it was known that none comes.
+            computed = len(text.steps) - len(parent.generation.steps) + ahead
+            self.budget.give_back("written", max(0, caps[number] - computed))
             child = self._grow(parent, text, distinct)
             if child is not None:
                 grown.append(child)
@@ -347,7 +350,8 @@ class Search:
 
     def _release(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            self.lm.engine.release(self._held.pop(node))
+            with contextlib.suppress(UnspoolError):  # the engine may be gone before us
+                self.lm.engine.release(self._held.pop(node))
 
 
 def _told(text: Generation, limits: Limits) -> list[Step]:

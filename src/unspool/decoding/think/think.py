@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from time import perf_counter
 from typing import Any, cast
 
+from unspool.decoding.progress import progress_bar
 from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.events import Event
@@ -81,7 +82,8 @@ class ThoughtStream(Iterator[Event]):
     def _run(self, moves: Moves[None]) -> Moves[None]:
         with self._search as search:
             yield from moves
-        assert search.leaf is not None
+        if search.leaf is None:
+            raise UnspoolError(f"the policy {self._name} named no winner; let it search.win(nodes)")
         self._thought = Thought(
             tree=SearchTree(search.root, search.leaf),
             policy=self._name,
@@ -121,7 +123,7 @@ def stream_think(
     lm: Session,
     prompt: Prompt,
     *,
-    policy: str = "best-of",
+    policy: str | Policy = "best-of",
     judge: JudgeGiven = None,
     budget: int | None = 2000,
     **options: Any,
@@ -135,14 +137,23 @@ def stream_think(
         of_text["max_tokens"] = lm.context if budget is None else budget
     start = lm.draft(prompt, **cast(Options, of_text))
     search = Search(lm, start, _judge(lm, judge), Budget(budget))
-    return ThoughtStream(search, policy, POLICIES[policy](search, **of_policy))
+    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
+    return ThoughtStream(search, name, _function(policy)(search, **of_policy))
 
 
-def think(lm: Session, prompt: Prompt, **options: Any) -> Thought:
+def think(
+    lm: Session,
+    prompt: Prompt,
+    *,
+    budget: int | None = 2000,
+    progress: bool = False,
+    **options: Any,
+) -> Thought:
     """The best text that a search finds; see `LanguageModel.think`."""
-    stream = stream_think(lm, prompt, **options)
-    for _ in stream:
-        pass
+    stream = stream_think(lm, prompt, budget=budget, **options)
+    with progress_bar("thinking", budget or 0, show=progress and budget is not None) as tell:
+        for _ in stream:
+            tell(stream.spent.total)
     return stream.result
 
 
@@ -167,16 +178,23 @@ def most_tokens(policy: str, given: int | None, usual: int = 256) -> int | None:
     return None if given is None and policy in _LONG else given or usual
 
 
-def policy_options(policy: str) -> dict[str, Any]:
+def _function(policy: str | Policy) -> Policy:
+    """A policy by its name, or a caller's own."""
+    if callable(policy):
+        return policy
+    if policy not in POLICIES:
+        raise SettingsError(f"there is no policy {policy!r:.80}; there are {', '.join(POLICIES)}")
+    return POLICIES[policy]
+
+
+def policy_options(policy: str | Policy) -> dict[str, Any]:
     """What a policy can be told, by name, and what it does without."""
-    known = inspect.signature(POLICIES[policy]).parameters.values()
+    known = inspect.signature(_function(policy)).parameters.values()
     return {one.name: one.default for one in known if one.kind is one.KEYWORD_ONLY}
 
 
-def check_policy(policy: str, options: Collection[str] = ()) -> None:
+def check_policy(policy: str | Policy, options: Collection[str] = ()) -> None:
     """Refuse a policy that is none, or options that it has not."""
-    if policy not in POLICIES:
-        raise SettingsError(f"there is no policy {policy!r:.80}; there are {', '.join(POLICIES)}")
     known = policy_options(policy)
     for name in options:
         if name not in known:

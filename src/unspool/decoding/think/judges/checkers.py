@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -33,16 +33,22 @@ class _Checker:
 
     def __init__(self, lm: Session, of: str, limits: Limits) -> None:
         self._lm, self._of, self._limits = lm, of, limits
+        self._given_up = Event()
 
     def cost(self, texts: Sequence[Generation]) -> int:
         """No model, no tokens."""
         return 0
 
     def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
+        self._given_up.clear()
         return [verdict_of(answer) for answer in self._answers(texts)]
 
+    def cancel(self) -> None:
+        """End the process that is checking; what is left is not checked."""
+        self._given_up.set()
+
     def _answers(self, texts: Sequence[Generation]) -> list[dict[str, Any]]:
-        return answers(self.kind, self._of, self._given(texts), self._limits)
+        return answers(self.kind, self._of, self._given(texts), self._limits, self._given_up)
 
     def _given(self, texts: Sequence[Generation]) -> list[tuple[str, str]]:
         decode = self._lm.tokenizer.decode
@@ -69,12 +75,22 @@ class PatternJudge(_Checker):
 class PatternVoteJudge(VoteJudge):
     """A vote on what a pattern finds in each text: its last match, of that the first group."""
 
-    def __init__(self, lm: Session, pattern: str, weigher: Judge | None = None) -> None:
+    def __init__(
+        self,
+        lm: Session,
+        pattern: str,
+        weigher: Judge | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         super().__init__(weigher=weigher)
-        self._pattern = PatternJudge(lm, pattern)
+        self._pattern = PatternJudge(lm, pattern, limits)
 
-    def answers(self, texts: Sequence[Generation]) -> list[Hashable | None]:
-        return [found.answer for found in self._pattern.found(texts)]
+    def answers(self, texts: Sequence[Generation]) -> list[Verdict]:
+        return self._pattern.found(texts)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._pattern.cancel()
 
 
 class FileJudge(_Checker):
@@ -107,15 +123,15 @@ class UnitTestJudge(_Checker):
 
     def _answers(self, texts: Sequence[Generation]) -> list[dict[str, Any]]:
         """Each in a process of its own: what one text's code leaves behind must not help others."""
-        pool, given_up = ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)), Event()
+        pool = ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1))
         try:
             asked = [
-                pool.submit(answers, self.kind, self._of, [one], self._limits, given_up)
+                pool.submit(answers, self.kind, self._of, [one], self._limits, self._given_up)
                 for one in self._given(texts)
             ]
             found = [each.result()[0] for each in asked]
         finally:  # whoever leaves early, by Ctrl-C say, leaves nothing running
-            given_up.set()
+            self._given_up.set()
             pool.shutdown(wait=False, cancel_futures=True)
         return [{**one, "score": one["score"] or 0.0} for one in found]
 

@@ -66,6 +66,8 @@ def answers(
     """
     limits, found = limits or Limits(), list[dict[str, Any]]()
     while len(found) < len(texts):
+        if given_up is not None and given_up.is_set():
+            return found + [_failed("nobody waits for it any more")] * (len(texts) - len(found))
         with _Child(kind, of, texts[len(found) :], limits, given_up or Event()) as child:
             found += child.answers()
     return found
@@ -128,6 +130,9 @@ class _Child:
         """One for each text, up to the first that it fails at."""
         ready = self._line(_LOADING)
         if "ready" not in ready:
+            if self.given_up.is_set():
+                yield ready
+                return
             raise UnspoolError(f"{self.of} cannot be used: {ready.get('error') or ready['why']}")
         for _ in range(self.count):
             answer = self._line(self.limits.seconds)

@@ -104,6 +104,8 @@ def _section(
 def _title(item: str) -> str:
     """A heading from an item of the outline: its first words, if it goes on and on."""
     words = re.split(r"[.:;!?]\s", item.strip("*#: "))[0].strip("*#:. ")
+    if len(words) > _LONGEST:
+        words = words.split(",")[0]
     return words if len(words) <= _LONGEST else words[:_LONGEST].rpartition(" ")[0]
 
 

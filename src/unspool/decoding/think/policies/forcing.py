@@ -58,7 +58,8 @@ class _Thinking:
         if len(tags) != 2 or not all(isinstance(tag, str) and tag for tag in tags):
             raise SettingsError(f"tags are {tags!r}; give the open tag and the close tag")
         self._search, (self._open, self._close) = search, tags
-        self.closing = search.lm.tokenizer.encode(self._close)
+        # A token of its own in models that were made to think, and text in others.
+        self.closing = search.lm.tokenizer.encode(self._close, specials=True)
         self._begun = 0  # tokens of the text that come before the thinking
 
     def open(self) -> Moves[Node]:
@@ -67,7 +68,8 @@ class _Thinking:
         written = "".join(search.lm.readable_all(search.root.generation.prompt[-16:]))
         if written.rstrip().endswith(self._open):
             return search.root
-        (node,) = yield from search.put([(search.root, self._open + "\n")])
+        opening = search.lm.tokenizer.encode(self._open + "\n", specials=True)
+        (node,) = yield from search.put([(search.root, opening)])
         self._begun = len(node.generation.steps)
         return node
 
@@ -76,7 +78,6 @@ class _Thinking:
         tokens = most - len(node.generation.steps)
         if tokens <= 0:
             return node
-        # The tag is a token of its own in models that were made to think, and text in others.
         ends = self.closing if len(self.closing) == 1 else [self._close]
         texts = yield from self._search.sample([node], 1, tokens, until=ends)
         return texts[0] if texts else node

@@ -15,7 +15,7 @@ anywhere), N visits, and P(c) the share of c's probability among its siblings:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from unspool.decoding.search_tree import Node
@@ -45,6 +45,16 @@ class Place:
         while place is not None:
             yield place
             place = place.parent
+
+    def add(self, nodes: Sequence[Node]) -> list[Place]:
+        """More children, and the share that each has now in the probability of all."""
+        added = [Place(node, self) for node in nodes]
+        self.children += added
+        self.closed = False
+        total = math.fsum(map(_likelihood, self.children)) or 1.0
+        for child in self.children:
+            child.prior = _likelihood(child) / total
+        return added
 
     def see(self, score: float) -> None:
         """A whole text below this place has this score."""
@@ -113,37 +123,33 @@ def mcts(
     pieces, bounds, root = Pieces(search, step, tokens), Bounds(rule, explore), Place(search.root)
     whole_texts: list[Node] = []
     for _ in range(whole("rounds", rounds)):
-        place = bounds.descend(root)
+        # Where all below is known, other beginnings are looked for.
+        place = root if root.closed else bounds.descend(root)
+        written = search.budget.spent.written
         grown = yield from pieces.grow([place.node], whole("width", width))
+        if not grown and (place is root or search.budget.spent.written == written):
+            break  # nothing new is found, or the budget is spent
         if not grown:
-            break  # the budget is spent
-        place.children = _children(place, grown)
+            place.close()
+            continue
+        children = place.add(grown)
         going = [node for node in grown if search.left(node)]
         rollouts = yield from search.sample(going)
         ends = {node: node for node in grown if not search.left(node)}
         ends |= {rollout.parent: rollout for rollout in rollouts if rollout.parent}
         yield from search.judge(list(ends.values()))
         whole_texts += ends.values()
-        for child in place.children:
+        for child in children:
             text = ends.get(child.node)
             if text is not None and text.score is not None:
                 bounds.saw(text.score)
                 child.see(text.score)
             if text is None or text.score is None or text is child.node:
                 child.close()  # no budget to go on, nothing that can be judged, or its end
-        if root.closed:
-            break
     yield from search.win(whole_texts)
 
 
-def _children(place: Place, grown: list[Node]) -> list[Place]:
-    """The places of a text's continuations, with their priors: by probability, a token on average,
-    so that a short piece has no advantage."""
-    weights = [math.exp(_piece_logprob(node)) for node in grown]
-    total = math.fsum(weights) or 1.0
-    return [Place(node, place, weight / total) for node, weight in zip(grown, weights, strict=True)]
-
-
-def _piece_logprob(node: Node) -> float:
-    steps = node.steps
-    return math.fsum(step.logprob for step in steps) / len(steps)
+def _likelihood(place: Place) -> float:
+    """Of a piece, a token on average, so that a short one has no advantage."""
+    steps = place.node.steps
+    return math.exp(math.fsum(step.logprob for step in steps) / len(steps))

@@ -1,0 +1,114 @@
+"""Budget forcing, token by token, against a loop that does the same by single greedy steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoding.support import pages_left
+from decoding.think.support import forget, metered
+from unspool.decoding.think.think import think
+from unspool.errors import SettingsError, UnspoolError
+
+PROMPT = "A branch stands at a node."
+
+
+def tags(lm, text):
+    return lm.tokenizer.encode(text, specials=True)
+
+
+def by_hand(lm, prompt, *, bias, least, most, answer, close, wait):
+    """The tokens behind the prompt that budget forcing has to give."""
+    opening = tags(lm, "<think>\n")
+    tokens = list(opening)
+
+    def greedy() -> int:
+        step = lm.generate([*prompt, *tokens], max_tokens=1, temperature=0, logit_bias=bias)
+        return step.tokens[0]
+
+    def thought() -> int:
+        return len(tokens) - len(opening)
+
+    while thought() < most:
+        token = greedy()
+        if token in (close, *lm.end_ids):
+            if thought() >= least or thought() + len(wait) > most:
+                break
+            tokens += wait
+        else:
+            tokens.append(token)
+    tokens.append(close)
+    for _ in range(answer):
+        tokens.append(greedy())
+        if tokens[-1] in lm.end_ids:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("eager", [0.0, 4.0, 6.0, 30.0])  # how gladly the model closes
+@pytest.mark.parametrize(("least", "most"), [(0, 12), (8, 12), (12, 12), (5, 30), (0, 1)])
+def test_token_by_token(worded_lm, eager, least, most):
+    lm = worded_lm
+    (close,), ids = tags(lm, "</think>"), lm.prompt_ids(PROMPT)
+    bias = {close: eager, **{end: eager - 1.0 for end in lm.end_ids}}
+    opening = len(tags(lm, "<think>\n"))
+    forget(lm)
+    with metered(lm) as meter:
+        thought = think(
+            lm, PROMPT, policy="think", min_thinking=least, max_thinking=most, temperature=0,
+            logit_bias=bias, budget=400, max_tokens=opening + most + 1 + 6,
+        )  # fmt: skip
+    tokens = thought.best.tokens
+    answer = opening + most + 1 + 6 - tokens.index(close) - 1
+    expected = by_hand(
+        lm, ids, bias=bias, least=least, most=most, answer=answer, close=close,
+        wait=lm.tokenizer.encode("Wait"),
+    )  # fmt: skip
+    assert tokens == expected
+    assert least <= tokens.index(close) - opening <= most
+    assert meter.tokens == thought.spent.total <= 400
+    assert pages_left(lm) == 0
+
+
+def test_a_tag_that_is_several_tokens(worded_lm):
+    """A model that was not made to think has no token for the tag: it is text like any other."""
+    lm = worded_lm
+    thought = think(
+        lm, PROMPT, policy="think", tags=("(", ") so"), min_thinking=3, max_thinking=10,
+        temperature=0, max_tokens=30, budget=200,
+    )  # fmt: skip
+    assert thought.text.startswith("(\n") and ") so" in thought.text
+    assert len(lm.tokenizer.encode(") so")) > 1
+    # Written at once behind the opening, it is taken back as often as it takes.
+    forced = {"regex": r"(?:\(\n)?(?: node| page|Wait|\) so)*"}
+    again = think(
+        lm, PROMPT, policy="think", tags=("(", ") so"), min_thinking=8, max_thinking=40, seed=2,
+        temperature=1.0, max_tokens=60, budget=300, **forced,
+    )  # fmt: skip
+    inside = again.text.removeprefix("(\n").split(") so")[0]
+    assert len(lm.tokenizer.encode(inside)) >= 8
+
+
+def test_a_prompt_that_opens_the_tag_already(worded_lm):
+    thought = think(
+        worded_lm, tags(worded_lm, PROMPT + "<think>\n"), policy="think", max_thinking=5,
+        temperature=0, max_tokens=12, budget=100,
+    )  # fmt: skip
+    (opened,), (closed,) = tags(worded_lm, "<think>"), tags(worded_lm, "</think>")
+    assert opened not in thought.best.tokens and closed in thought.best.tokens
+
+
+def test_faults(worded_lm):
+    for options, said in (
+        ({"min_thinking": 500}, "min_thinking is 500, and"),
+        ({"min_thinking": 9, "max_thinking": 8}, "min_thinking is 9, and 8 tokens"),
+        ({"wait": ""}, "wait is empty"),
+        ({"tags": ("<a>",)}, "give the open tag and the close tag"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            think(worded_lm, PROMPT, policy="think", budget=200, **options)
+    for budget in range(1, 40, 3):
+        try:
+            assert think(worded_lm, PROMPT, policy="think", budget=budget).spent.total <= budget
+        except UnspoolError as error:
+            assert "budget" in str(error)
+    assert pages_left(worded_lm) == 0
