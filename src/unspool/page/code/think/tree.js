@@ -32,7 +32,7 @@ export function SearchTree() {
   useLayoutEffect(() => {
     if (running && nodes.length < 2) touched.current = false;
     if (!touched.current) inSight(box.current, newest);
-  }, [newest, running]);
+  }, [newest, running, width]);
 
   const focus = (item) => item && box.current.querySelector(`[data-node="${item.node.number}"]`)?.focus();
   const keys = (event) => {
