@@ -79,6 +79,11 @@ PARTS += [
 ]
 PARTS += [f'<ul class="twins-candidates"><li><button aria-pressed="{is_on}"><span class="piece">'
           "<i>a</i></span></button></li></ul>" for is_on in ("true", "false")]  # fmt: skip
+PARTS += [
+    f'<div class="think-card {kind}"><span class="{part}">a</span></div>'
+    for kind in ("", "lost", "lost failed", "on-way", "winner", "failed")
+    for part in ("think-score", "think-words")
+]
 
 FAINT = """async (pieces) => {
     const { numbersOf } = await import("/page/code/colors.js");

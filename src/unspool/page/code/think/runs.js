@@ -187,6 +187,7 @@ export async function openNode(number) {
     const made = await api.post("/v1/tree", { ...asked, model, seed, top: CANDIDATES, name: number ? `Text ${number} of a search` : null });
     const id = keep(made, { temperature: asked.temperature });
     if (tokens.length) adoptEvent("branch", { data: await api.post(`/v1/tree/${id}/append`, { tokens }) });
+    state.branches.get(id).kept = new Set(tokens.keys()); // the model's own words, not a person's
     text.id = id;
   } catch (error) {
     text.fault = error.message;

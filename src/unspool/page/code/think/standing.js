@@ -4,7 +4,7 @@ import { count, duration, html, plural } from "../lib.js";
 import { isLost, thinking, tokensOf } from "./runs.js";
 import { scored } from "./words.js";
 
-const KINDS = { prompt: "prompt", written: "written", judged: "read by the judge" };
+const KINDS = { prompt: "prompt", written: "written", judged: "read to judge" };
 
 /** What was spent of the budget, and on what. */
 export function Spending() {
@@ -51,7 +51,8 @@ export function Votes() {
   }
   if (!votes.size) return null;
   const most = Math.max(...[...votes.values()].map(({ score }) => score), 1e-9);
-  const rows = [...votes].sort(([, one], [, other]) => other.score - one.score);
+  const won = String(thinking.nodes[thinking.winner]?.answer);
+  const rows = [...votes].sort(([, one], [, other]) => other.score - one.score).sort(([one], [other]) => (other === won) - (one === won));
   return html`<section aria-label="Votes" class="think-votes"><h3>Votes</h3><div class="bars">${rows.map(([answer, { count, score }]) => html`
     <span key=${answer} dir="auto">${answer}</span><div class="track" aria-hidden="true"><span style=${{ width: `${Math.max(0, score / most) * 100}%` }} /></div>
     <span class="small">${scored(score)}, ${plural(count, "text")}</span>`)}</div></section>`;

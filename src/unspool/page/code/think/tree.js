@@ -21,7 +21,7 @@ export function SearchTree() {
   const way = new Set(winner === null ? [] : pathTo(winner).map(({ number }) => number));
   const shows = (number) => !hides || number === open || !isLost(number);
   const { items, rows, columns } = laidOut(nodes, shows);
-  const column = Math.max(LEAST, (width / rem - FIRST - GAP) / Math.max(1, columns - 1) - GAP);
+  const column = Math.max(LEAST, (width / rem - FIRST) / Math.max(1, columns - 1) - GAP);
   const left = (at) => (at === 0 ? 0 : FIRST + GAP + (at - 1) * (column + GAP));
   const whole = left(Math.max(1, columns - 1)) + column;
   const scores = nodes.map(({ score }) => score).filter((score) => score != null);
@@ -32,7 +32,7 @@ export function SearchTree() {
   useLayoutEffect(() => {
     if (running && nodes.length < 2) touched.current = false;
     if (!touched.current) inSight(box.current, newest);
-  }, [newest, running]);
+  }, [newest, running, width]);
 
   const focus = (item) => item && box.current.querySelector(`[data-node="${item.node.number}"]`)?.focus();
   const keys = (event) => {

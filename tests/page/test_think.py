@@ -1,0 +1,229 @@
+"""Think: a search watched as a tree that grows, its texts opened and gone on with by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from acts import tokens, until
+from looks import check_looks
+from playwright.sync_api import Locator, Page, expect
+from running_server import Running, running, settled
+
+import unspool
+from decoding.worded import save_chatty
+from unspool.decoding.think.judges.names import NAMES, JudgeName
+from unspool.decoding.think.think import POLICIES, policy_options
+from unspool.serve.core.registry import ModelEntry
+
+SLOW = 60_000  # milliseconds
+BEAM = {"keep": "2", "width": "2", "step": "tokens", "tokens": "6"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A tiny model that chats, and another that could be asked to judge."""
+    folder = save_chatty(tmp_path_factory.mktemp("chatty"))
+
+    def load() -> Any:
+        lm = unspool.load(folder, backend="torch", memory=16 << 20)
+        lm.end_ids = frozenset()  # whatever it writes, every text has its full length
+        return lm
+
+    entries = [ModelEntry("chatty", load, 1 << 20), ModelEntry("critic", load, 1 << 20)]
+    with running(entries, max_think=100_000) as found:
+        yield found
+
+
+@pytest.fixture
+def view(page: Page) -> Locator:
+    page.get_by_role("button", name="Think", exact=True).click()
+    found = page.get_by_role("region", name="Think", exact=True)
+    expect(found.get_by_role("heading", name="Think")).to_be_visible()
+    return found
+
+
+def ask(view: Locator, policy: str, **fields: str) -> None:
+    """Fill in the form, and begin."""
+    given = {"policy": policy, "prompt": "the rows of the tree", "seed": "3", **fields}
+    for name, value in given.items():
+        field = view.locator(f"[name={name}]")
+        if field.evaluate("(each) => each.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    view.locator("#think-search").click()
+
+
+def found(view: Locator, policy: str = "beam", **fields: str) -> Locator:
+    """A search has been made; gives its tree."""
+    options = BEAM if policy == "beam" else {}
+    ask(view, policy, **{"length": "24", "budget": "500", **options, **fields})
+    expect(view.locator(".think-card.winner")).to_be_visible(timeout=SLOW)
+    expect(view.locator("#think-search")).to_be_enabled(timeout=SLOW)
+    return view.get_by_role("tree", name="The search")
+
+
+def searched(server: Running, **think: Any) -> dict[str, Any]:
+    """The same search, asked for by a program."""
+    body = {"messages": [{"role": "user", "content": "the rows of the tree"}], "seed": 3}
+    body |= {"max_tokens": 24, "temperature": 0.8, "think": {"budget": 500, **think}}
+    answer = httpx.post(f"{server.url}/v1/think", json=body, timeout=60)
+    answer.raise_for_status()
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def number(view: Locator, name: str) -> Locator:
+    return view.locator(f"[data-number={name}]")
+
+
+def test_the_tree_is_the_servers(view: Locator, server: Running) -> None:
+    tree = found(view)
+    told = searched(server, policy="beam", keep=2, width=2, step="tokens", tokens=6)
+    grown = [one for one in told["data"] if one["event"] == "grown"]
+    drawn = tree.get_by_role("treeitem").evaluate_all(
+        "(items) => items.map(({ dataset }) => [Number(dataset.node), Number(dataset.parent)])"
+    )
+    assert sorted(drawn)[1:] == [[one["node"], one["parent"]] for one in grown]
+    (won,) = [one for one in told["data"] if one["event"] == "won"]
+    expect(tree.locator(".winner")).to_have_attribute("data-node", str(won["node"]))
+    pruned = {one["node"] for one in told["data"] if one["event"] == "pruned"}
+    marked = tree.locator("[data-pruned=true].lost")
+    expect(marked).to_have_count(len(pruned))
+    expect(tree.locator(".winner.lost, .on-way.lost")).to_have_count(0)
+    expect(view.get_by_role("status").first).to_contain_text(f"Text {won['node']} won with −")
+    expect(number(view, "tokens")).to_contain_text("24, 6 of them its own")  # it is opened
+
+
+def test_the_budget_is_a_bar(view: Locator) -> None:
+    found(view, budget="300")
+    bar = view.get_by_role("meter", name="Tokens computed")
+    expect(bar).to_have_attribute("aria-valuemax", "300")
+    spent = int(bar.get_attribute("aria-valuenow") or 0)
+    assert 24 < spent <= 300
+    expect(number(view, "spent")).to_contain_text(f"{spent} of 300 tokens")
+    widths = bar.locator("span").evaluate_all("(all) => all.map((one) => one.style.width)")
+    assert abs(sum(float(width.rstrip("%")) for width in widths) - spent / 3) < 0.1
+
+
+def test_what_was_pruned_can_be_hidden(view: Locator) -> None:
+    tree = found(view)
+    assert tree.locator(".lost").count() > 2
+    view.get_by_label("Hide what was pruned").check()
+    expect(tree.locator(".lost")).to_have_count(0)
+    expect(tree.locator(".winner")).to_be_visible()
+
+
+def test_a_text_is_opened_with_its_tokens_and_its_score(page: Page, view: Locator) -> None:
+    tree = found(view)
+    tree.locator("[tabindex='0']").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    until(page, "document.activeElement.dataset.node === '1'")
+    page.keyboard.press("ArrowLeft")
+    until(page, "document.activeElement.dataset.node === '0'")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    card = view.get_by_role("region", name="A text of the search")
+    expect(card).to_have_attribute("data-open", "1")
+    score = tree.locator("[data-node='1'] .think-score").inner_text()
+    expect(number(card, "score")).to_have_text(score)
+    expect(card.locator(".t")).to_have_count(6)
+    # The judge's score is the mean log-probability of these very tokens.
+    steps = page.evaluate(
+        """Promise.all([import("/page/code/state.js"), import("/page/code/think/runs.js")])
+        .then(([{ state }, { thinking }]) => state.branches.get(thinking.opened.get(1).id).steps)"""
+    )
+    mean = sum(step["logprob"] for step in steps) / 6
+    assert abs(mean - float(score.replace("−", "-"))) < 0.02
+    card.locator(".t").nth(2).click()
+    expect(page.get_by_role("dialog", name="What the model weighed at token 3")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog", name="What the model weighed")).to_have_count(0)
+
+
+def test_a_branch_is_gone_on_with_by_hand(page: Page, view: Locator) -> None:
+    tree = found(view)
+    lost = tree.locator(".lost[aria-level='2']").first  # a beginning that did not live on
+    lost.click()
+    card = view.get_by_role("region", name="A text of the search")
+    expect(card.get_by_text("pruned", exact=True)).to_be_visible()
+    expect(card.locator(".t")).to_have_count(6)
+    words = card.locator(".t").all_text_contents()
+    card.get_by_role("button", name="Go on in Write").click()
+    expect(tokens(page)).to_have_count(6)
+    assert tokens(page).all_text_contents() == words
+    expect(page.locator("#text .chosen")).to_have_count(0)  # they are the model's own
+    page.locator("#one-step").click()
+    expect(tokens(page)).to_have_count(7)
+    page.get_by_role("button", name="Think", exact=True).click()  # the search is still there
+    expect(view.locator(".think-card.winner")).to_be_visible()
+
+
+def test_votes_are_counted(view: Locator) -> None:
+    found(view, "vote", judge="vote:", pattern=".", n="5")
+    votes = view.get_by_role("region", name="Votes")
+    counts = votes.locator(".small").all_inner_texts()
+    assert sum(int(one.split(", ")[1].split()[0]) for one in counts) == 5
+    expect(number(view, "answer")).to_have_text(votes.locator(".bars > span").first.inner_text())
+
+
+def test_a_judge_that_fails_says_why(view: Locator) -> None:
+    found(view, "best-of", judge="regex:", pattern=".", n="3")
+    expect(view.locator(".think-card .think-score").first).to_have_text("1")
+    ask(view, "vote", judge="vote:", pattern="no such words")
+    expect(view.get_by_role("alert")).to_contain_text("judge failed", timeout=SLOW)
+    expect(view.locator(".think-card.failed .think-score").first).to_have_text("failed")
+    view.locator(".think-card.failed").first.click()
+    expect(number(view, "why")).not_to_be_empty()
+
+
+def test_stop_gives_everything_back(view: Locator, server: Running) -> None:
+    ask(view, "mcts", rounds="5000", width="4", length="100", budget="100000")
+    expect(view.locator(".think-card").nth(5)).to_be_visible(timeout=SLOW)
+    view.locator("#think-stop").click()
+    expect(view.get_by_text("Stopped; the server has given everything back")).to_be_visible()
+    expect(view.locator("#think-search")).to_be_enabled()
+    settled(server)
+    view.locator(".think-card[data-node='1']").click()  # what was found can still be read
+    card = view.get_by_role("region", name="A text of the search")
+    expect(card.locator(".t").first).to_be_visible()
+
+
+def test_what_is_wrong_is_said_in_place(view: Locator, expected_errors: list[str]) -> None:
+    ask(view, "best-of", budget="much")
+    expect(view.get_by_role("alert")).to_contain_text("must be a whole number of 1 or more")
+    expect(view.locator("[name=budget]")).to_have_attribute("aria-invalid", "true")
+    ask(view, "best-of", budget="100", judge="regex:")
+    expect(view.get_by_role("alert")).to_contain_text("which pattern")
+    expected_errors.append("400")
+    ask(view, "best-of", judge="", n="99", budget="100")
+    expect(view.get_by_role("alert")).to_contain_text("at most 16")
+    ask(view, "beam", judge="regex:", pattern="a", budget="500")
+    expect(view.get_by_role("alert")).to_contain_text("judges only whole ones", ignore_case=True)
+
+
+def test_what_can_be_chosen_is_what_the_server_knows(page: Page, view: Locator) -> None:
+    choices = page.evaluate("import('/page/code/think/choices.js').then((m) => ({...m}))")
+    assert choices["POLICIES"].keys() == POLICIES.keys()
+    for policy, told in choices["POLICIES"].items():
+        assert {one["name"] for one in told["options"]} <= policy_options(policy).keys()
+    kinds = {"pattern": "a", "model": "critic", "weigher": "certainty", None: ""}
+    asked = [
+        JudgeName.parse(name + kinds[told.get("needs")])
+        for name, told in choices["JUDGES"].items()
+        if name
+    ]
+    assert not any(judge.runs_code for judge in asked)  # nobody may have files run from afar
+    known = {JudgeName.parse(name) for name in NAMES if ":" not in name and "+" not in name}
+    assert known <= set(asked)
+    view.locator("[name=judge]").select_option("ask:")
+    expect(view.locator("[name=model]")).to_have_value("critic")
+
+
+def test_looks(page: Page, view: Locator) -> None:
+    found(view)
+    check_looks(page, "think")
