@@ -239,3 +239,21 @@ def test_the_default_model_is_fetched_while_the_rest_starts(
     found = starting._located(ModelChoice(None, {}), None)
     assert found.name == "SmolLM2-135M-Instruct.Q4_1" and found.size > 90_000_000
     assert found.choice.model is None  # so that loading it fetches it
+
+
+def test_a_signal_that_comes_while_it_tells_of_its_start_stops_it():
+    from starlette.applications import Starlette
+
+    from unspool.serve.http import server
+    from unspool.serve.http.listening import bound_socket
+
+    stopped = []
+
+    def started(address: str) -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        return True
+
+    settings = ServeSettings(port=0)
+    bound = bound_socket(settings)
+    server.run(Starlette(), settings, bound, stopping=lambda: stopped.append(1), started=started)
+    assert stopped == [1]

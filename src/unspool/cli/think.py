@@ -214,10 +214,9 @@ def _close(thought: Thought, events: list[Event]) -> None:
     failed = [node.why for node in view.nodes.values() if node.fate == "failed"]
     if failed:
         o.say(f"the judge failed on {len(failed)} texts; the first: {failed[0]}")
-    why = thought.tree.leaf.why
+    why = f" ({thought.tree.leaf.why})" if thought.tree.leaf.why else ""
     score = "" if thought.score is None else f", score {thought.score:.4g}"
     o.say(
-        f"{thought.policy}: best of {len(view.nodes) - 1} texts{score}"
-        f"{f' ({why})' if why else ''}; {view.spent()}, {thought.seconds:.1f} s, "
-        f"seed {thought.best.seed}"
+        f"{thought.policy}: best of {len(view.nodes) - 1} texts{score}{why}; "
+        f"{view.spent()}, {thought.seconds:.1f} s, seed {thought.best.seed}"
     )

@@ -120,7 +120,8 @@ class Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            self.should_exit = not self._on_started(address)
+            if not self._on_started(address):  # a signal that comes meanwhile is not forgotten
+                self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

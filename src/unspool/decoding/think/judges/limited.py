@@ -186,7 +186,7 @@ def _environment(folder: Path) -> dict[str, str]:
     """Little of ours: no keys, no tokens; the same order of sets every time."""
     kept = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
     return {
-        **{name: os.environ[name] for name in kept if name in os.environ},
+        **{name: value for name, value in os.environ.items() if name in kept},
         "HOME": str(folder),
         "TMPDIR": str(folder),
         "OMP_NUM_THREADS": "1",

@@ -18,6 +18,7 @@ let drawn = { id: null, tokens: [], spans: [], line: null };
 let lit = null;
 let marked = null; // the selected token
 let follows = true; // the end of the text stays in sight while it grows
+let begun = null; // the writing that took the focus
 
 /** Make the pane inside an element; gives the function that takes it away. */
 export function mountPane(element) {
@@ -77,10 +78,12 @@ function keepInSight() {
   changed("layout");
 }
 
-/** Writing begins or ends. The keys are the text's now: what was asked is asked. */
+/** Writing begins, goes on or ends. When it begins, the keys are the text's: what was asked is asked. */
 function began() {
   mark();
-  if (!state.writing) return;
+  const isNew = state.writing && state.writing !== begun;
+  begun = state.writing;
+  if (!isNew) return;
   follows = true;
   const field = document.activeElement?.closest(".composer, .reply");
   if (field) requestAnimationFrame(() => box?.focus({ preventScroll: true }));
