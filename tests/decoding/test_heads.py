@@ -31,8 +31,14 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("which", ["own", "eagle"])
-@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("which", "options"),
+    [
+        *(("own", options) for options in WAYS),
+        ("eagle", WAYS[1]),
+        *(pytest.param("eagle", options, marks=pytest.mark.slow) for options in WAYS[2:]),
+    ],
+)
 def test_the_text_is_the_same(
     native: Any, own: Path, eagle: Path, options: dict[str, Any], which: str
 ):

@@ -182,7 +182,7 @@ def strange_comparison(picture: str) -> Callable[[Page], None]:
     return act
 
 
-VIEWS |= {
+LONG = {
     "strange-step": strange_panel("Step", 5),
     "strange-inside": strange_panel("Inside", 5),
     "strange-map": strange_panel("Map", 5),
@@ -193,8 +193,10 @@ VIEWS |= {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    "view", [*VIEWS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+)
 def test_a_view_is_accessible_and_fits(page: Page, view: str) -> None:
-    VIEWS[view](page)
+    (VIEWS | LONG)[view](page)
     page.wait_for_load_state("networkidle")
     check_looks(page, view)

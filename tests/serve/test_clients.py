@@ -108,6 +108,7 @@ def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
     assert text == wanted.text and {*json.loads(text)} == {"name", "age"}
 
 
+@pytest.mark.slow
 def test_llm_with_the_other_endpoints(llm, lm):
     assert {"OpenAI Chat: unspool", "OpenAI Responses: unspool-responses"} <= {
         *llm("models").splitlines()

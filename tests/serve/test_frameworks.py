@@ -90,6 +90,7 @@ def older(server: Any) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_litellm(older: dict[str, Any], lm: Any) -> None:
     wanted = lm.chat(QUESTION, temperature=0, max_tokens=16).text
     found = older["litellm"]

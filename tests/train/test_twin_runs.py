@@ -146,7 +146,11 @@ def test_a_puzzle_twin_is_an_ordinary_checkpoint(here: Path, sight: str):
         assert text == run.samples()[-1]["text"] or "?" in run.samples()[-1]["text"]
 
 
-@pytest.mark.parametrize("kind", ["block", "fill", "draft", "countdown:2"])
+@pytest.mark.parametrize(
+    "kind",
+    ["block", pytest.param("fill", marks=pytest.mark.slow), "draft",
+     pytest.param("countdown:2", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path, kind: str):
     whole, _ = trained(settings(here, kind))
     parts = new_run(settings(here, kind, save_every=2), here / "runs" / "parts")

@@ -50,7 +50,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("new", (True, False))
+@pytest.mark.parametrize("new", (True, pytest.param(False, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", LAYERS)
 def test_as_plain_torch(name: str, new: bool):
     layer = a_layer(**LAYERS[name])
