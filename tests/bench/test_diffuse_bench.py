@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_the_bench_runs_without_a_real_model(tmp_path: Path):
     found = subprocess.run(
         [sys.executable, "bench/diffuse.py", "--tiny", "--json", str(tmp_path / "table.json")],

@@ -166,6 +166,7 @@ def evaluated(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(told.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
     hits, normed_hits = 0, 0
     samples = sorted(evaluated["samples"]["quiz"], key=lambda sample: sample["doc_id"])

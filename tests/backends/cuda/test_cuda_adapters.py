@@ -20,7 +20,7 @@ CLOSE = 2e-4
     ("name", "exact"),
     [
         ("gated", False),
-        ("not gated, with biases, a window", False),
+        pytest.param("not gated, with biases, a window", False, marks=pytest.mark.slow),
         pytest.param("tied, all heads alike", False, marks=pytest.mark.slow),
         pytest.param("with experts", False, marks=pytest.mark.slow),
         pytest.param("gated", True, marks=pytest.mark.slow),
@@ -36,6 +36,7 @@ def test_the_numbers_of_the_plain_backend(name: str, exact: bool) -> None:
     assert min(np.abs(bare - one).max() for one in (adapted, few, wide)) > 0.05
 
 
+@pytest.mark.slow
 def test_they_come_and_go() -> None:
     """A slot is used again, room is made for more of them, and texts stay what they were."""
     shape = config(layers=1, context=128)

@@ -70,6 +70,7 @@ def test_narrow_numbers_few_and_many(tokens: int):
     torch.testing.assert_close(run(x, given, weights), feed(x[None])[0], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_the_same_bits_for_any_number_of_tokens():
     _, given, weights = made(4, 2)
     x = torch.randn(150, 48, generator=torch.Generator().manual_seed(1)).to(DEVICE)

@@ -118,7 +118,7 @@ def test_the_bits_of_decoding(chunks: list[tuple[int, int]], group: int, seed: i
         assert torch.equal(run(texts, exact=True), out)
 
 
-@pytest.mark.parametrize("exact", (False, True))
+@pytest.mark.parametrize("exact", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_it_does_not_matter_where_a_chunk_began(exact: bool):
     texts = stored(some_texts(a_layer(), [150, 80], [120, 80], dtype=torch.float16, device=DEVICE))
     whole = run(texts, exact)
