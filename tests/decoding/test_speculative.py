@@ -1,25 +1,34 @@
-"""Drafts: any drafter, the same text; the right distribution; they stop when they do not pay."""
+"""Drafts: any drafter, the same text; the right distribution."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.stats
+from drafts_support import (
+    UNCHANGED,
+    Says,
+    a_request,
+    alike,
+    fake_engine,
+    garbage,
+    leftover,
+    table,
+    told,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_backend import FakeBackend
 from unspool.backends.base import StepLimits
 from unspool.backends.torch.paged import TorchBackend
-from unspool.decoding.adaptive import FIRST_REST, HOPELESS, Adaptive
+from unspool.decoding.adaptive import Adaptive
 from unspool.decoding.speculative import (
     Corpus,
     CorpusDrafter,
@@ -29,108 +38,12 @@ from unspool.decoding.speculative import (
     drafter_from,
     make_drafter,
 )
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.engine.request import Request
 from unspool.engine.sequence import Sequence as WrittenText
-from unspool.engine.steps import Step
 from unspool.errors import SettingsError
-from unspool.sampling import SamplingSettings, rows
-
-UNCHANGED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}  # the model's own
-
-
-class Says:
-    """Proposes what a function of the text says; keeps what it was told."""
-
-    def __init__(self, say: Callable[[Sequence[int]], Any]) -> None:
-        self.say = say
-        self.told: list[tuple[int, int, float]] = []
-
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        found: list[int] = self.say(tokens)
-        return found
-
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        self.told.append((proposed, accepted, seconds))
-        return None
-
-
-def garbage(seed: int, vocabulary: int, longest: int = 6) -> Says:
-    """Random tokens, some of them impossible, sometimes more than asked for."""
-    chance = np.random.default_rng(seed)
-
-    def say(tokens: Sequence[int]) -> list[int]:
-        count = int(chance.integers(0, longest))
-        found: list[int] = chance.integers(0, vocabulary, count).tolist()
-        if chance.random() < 0.1:
-            found += [vocabulary + 3, -1, 1 << 70]
-        return found
-
-    return Says(say)
-
-
-def table(vocabulary: int, seed: int = 0) -> Any:
-    """A distribution after each pair of tokens; in eighths, so that it can be counted out."""
-    chance = np.random.default_rng(seed)
-    cells = chance.integers(0, vocabulary, (vocabulary, vocabulary, 8))
-    cells = np.minimum(cells, chance.integers(0, vocabulary, cells.shape))
-    return np.stack([(cells == token).mean(-1) for token in range(vocabulary)], -1)
-
-
-def fake_engine(probabilities: Any, **options: Any) -> Engine:
-    backend = FakeBackend(probabilities, **options)
-    letter = lambda token: bytes([97 + token % 26])  # noqa: E731
-    return Engine(backend, letter, max_waiting=1 << 20)
-
-
-@pytest.fixture(scope="module")
-def letters() -> Iterator[Engine]:
-    """Twelve letters that like to repeat themselves, so that drafts are often right."""
-    probabilities = 0.15 * np.random.default_rng(5).dirichlet([0.3] * 12, (12, 12))
-    for a, b in itertools.product(range(12), repeat=2):
-        probabilities[a, b, (2 * b - a + 1) % 12] += 0.85
-    engine = fake_engine(probabilities)
-    yield engine
-    engine.close()
-
-
-def a_request(prompt: Sequence[int], drafter: Any = None, **options: Any) -> Request:
-    limits = {name: options.pop(name) for name in LIMITS if name in options}
-    limits = {"max_tokens": 40, "context": 64, **limits}
-    return Request(
-        prompt=tuple(prompt),
-        settings=SamplingSettings(**options),
-        limits=Limits(**limits),
-        drafter=drafter,
-    )
-
-
-LIMITS = ("max_tokens", "context", "end_ids", "stop", "sample", "top", "explain")
-
-
-def told(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
-    """All of a step that drafts may not change (the clock, and what the draft said)."""
-    return [(s.token, s.text, s.position, s.finish_reason, s.draw, s.probability) for s in steps]
-
-
-def alike(one: Sequence[Step], other: Sequence[Step]) -> bool:
-    """The same but for rounding: a run of many tokens adds its numbers up in another order."""
-    same = [(s.token, s.text, s.position, s.finish_reason) for s in one] == [
-        (s.token, s.text, s.position, s.finish_reason) for s in other
-    ]
-    near = [s.logprob for s in one] == pytest.approx([s.logprob for s in other], abs=1e-3)
-    return same and near
-
-
-def leftover(engine: Engine) -> int:
-    def count() -> int:
-        engine.tree.index.clear()
-        return engine.tree.pool.used
-
-    return engine.call(count)
-
+from unspool.sampling import rows
 
 # -- the same text ---------------------------------------------------------------------------
 
@@ -379,140 +292,6 @@ def test_chi_square_finds_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: Any
         assert chi_square() < 1e-6
     except AssertionError as error:
         assert "observed" in str(error), "found something that is impossible: that is found, too"
-
-
-# -- the drafters ----------------------------------------------------------------------------
-
-
-def looked_up(text: list[int], longest: int, shortest: int, most: int) -> list[int]:
-    """What `PromptLookup` should say, in the simplest way."""
-    for length in range(longest, shortest - 1, -1):
-        for end in range(len(text) - 1, length - 1, -1):
-            if length < len(text) and text[end - length : end] == text[-length:]:
-                grown = list(text)
-                for n in range(most):
-                    grown.append(grown[end + n])
-                return grown[len(text) :]
-    return []
-
-
-EDITS = st.lists(
-    st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), min_size=1, max_size=5)), max_size=20
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(edits=EDITS, most=st.integers(1, 9))
-def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
-    drafter, text = PromptLookup(longest=4, shortest=1), [0]
-    for back, more in edits:  # also back to the beginning, and on with another text
-        text = [*text[: max(0, len(text) - back)], *more]
-        assert drafter.propose(text, most) == looked_up(text, 4, 1, most)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    documents=st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=5),
-    text=st.lists(st.integers(0, 3), max_size=10),
-    most=st.integers(0, 5),
-)
-def test_a_corpus_gives_what_followed_the_longest_match(documents: Any, text: Any, most: int):
-    found = Corpus(documents).following(text, most)
-    longest = 0  # that something follows, or that is the longest at all
-    for document in documents:
-        for end in range(2, len(document) + 1):
-            for length in range(2, min(8, end, len(text)) + 1):
-                if document[end - length : end] == text[-length:]:
-                    longest = max(longest, length)
-    if not longest:
-        assert found == []
-    elif found:
-        joined = [*text[-longest:], *found]
-        assert any(
-            document[n : n + len(joined)] == joined
-            for document in documents
-            for n in range(len(document))
-        )
-        assert len(found) <= most
-    else:  # nothing followed where it stood
-        assert most == 0 or all(
-            document[n : n + longest] != text[-longest:]
-            for document in documents
-            for n in range(len(document) - longest)
-        )
-
-
-def test_a_corpus_asks_the_majority(tmp_path: Path):
-    corpus = Corpus([[1, 2, 7, 7], [1, 2, 5, 6], [1, 2, 5, 8], [4, 1, 2, 9]])
-    assert corpus.following([3, 1, 2], 2) == [5, 8]
-    assert corpus.following([4, 1, 2], 9) == [9]
-    assert corpus.following([2], 9) == []
-    np.save(tmp_path / "ids.npy", np.array([5, 6, 7, 8, 9]))
-    make = drafter_from(f"corpus:{tmp_path}/ids.npy:2", SimpleNamespace())  # type: ignore[arg-type]
-    assert isinstance(drafter := make(a_request([1])), Adaptive)
-    assert drafter.drafter.propose([1, 6, 7], 9) == [8, 9]
-    with pytest.raises(SettingsError, match="no such file"):
-        drafter_from("corpus:nowhere.txt", SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
-
-
-# -- whether it pays -------------------------------------------------------------------------
-
-
-def rounds(drafter: Adaptive, right: Callable[[int], int], cost: Callable[[int], float], n: int):
-    """Play rounds: `right` of a draft's tokens are right, and a run of so many costs so much."""
-    notes, lengths = [], []
-    for _ in range(n):
-        draft = drafter.propose([1, 2, 3], 100)
-        lengths.append(len(draft))
-        note = drafter.learn(len(draft), right(len(draft)), cost(len(draft)))
-        notes += [note] if note else []
-    return notes, lengths
-
-
-def test_drafts_grow_while_they_are_right():
-    drafter = Adaptive(Says(lambda tokens: [7] * 50), longest=16)
-    notes, lengths = rounds(drafter, lambda k: k, lambda k: 1 + k / 8, 12)
-    assert lengths == [0, 0, 4, 8, *[16] * 8] and notes == []
-    assert drafter.gain is not None and drafter.gain > 4
-    _, lengths = rounds(drafter, lambda k: min(k, 1), lambda k: 1 + k / 20, 5)
-    assert lengths == [16, 8, 4, 2, 2]
-
-
-def test_it_stops_when_nothing_is_right_and_tries_again():
-    drafter = Adaptive(Says(lambda tokens: [7] * 50))
-    notes, lengths = rounds(drafter, lambda k: 0, lambda k: 1 + k / 2, 400)
-    assert lengths[:7] == [0, 0, 4, 2, 1, 1, 0]
-    assert "accepted 0 of 8 tokens" in notes[0] and "times an ordinary one" in notes[0]
-    assert f"after {FIRST_REST} tokens" in notes[0] and f"after {2 * FIRST_REST}" in notes[1]
-    assert lengths[6 : 6 + FIRST_REST] == [0] * FIRST_REST and lengths[6 + FIRST_REST] > 0
-    assert sum(map(bool, lengths)) == HOPELESS * len(notes) <= 20
-    # The tide turns: it is noticed, and the failures are forgotten.
-    _, lengths = rounds(drafter, lambda k: k, lambda k: 1.1, 700)
-    assert lengths[-1] == 16
-
-
-def test_it_stops_when_right_drafts_cost_too_much():
-    drafter = Adaptive(Says(lambda tokens: [7] * 4))
-    notes, _ = rounds(drafter, lambda k: k // 2, lambda k: 1.0 if k == 0 else 4.5, 30)
-    assert len(notes) == 1 and "4.5 times" in notes[0]
-    dear = Adaptive(Says(lambda tokens: [7] * 4))
-    _, lengths = rounds(dear, lambda k: k, lambda k: 1.0 if k == 0 else 17.0, 30)
-    assert sum(map(bool, lengths)) == 2, "a machine on which runs of many tokens are a disaster"
-    cheap = Adaptive(Says(lambda tokens: [7] * 4))
-    assert rounds(cheap, lambda k: k // 2, lambda k: 1.0 if k == 0 else 1.2, 90)[0] == []
-
-
-def test_stopping_is_said_in_the_notes(letters: Engine):
-    plain = list(letters.submit(a_request([1, 2], seed=1, max_tokens=60)))
-    whole = [1, 2, *(step.token for step in plain)]
-    make = lambda request: Adaptive(  # noqa: E731
-        Says(lambda tokens: [(whole[len(tokens)] + 1) % 12] * 3)
-    )
-    request = a_request([1, 2], make, seed=1, max_tokens=60)
-    generation = Generation(request)
-    assert told(list(generation.extend(letters.submit(request)))) == told(plain)
-    assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
-    assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS
 
 
 # -- on models -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ bootstrap(pairs, lambda rows: ...)            # any statistic of rows drawn agai
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -62,9 +63,10 @@ def bootstrap_means(
     known = ~np.isnan(data)
     filled = np.where(known, data, 0.0)
     weights = np.stack([np.bincount(numbers, minlength=len(data)) for numbers in drawn])
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a place that no text has stays nan
         found = (weights @ filled) / (weights @ known)
-    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+        low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
     return low, high
 
 
@@ -88,40 +90,33 @@ def mean_figure(
     seed: int = 0,
 ) -> Figure:
     """A mean with its bootstrap interval."""
-    if not len(values):
-        return Figure(name, None, unit, n=0, why=why or "nothing could be measured", better=better)
-    low, high = bootstrap(values, lambda rows: float(rows.mean()), seed=seed)
-    known = not math.isnan(low)
-    return Figure(
-        name,
-        float(np.mean(values)),
-        unit,
-        low if known else None,
-        high if known else None,
-        len(values),
-        said(why, "bootstrap") if known else why,
-        better,
-    )
+    return _figure(name, values, unit, np.mean, "bootstrap", why, better, seed=seed)
 
 
 def median_figure(
     name: str, values: Sequence[float], unit: str = "", *, why: str = "", better: Better = ""
 ) -> Figure:
     """A median with its bootstrap interval: for times, of which a few are always slow."""
+    return _figure(name, values, unit, np.median, "median, bootstrap", why, better, draws=500)
+
+
+def _figure(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    statistic: Callable[[Any], Any],
+    how: str,
+    why: str,
+    better: Better,
+    **drawing: int,
+) -> Figure:
     if not len(values):
         return Figure(name, None, unit, n=0, why=why or "nothing could be measured", better=better)
-    low, high = bootstrap(values, lambda rows: float(np.median(rows)), draws=500)
-    known = not math.isnan(low)
-    return Figure(
-        name,
-        float(np.median(values)),
-        unit,
-        low if known else None,
-        high if known else None,
-        len(values),
-        said(why, "median, bootstrap") if known else why,
-        better,
-    )
+    low, high = bootstrap(values, lambda rows: float(statistic(rows)), **drawing)
+    if math.isnan(low):
+        return Figure(name, float(statistic(values)), unit, n=len(values), why=why, better=better)
+    told = said(why, how)
+    return Figure(name, float(statistic(values)), unit, low, high, len(values), told, better)
 
 
 def share_figure(

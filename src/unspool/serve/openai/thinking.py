@@ -76,7 +76,8 @@ class _ThoughtAnswer(ChatAnswer):
 
     async def answer(self) -> dict[str, Any]:
         async for found in self._search:
-            self._thought_texts.events.append(found.to_dict())
+            if self._tells:
+                self._thought_texts.events.append(found.to_dict())
         await self.texts.start()
         return await super().answer()
 
@@ -101,7 +102,7 @@ class _ThoughtAnswer(ChatAnswer):
         thought = self._thought_texts.thought
         assert thought is not None
         found["think"] = thought_json(thought.to_dict())
-        if self._tells and self._thought_texts.events:
+        if self._thought_texts.events:
             found["think"]["events"] = self._thought_texts.events
         return found
 

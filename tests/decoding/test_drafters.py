@@ -1,0 +1,158 @@
+"""The drafters: what each proposes, and that it stops where it does not pay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from drafts_support import Says, a_request, told
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspool.decoding.adaptive import FIRST_REST, HOPELESS, Adaptive
+from unspool.decoding.speculative import (
+    Corpus,
+    PromptLookup,
+    drafter_from,
+)
+from unspool.engine.engine import Engine
+from unspool.engine.generation import Generation
+from unspool.errors import SettingsError
+
+# -- the drafters ----------------------------------------------------------------------------
+
+
+def looked_up(text: list[int], longest: int, shortest: int, most: int) -> list[int]:
+    """What `PromptLookup` should say, in the simplest way."""
+    for length in range(longest, shortest - 1, -1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if length < len(text) and text[end - length : end] == text[-length:]:
+                grown = list(text)
+                for n in range(most):
+                    grown.append(grown[end + n])
+                return grown[len(text) :]
+    return []
+
+
+EDITS = st.lists(
+    st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), min_size=1, max_size=5)), max_size=20
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(edits=EDITS, most=st.integers(1, 9))
+def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
+    drafter, text = PromptLookup(longest=4, shortest=1), [0]
+    for back, more in edits:  # also back to the beginning, and on with another text
+        text = [*text[: max(0, len(text) - back)], *more]
+        assert drafter.propose(text, most) == looked_up(text, 4, 1, most)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=5),
+    text=st.lists(st.integers(0, 3), max_size=10),
+    most=st.integers(0, 5),
+)
+def test_a_corpus_gives_what_followed_the_longest_match(documents: Any, text: Any, most: int):
+    found = Corpus(documents).following(text, most)
+    longest = 0  # that something follows, or that is the longest at all
+    for document in documents:
+        for end in range(2, len(document) + 1):
+            for length in range(2, min(8, end, len(text)) + 1):
+                if document[end - length : end] == text[-length:]:
+                    longest = max(longest, length)
+    if not longest:
+        assert found == []
+    elif found:
+        joined = [*text[-longest:], *found]
+        assert any(
+            document[n : n + len(joined)] == joined
+            for document in documents
+            for n in range(len(document))
+        )
+        assert len(found) <= most
+    else:  # nothing followed where it stood
+        assert most == 0 or all(
+            document[n : n + longest] != text[-longest:]
+            for document in documents
+            for n in range(len(document) - longest)
+        )
+
+
+def test_a_corpus_asks_the_majority(tmp_path: Path):
+    corpus = Corpus([[1, 2, 7, 7], [1, 2, 5, 6], [1, 2, 5, 8], [4, 1, 2, 9]])
+    assert corpus.following([3, 1, 2], 2) == [5, 8]
+    assert corpus.following([4, 1, 2], 9) == [9]
+    assert corpus.following([2], 9) == []
+    np.save(tmp_path / "ids.npy", np.array([5, 6, 7, 8, 9]))
+    make = drafter_from(f"corpus:{tmp_path}/ids.npy:2", SimpleNamespace())  # type: ignore[arg-type]
+    assert isinstance(drafter := make(a_request([1])), Adaptive)
+    assert drafter.drafter.propose([1, 6, 7], 9) == [8, 9]
+    with pytest.raises(SettingsError, match="no such file"):
+        drafter_from("corpus:nowhere.txt", SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+
+
+# -- whether it pays -------------------------------------------------------------------------
+
+
+def rounds(drafter: Adaptive, right: Callable[[int], int], cost: Callable[[int], float], n: int):
+    """Play rounds: `right` of a draft's tokens are right, and a run of so many costs so much."""
+    notes, lengths = [], []
+    for _ in range(n):
+        draft = drafter.propose([1, 2, 3], 100)
+        lengths.append(len(draft))
+        note = drafter.learn(len(draft), right(len(draft)), cost(len(draft)))
+        notes += [note] if note else []
+    return notes, lengths
+
+
+def test_drafts_grow_while_they_are_right():
+    drafter = Adaptive(Says(lambda tokens: [7] * 50), longest=16)
+    notes, lengths = rounds(drafter, lambda k: k, lambda k: 1 + k / 8, 12)
+    assert lengths == [0, 0, 4, 8, *[16] * 8] and notes == []
+    assert drafter.gain is not None and drafter.gain > 4
+    _, lengths = rounds(drafter, lambda k: min(k, 1), lambda k: 1 + k / 20, 5)
+    assert lengths == [16, 8, 4, 2, 2]
+
+
+def test_it_stops_when_nothing_is_right_and_tries_again():
+    drafter = Adaptive(Says(lambda tokens: [7] * 50))
+    notes, lengths = rounds(drafter, lambda k: 0, lambda k: 1 + k / 2, 400)
+    assert lengths[:7] == [0, 0, 4, 2, 1, 1, 0]
+    assert "accepted 0 of 8 tokens" in notes[0] and "times an ordinary one" in notes[0]
+    assert f"after {FIRST_REST} tokens" in notes[0] and f"after {2 * FIRST_REST}" in notes[1]
+    assert lengths[6 : 6 + FIRST_REST] == [0] * FIRST_REST and lengths[6 + FIRST_REST] > 0
+    assert sum(map(bool, lengths)) == HOPELESS * len(notes) <= 20
+    # The tide turns: it is noticed, and the failures are forgotten.
+    _, lengths = rounds(drafter, lambda k: k, lambda k: 1.1, 700)
+    assert lengths[-1] == 16
+
+
+def test_it_stops_when_right_drafts_cost_too_much():
+    drafter = Adaptive(Says(lambda tokens: [7] * 4))
+    notes, _ = rounds(drafter, lambda k: k // 2, lambda k: 1.0 if k == 0 else 4.5, 30)
+    assert len(notes) == 1 and "4.5 times" in notes[0]
+    dear = Adaptive(Says(lambda tokens: [7] * 4))
+    _, lengths = rounds(dear, lambda k: k, lambda k: 1.0 if k == 0 else 17.0, 30)
+    assert sum(map(bool, lengths)) == 2, "a machine on which runs of many tokens are a disaster"
+    cheap = Adaptive(Says(lambda tokens: [7] * 4))
+    assert rounds(cheap, lambda k: k // 2, lambda k: 1.0 if k == 0 else 1.2, 90)[0] == []
+
+
+def test_stopping_is_said_in_the_notes(letters: Engine):
+    plain = list(letters.submit(a_request([1, 2], seed=1, max_tokens=60)))
+    whole = [1, 2, *(step.token for step in plain)]
+    make = lambda request: Adaptive(  # noqa: E731
+        Says(lambda tokens: [(whole[len(tokens)] + 1) % 12] * 3)
+    )
+    request = a_request([1, 2], make, seed=1, max_tokens=60)
+    generation = Generation(request)
+    assert told(list(generation.extend(letters.submit(request)))) == told(plain)
+    assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
+    assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS
