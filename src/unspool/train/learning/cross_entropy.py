@@ -1,8 +1,8 @@
 """Cross-entropy in pieces: the logits of all tokens together never exist.
 
 With a vocabulary of 50,000 the logits of one batch take more memory than everything else in the
-model. Here a few hundred tokens at a time get their logits, their loss and at once the gradients
-of both, which are all that is kept.
+model. Here a few hundred tokens at a time (on a GPU, a few thousand) get their logits, their loss
+and at once the gradients of both, which are all that is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from unspool.model.transformer import Transformer
 
-_LOGITS_AT_ONCE = 1 << 24  # numbers
+# Numbers. A GPU takes more at once: every piece is launched from Python and adds a gradient as
+# large as the head, and with small ones it waits for both most of the time.
+_LOGITS_AT_ONCE = 1 << 24
+_LOGITS_AT_ONCE_ON_GPU = 1 << 28
 
 
 def summed_loss(model: Transformer, x: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
@@ -54,7 +57,9 @@ def token_losses(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
 def _pieces(
     model: Transformer, x: Tensor, targets: Tensor, weights: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    size = max(64, _LOGITS_AT_ONCE // model.config.vocab_size)
+    most = _LOGITS_AT_ONCE_ON_GPU if x.is_cuda else _LOGITS_AT_ONCE
+    size = max(64, most // model.config.vocab_size)
+    size = 1 << size.bit_length() - 1  # so that pieces are alike, and one kernel serves them all
     return zip(x.split(size), targets.split(size), weights.split(size), strict=True)
 
 

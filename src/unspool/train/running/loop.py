@@ -200,16 +200,16 @@ class Trainer:
         set_rates(self.optimizers, self.schedule(self.step))
         if self._scheduled is not None:
             self._scheduled.progress = self.step / settings.steps
-        seen = 0
         exact = torch.float32 if parallel.device.type == "mps" else torch.float64
-        counts = torch.zeros(2, dtype=exact, device=parallel.device)  # see `_summed`
+        # The summed loss, the tokens that count, and all that were read.
+        counts = torch.zeros(3, dtype=exact, device=parallel.device)
         extra: dict[str, float] = {}
         for number in range(settings.accumulate):
             last = number == settings.accumulate - 1
             index = self.step * settings.accumulate + number
             batch = self.batches.batch(index)
             self._check(batch, index)
-            seen += batch.ids[:, 1:].numel()
+            counts[2] += batch.ids[:, 1:].numel()
             self._length = batch.ids.shape[1] - 1
             batch = self._on_device(batch)
             with parallel.joined(self._computation, last):
@@ -217,25 +217,25 @@ class Trainer:
                     summed, tokens, more = self._computation(batch, self._rng(index))
                 summed.backward()
             extra.update(more)
-            counts += torch.stack((summed.detach(), tokens))
-        loss, total, seen = self._summed(counts, seen)
+            counts[:2] += torch.stack((summed.detach(), tokens))
+        # Over all processes; a GPU is waited for here, once, and not for each of the numbers.
+        gradients = self._gradients()
+        norm_of_sum = whole(torch.nn.utils.get_total_norm(gradients)).to(counts)
+        told = torch.cat((parallel.sum(counts), norm_of_sum.view(1))).tolist()
+        total, seen = max(1.0, told[1]), int(told[2])
+        loss, norm = told[0] / total, told[3] * parallel.world / total
         if not math.isfinite(loss):
             raise TrainingError(f"the loss of step {self.step + 1} is {loss}, {_ADVICE}")
-        norm = self._scale_gradients(parallel.world / max(1.0, total))
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient of step {self.step + 1} is {norm}, {_ADVICE}")
+        # From the gradient of a sum to that of the mean, no longer than allowed.
+        shorter = settings.clip / norm if 0 < settings.clip < norm else 1.0
+        torch._foreach_mul_(gradients, parallel.world / total * shorter)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.tokens += seen
         return loss, norm, seen, extra
-
-    def _summed(self, counts: Tensor, seen: int) -> tuple[float, float, int]:
-        """From the summed loss, the tokens that count and all that were read, over all processes:
-        the mean loss, and both numbers."""
-        own = torch.cat((counts, counts.new_tensor([seen])))
-        loss, total, read = self.parallel.sum(own).tolist()
-        return loss / max(1.0, total), total, int(read)
 
     def _check(self, batch: Any, index: int) -> None:
         """Token ids that the model has no place for would end in an error nobody understands."""
@@ -246,19 +246,14 @@ class Trainer:
                 "made with another vocabulary"
             )
 
-    def _scale_gradients(self, factor: float) -> float:
-        """From the gradient of a sum to that of the mean, no longer than allowed."""
-        gradients = [
+    def _gradients(self) -> list[Tensor]:
+        return [
             parameter.grad
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        norm = float(whole(torch.nn.utils.get_total_norm(gradients))) * factor
-        clip = self.settings.clip
-        torch._foreach_mul_(gradients, factor * (clip / norm if 0 < clip < norm else 1.0))
-        return norm
 
     def _on_device(self, batch: Any) -> Any:
         device = self.parallel.device
@@ -330,11 +325,14 @@ class Trainer:
         if self._sampler is None or self.parallel.shard or not self.parallel.first:
             return
         self.model.eval()
-        for prompt, seed, text in self._sampler(self.model):
-            sampled = Sampled(self.step, prompt, seed, text)
-            if self.folder is not None:
-                self.folder.write_sample(asdict(sampled))
-            self._say(sampled)
+        # A text grows, and a compiled layer would be compiled again for every length it has.
+        compiled = self.settings.compile
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            for prompt, seed, text in self._sampler(self.model):
+                sampled = Sampled(self.step, prompt, seed, text)
+                if self.folder is not None:
+                    self.folder.write_sample(asdict(sampled))
+                self._say(sampled)
         self.model.train()
 
     def _save(self) -> None:
