@@ -1,6 +1,6 @@
 """What thinking longer buys: accuracy against tokens, for every policy at equal budgets.
 
-    python bench/think.py prepare --tasks tasks --ifeval input_data.jsonl --gsm8k WHEEL --punkt WHEEL
+    python bench/think.py prepare --tasks tasks --ifeval FILE --gsm8k WHEEL --punkt WHEEL
     python bench/think.py run --tasks tasks --out out --device cuda --limit 540
     python bench/think.py report --out out           results.json, results.md, plots
     python bench/think.py run --tiny --out /tmp/try  does the bench itself work? seconds, no model
@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import unspool
 from thinking import report
 from thinking.asking import SAMPLING
 from thinking.checks import find_punkt
@@ -38,8 +39,6 @@ from thinking.records import drawn_in
 from thinking.samples import draw_all
 from thinking.searches import POLICIES, search_all
 from thinking.tasks import Problem, prepare, read, turns, write
-
-import unspool
 from unspool.language_model import LanguageModel
 
 DEFAULT = "smollm2-135m"

@@ -12,7 +12,7 @@ from unspool.decoding.written import Branches
 from unspool.engine.generation import Generation
 from unspool.language_model import LanguageModel
 
-SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
 
 
 def prompt_of(lm: LanguageModel, problem: Problem) -> list[int]:

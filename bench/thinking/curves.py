@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -142,7 +143,7 @@ def voting(drawn: Sequence[Drawn], sizes: Sequence[int] = (4, 16)) -> dict[str, 
         rows.append((fmean(sample.right for sample in asked), *gains))
     table = np.array(rows).reshape(len(rows), 1 + len(sizes))
     bins = []
-    for low, high in zip(EDGES, EDGES[1:], strict=False):
+    for low, high in pairwise(EDGES):
         inside = table[(table[:, 0] >= low) & (table[:, 0] < high)]
         if len(inside) < 5:
             continue

@@ -50,17 +50,16 @@ class Gym:
 
 
 GYM = {
-    "chain_sum": Gym("chain_sum", "number", 4, 12,
-                     {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}),
+    "chain_sum": Gym("chain_sum", "number", 8, 8, {"max_terms": 3, "max_digits": 1}),
     "countdown": Gym("countdown", "countdown", 4, 24,
                      {"min_numbers": 3, "max_numbers": 3, "max_value": 20,
                       "min_target": 5, "max_target": 60}),
-    "mini_sudoku": Gym("mini_sudoku", "exact", 2, 40, {"min_empty": 3, "max_empty": 6}),
-    "spell_backward": Gym("spell_backward", "exact", 8, 16, {"max_word_len": 5}),
-    "family_relationships": Gym("family_relationships", "exact", 4, 8, {"max_family_size": 5}),
+    "gcd": Gym("gcd", "number", 8, 8, {"min_value": 2, "max_value": 30}),
     "letter_counting": Gym("letter_counting", "number", 4, 8, {"min_words": 3, "max_words": 6}),
+    "mini_sudoku": Gym("mini_sudoku", "exact", 4, 40, {"min_empty": 1, "max_empty": 3}),
     "reversal": Gym("word_sequence_reversal", "exact", 0, 64),  # asked as a tuned model learned it
     "reversal_shown": Gym("word_sequence_reversal", "exact", 4, 64),
+    "spell_backward": Gym("spell_backward", "exact", 8, 12, {"max_word_len": 4}),
 }  # fmt: skip
 
 
@@ -78,7 +77,7 @@ def gym_problems(name: str, count: int) -> list[Problem]:
     shown = list(make(task.name, size=max(1, task.shots), seed=_SHOWN_SEED, **task.settings))
     before = [turn for one in shown[: task.shots] for turn in turns(one["question"], one["answer"])]
     problems, seen = [], {one["question"] for one in shown}
-    for entry in make(task.name, size=4 * count, seed=_ASKED_SEED, **task.settings):
+    for entry in make(task.name, size=8 * count, seed=_ASKED_SEED, **task.settings):
         if entry["question"] in seen or len(problems) == count:
             continue
         seen.add(entry["question"])
