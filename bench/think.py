@@ -11,7 +11,7 @@ prepare   makes one file of problems for each task. It needs reasoning-gym, IFEv
 run       draws samples of every problem, then runs the searches, and reports. It needs the tasks,
           and for IFEval the packages if-verifiable, langdetect, immutabledict and nltk. When
           --limit seconds are over it stops, and the same command goes on. Several models, one
-          after the other: --model NAME=PATH (of a model, or of an adapter).
+          after the other: --model NAME=PATH, NAME=PATH+ADAPTER, NAME=+ADAPTER (of the default).
 report    the same from what is there; runs of several machines may lie in one folder.
 
 One sample, best-of-n and votes are read off the same samples, because that is exactly what they do;
@@ -52,7 +52,11 @@ def say(line: str) -> None:
 def opened(name: str, path: str, given: argparse.Namespace) -> LanguageModel:
     """A model, or its adapter; the first text warms it up, so that no task pays for that."""
     device = {} if given.device is None else {"device": given.device}
-    lm = unspool.load(path or None, offline=True, progress=False, **device)
+    base, _, adapter = path.partition("+")
+    lm = unspool.load(base or None, offline=True, progress=False, **device)
+    if adapter:
+        lm.load_adapter("tuned", adapter)
+        lm = lm.adapted("tuned")
     lm.generate("Hello", max_tokens=2, progress=False)
     say(f"{name}: {lm!r}")
     return lm
@@ -85,29 +89,29 @@ def measured(name: str, path: str, given: argparse.Namespace, since: float) -> b
     with opened(name, path, given) as lm:
         on_gpu = lm.engine.backend.overlaps
         for task, problems in tasks.items():
-            n = samples_of(problems[0], given.samples)
+            n, certain = shortened(problems[0], given.samples, given.certain)
             if not draw_all(
                 lm, problems, given.out / "samples" / f"{name}~{task}.jsonl",
-                n=n, certain=min(n, given.certain), seed=given.seed,
+                n=n, certain=min(n, certain), seed=given.seed,
                 at_once=2048 if on_gpu else 128, over=over, tell=say,
             ):  # fmt: skip
                 return False
         for task, problems in tasks.items():
-            n = samples_of(problems[0], given.samples)
+            (most,) = shortened(problems[0], max(given.budgets))
             if not search_all(
                 lm, problems[: given.searched],
                 drawn_in(given.out / "samples" / f"{name}~{task}.jsonl"),
                 given.out / "searches" / f"{name}~{task}.jsonl",
-                policies=given.policies, budgets=[one for one in given.budgets if one <= n],
+                policies=given.policies, budgets=[one for one in given.budgets if one <= most],
                 seed=given.seed, at_once=128 if on_gpu else 8, over=over, tell=say,
             ):  # fmt: skip
                 return False
     return True
 
 
-def samples_of(problem: Problem, most: int) -> int:
+def shortened(problem: Problem, *counts: int) -> list[int]:
     """Long texts are dear: of them a quarter."""
-    return most if problem.max_tokens < 256 else max(4, most // 4)
+    return [count if problem.max_tokens < 256 else max(4, count // 4) for count in counts]
 
 
 def settings(name: str, given: argparse.Namespace) -> dict[str, Any]:

@@ -98,25 +98,29 @@ def find_punkt(folder: Path) -> None:
 
 
 @cache
-def _checkers() -> Any:
-    """The checkers of if-verifiable, as a function."""
+def _checkers() -> dict[str, Any]:
+    """The checkers of if-verifiable, by the names of instructions."""
     if importlib.util.find_spec("datasets") is None:
         # The package imports it to fetch prompts, which we have: its checkers do without.
         stand_in: Any = types.ModuleType("datasets")
         stand_in.load_dataset = None
         sys.modules["datasets"] = stand_in
     import langdetect
-    from if_verifiable.common import evaluate_instructions
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
     langdetect.DetectorFactory.seed = 0  # else it may guess another language the next time
-    return lambda *what: evaluate_instructions(*what, INSTRUCTION_DICT)
+    return INSTRUCTION_DICT
 
 
 def _instructions_followed(problem: Problem, text: str) -> float:
     """The share of a prompt's instructions that a text follows, strictly."""
     if not text.strip():
         return 0.0
-    data = problem.data
-    _, scores = _checkers()(text, data["instructions"], data["kwargs"], data["prompt"])
-    return float(scores.partial_strict)
+    followed = 0
+    for name, given in zip(problem.data["instructions"], problem.data["kwargs"], strict=True):
+        checker = _checkers()[name](name)
+        checker.build_description(**{key: one for key, one in given.items() if one is not None})
+        if "prompt" in (checker.get_instruction_args() or ()):
+            checker.build_description(prompt=problem.data["prompt"])
+        followed += bool(checker.check_following(text))
+    return followed / len(problem.data["instructions"])

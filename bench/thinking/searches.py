@@ -77,8 +77,10 @@ POLICIES: dict[str, tuple[str, str, Options]] = {
 
 
 def fits(policy: str, problems: Sequence[Problem]) -> bool:
-    """Whether a policy makes sense for a task: thinking is forced where texts reason in words."""
-    return policy != "budget forcing" or problems[0].step == "sentence"
+    """Whether a policy makes sense for a task: an answer of two tokens has no pieces, and thinking
+    is forced where texts reason in words."""
+    reasons = problems[0].step == "sentence"
+    return reasons if policy == "budget forcing" else reasons or problems[0].max_tokens >= 16
 
 
 def search_all(
