@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from thinking.records import CHOICES, Choice, Drawn, Sample, Searched
-from unspool.costing.statistics import bootstrap
+from unspool.costing.statistics import bootstrap_means
 
 ONE, GREEDY = "one sample", "greedy"
 
@@ -104,8 +104,7 @@ def _point(
 ) -> Point:
     right = np.array([value[0] for value in values.values()])
     gains = right - np.array([single[name] for name in values])
-    low, high = bootstrap(right, _mean)
-    gain_low, gain_high = bootstrap(gains, _mean)
+    (low, gain_low), (high, gain_high) = bootstrap_means(np.stack([right, gains], axis=1))
     return Point(
         n, fmean(value[1] for value in values.values()), _mean(right), low, high,
         _mean(gains), gain_low, gain_high, len(values), runs, errors,
@@ -147,10 +146,15 @@ def voting(drawn: Sequence[Drawn], sizes: Sequence[int] = (4, 16)) -> dict[str, 
         inside = table[(table[:, 0] >= low) & (table[:, 0] < high)]
         if len(inside) < 5:
             continue
-        gains = []
-        for column in range(1, 1 + len(sizes)):
-            least, most = bootstrap(inside[:, column], _mean)
-            gains.append({"n": sizes[column - 1], "gain": _mean(inside[:, column]),
-                          "low": least, "high": most})  # fmt: skip
+        lows, highs = bootstrap_means(inside[:, 1:])
+        gains = [
+            {
+                "n": n,
+                "gain": _mean(inside[:, 1 + k]),
+                "low": float(lows[k]),
+                "high": float(highs[k]),
+            }
+            for k, n in enumerate(sizes)
+        ]
         bins.append({"right": _mean(inside[:, 0]), "problems": len(inside), "gains": gains})
     return {"bins": bins, "problems": len(rows)}

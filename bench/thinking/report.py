@@ -139,7 +139,7 @@ def vote_panel(model: str, told: dict[str, Any]) -> Panel:
             f"vote of {n}",
             [one["right"] * 100 for one in bins],
             *[[100 * one["gains"][k][key] for one in bins] for key in ("gain", "low", "high")],
-            "problems where a sample is right, %", "gain over one sample, points", model,
+            "how often one sample is right, %", "gain over one sample, points", model,
         )
         for k, n in enumerate(sizes)
     ]  # fmt: skip
