@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-STYLE = """
-:root{color-scheme:light dark;--ink:#1d1f21;--paper:#fff;--raised:#f5f6f7;--line:#dfe2e5;
+# Of the page, and of a plot that stands alone.
+COLOURS = """:root{color-scheme:light dark;--ink:#1d1f21;--paper:#fff;--raised:#f5f6f7;--line:#dfe2e5;
 --dim:#5d646b;--good:#1a7f4b;
 --c0:#2f6db5;--c1:#d1495b;--c2:#2e8b57;--c3:#b07d12;--c4:#7b52ab;--c5:#13899b;--c6:#8a5a44;--c7:#6b7280;
 --m0:#ffe08a;--m1:#ffc2c2;--m2:#bfe3c5;--m3:#cfd8ff}
@@ -11,7 +11,19 @@ STYLE = """
 --line:#33383d;--dim:#9aa3ab;--good:#62c690;
 --c0:#6fa8e8;--c1:#f0808d;--c2:#62c690;--c3:#e0b04a;--c4:#b394e0;--c5:#4fc3d5;--c6:#c79880;--c7:#a0a7b0;
 --m0:#6b5510;--m1:#73303a;--m2:#245c3c;--m3:#38457f}}
-*{box-sizing:border-box}
+"""
+PLOTS = """svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
+.mid{text-anchor:middle}.end{text-anchor:end}
+.axis{fill:none;stroke:var(--dim)}.grid{stroke:var(--line)}
+.line{fill:none;stroke-width:2}.band{opacity:.16;stroke:none}
+.whisker{fill:none;stroke-width:1.2;opacity:.6}
+.reference{fill:none;stroke:var(--dim);stroke-width:1.5;stroke-dasharray:5 4}
+"""
+
+STYLE = (
+    COLOURS
+    + PLOTS
+    + """*{box-sizing:border-box}
 body{font:16px/1.55 system-ui,sans-serif;color:var(--ink);background:var(--paper);margin:0}
 main{max-width:1080px;margin:0 auto;padding:1.5rem 1.25rem 4rem}
 h1{font-size:1.7rem;line-height:1.2;margin:.5rem 0}
@@ -47,12 +59,6 @@ gap:1.4rem;margin:1.2rem 0}
 figure{margin:0;min-width:0}
 figcaption{font-weight:600;font-size:.9rem;margin-bottom:.3rem;overflow-wrap:anywhere}
 svg{width:100%;height:auto;display:block}
-svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
-.mid{text-anchor:middle}.end{text-anchor:end}
-.axis{fill:none;stroke:var(--dim)}.grid{stroke:var(--line)}
-.line{fill:none;stroke-width:2}.band{opacity:.16;stroke:none}
-.whisker{fill:none;stroke-width:1.2;opacity:.6}
-.reference{fill:none;stroke:var(--dim);stroke-width:1.5;stroke-dasharray:5 4}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:.4rem 0;
 font-size:.8rem;color:var(--dim)}
 .legend i{display:inline-block;width:1rem;height:.6rem;border-radius:2px;margin-right:.35rem}
@@ -66,6 +72,7 @@ mark{color:inherit;border-radius:3px}
 @media (max-width:600px){main{padding:1rem .9rem 3rem}h1{font-size:1.4rem}
 .figures td:nth-child(n+2){white-space:normal}th,td{padding-right:.6rem}}
 """
+)
 
 PAGE = """<!doctype html>
 <html lang="en">

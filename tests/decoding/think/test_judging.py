@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from decoding.support import PROMPT, logits_after, pages_left
 from decoding.think.support import WARM
 from unspool.decoding.samples import samples, vote
+from unspool.decoding.think import judge as judging
 from unspool.decoding.think.judge import (
     CertaintyJudge,
     LogprobJudge,
@@ -114,6 +116,18 @@ def test_certainty_is_the_distance_from_knowing_nothing(tiny_lm):
     (verdict,) = judge.judge([text])
     assert verdict.score == pytest.approx(sum(expected) / 4, rel=1e-4)
     assert judge.cost([text, text]) == 8 and judge.partial
+
+
+def test_certainties_are_the_same_together_alone_and_in_pieces(tiny_lm, monkeypatch):
+    texts = [samples(tiny_lm, PROMPT, 1, max_tokens=n, end=False, **WARM)[0] for n in (9, 2, 3, 5)]
+    judge = CertaintyJudge(tiny_lm)
+    alone = [judge.judge([text])[0].score for text in texts]
+    for rows in (1000, 5, 2):
+        monkeypatch.setattr(judging, "_AT_ONCE", rows * tiny_lm.vocab_size)
+        together = [verdict.score for verdict in judge.judge(texts)]
+        assert together == pytest.approx(alone, rel=1e-4)
+    empty = replace(texts[0], steps=[])
+    assert [verdict.score is None for verdict in judge.judge([empty, texts[1]])] == [True, False]
 
 
 def test_long_texts_are_read_in_parts(tiny_lm, monkeypatch):

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from unspool.backends.step import Logits
 from unspool.decoding.voting import Extract, final_answer, finder, tally
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
+from unspool.engine.tree import Branch
 from unspool.sampling.operations import operations
 from unspool.sampling.scoring import log_softmax
 from unspool.session import Session
 
-_AT_ONCE = 256  # rows of logits: bounds the memory that a long text needs
+_AT_ONCE = 2**25  # logits: bounds the memory that long texts need
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +79,52 @@ class CertaintyJudge:
         self._lm = lm
 
     def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        return [Verdict(self._certainty(text)) if text.steps else _EMPTY for text in texts]
+        rows = max(1, _AT_ONCE // self._lm.vocab_size)
+        found: list[Verdict] = []
+        group: list[Generation] = []
+        for text in texts:
+            if group and len(text.steps) + sum(len(one.steps) for one in group) > rows:
+                found += self._together(group, rows)
+                group = []
+            group.append(text)
+        return found + self._together(group, rows)
 
     def cost(self, texts: Sequence[Generation]) -> int:
         return sum(len(text.steps) for text in texts)  # what stands before them is in the tree
 
-    def _certainty(self, text: Generation) -> float:
-        lm, tokens, total = self._lm, text.tokens, 0.0
-        with lm.opened(text.prompt, text.request.adapter) as branch:
-            for start in range(0, len(tokens), _AT_ONCE):
-                end = min(start + _AT_ONCE, len(tokens))
-                read = tokens[max(0, start - 1) : end - 1]
-                logits = lm.engine.extend(branch, read, wanted=end - start)
-                own = operations(logits).host(log_softmax(logits)).astype(np.float64)
-                total += float(np.sum(-own.mean(axis=-1) - math.log(own.shape[-1])))
-        return total / len(tokens)
+    def _together(self, texts: Sequence[Generation], rows: int) -> list[Verdict]:
+        """Texts that are read in one batch; a long one, alone, is read in pieces of so many."""
+        totals = [0.0] * len(texts)
+        with ExitStack() as opened:
+            read = [
+                (number, text.tokens, opened.enter_context(self._open(text)))
+                for number, text in enumerate(texts)
+                if text.steps
+            ]
+            for start in range(0, max((len(tokens) for _, tokens, _ in read), default=0), rows):
+                going = [one for one in read if len(one[1]) > start]
+                ends = [min(start + rows, len(tokens)) for _, tokens, _ in going]
+                parts = [  # logits stand behind the token before
+                    (branch, tokens[max(0, start - 1) : end - 1])
+                    for (_, tokens, branch), end in zip(going, ends, strict=True)
+                ]
+                wanted = [end - start for end in ends]
+                found = self._lm.engine.extend_all(parts, wanted=wanted)
+                for (number, _, _), logits in zip(going, found, strict=True):
+                    totals[number] += _far_from_knowing_nothing(logits)
+        return [
+            Verdict(total / len(text.steps)) if text.steps else _EMPTY
+            for text, total in zip(texts, totals, strict=True)
+        ]
+
+    def _open(self, text: Generation) -> AbstractContextManager[Branch]:
+        return self._lm.opened(text.prompt, text.request.adapter)
+
+
+def _far_from_knowing_nothing(logits: Logits) -> float:
+    """KL(uniform || p) in nats, summed over rows of logits."""
+    means = operations(logits).host(log_softmax(logits).mean(-1)).astype(np.float64)
+    return float(np.sum(-means - math.log(logits.shape[-1])))
 
 
 class VoteJudge:
