@@ -229,7 +229,7 @@ def puzzle(job: Job, name: str) -> dict[str, Any]:
         steps = run.steps
         job.keep(f"{name}-{sight}", run)
         assert run.final is not None
-        count = 2 if given.tiny else 1000
+        count = 2 if given.tiny else given.boards
         names = EMPTY[name][:1] if given.tiny else EMPTY[name]
         told[sight] = {
             "steps": steps, "parameters": run.facts["parameters"],
@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6, help="layers of puzzle twins")
     parser.add_argument("--width", type=int, default=224)
     parser.add_argument("--heads", type=int, default=7)
+    parser.add_argument("--boards", type=int, default=1000, help="puzzles to be solved of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
