@@ -268,7 +268,9 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6, help="layers of puzzle twins")
     parser.add_argument("--width", type=int, default=224)
     parser.add_argument("--heads", type=int, default=7)
-    parser.add_argument("--boards", type=int, default=1000, help="puzzles to be solved of each kind")
+    parser.add_argument(
+        "--boards", type=int, default=1000, help="puzzles to be solved of each kind"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
