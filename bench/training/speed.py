@@ -8,6 +8,7 @@ that counts only what tokens really see.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ def measure(
         found["mfu_causal"] = causal * speed / peak
     found["update_share"] = _update_share(trainer, device, seconds)
     if cuda:
-        found["time"] = _profile(trainer, device)
+        found["time"] = _profile(trainer, device, say)
     return found
 
 
@@ -128,8 +129,11 @@ def _update_share(trainer: Trainer, device: torch.device, whole: float) -> float
     return spent / whole
 
 
-def _profile(trainer: Trainer, device: torch.device, steps: int = 3) -> dict[str, float]:
-    """The share of the time that each kind of kernel takes; `idle` is when none runs."""
+def _profile(
+    trainer: Trainer, device: torch.device, say: Callable[[str], None], steps: int = 3
+) -> dict[str, float]:
+    """The share of the time that each kind of kernel takes; `idle` is when none runs. Tells the
+    largest of those that are neither products nor attention."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     since = time.perf_counter()
     with torch.profiler.profile(activities=activities) as profile:
@@ -138,11 +142,17 @@ def _profile(trainer: Trainer, device: torch.device, steps: int = 3) -> dict[str
         _wait(device)
         whole = (time.perf_counter() - since) * 1e6
     spent: dict[str, float] = dict.fromkeys((*_KINDS, "other"), 0.0)
+    others: Counter[str] = Counter()
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name.lower()
+            name, took = event.name.lower(), event.time_range.elapsed_us()
             kinds = (k for k, words in _KINDS.items() if any(word in name for word in words))
-            spent[next(kinds, "other")] += event.time_range.elapsed_us()
+            kind = next(kinds, "other")
+            spent[kind] += took
+            if kind in ("other", "fused"):
+                others[event.name[:90]] += took / whole
+    for name, share in others.most_common(12):
+        say(f"    {share:.1%} {name}")
     shares = {kind: value / whole for kind, value in spent.items()}
     return {**shares, "idle": max(0.0, 1 - sum(shares.values()))}
 

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from unspool.model.transformer import Transformer
 
-# Numbers. A GPU takes more at once: every piece is launched from Python and adds a gradient as
-# large as the head, and with small ones it waits for both most of the time.
-_LOGITS_AT_ONCE = 1 << 24
-_LOGITS_AT_ONCE_ON_GPU = 1 << 28
+_LOGITS_AT_ONCE = 1 << 24  # numbers
+# A GPU takes more: every piece is launched from Python and adds a gradient as large as the head,
+# and with small ones it waits for both most of the time. One for so many bytes of its memory.
+_BYTES_A_LOGIT = 256
 
 
 def summed_loss(model: Transformer, x: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
@@ -57,7 +57,9 @@ def token_losses(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
 def _pieces(
     model: Transformer, x: Tensor, targets: Tensor, weights: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    most = _LOGITS_AT_ONCE_ON_GPU if x.is_cuda else _LOGITS_AT_ONCE
+    most = _LOGITS_AT_ONCE
+    if x.is_cuda:
+        most = torch.cuda.get_device_properties(x.device).total_memory // _BYTES_A_LOGIT
     size = max(64, most // model.config.vocab_size)
     size = 1 << size.bit_length() - 1  # so that pieces are alike, and one kernel serves them all
     return zip(x.split(size), targets.split(size), weights.split(size), strict=True)

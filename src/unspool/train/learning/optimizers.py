@@ -117,23 +117,28 @@ class Muon(Optimizer):
                 if parameter.grad is not None:
                     shapes.setdefault(tuple(parameter.shape), []).append(parameter)
             for shape, parameters in shapes.items():
-                directions = [self._direction(each, group["momentum"]) for each in parameters]
+                directions = self._directions(parameters, group["momentum"])
                 turned = orthogonal(torch.stack([_whole(each) for each in directions]))
                 size = group["lr"] * 0.2 * math.sqrt(max(shape[-2:]))
-                for parameter, update in zip(parameters, turned, strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(_like(parameter, update.to(parameter.dtype)), alpha=-size)
+                updates = [
+                    _like(parameter, update)
+                    for parameter, update in zip(
+                        parameters, turned.to(parameters[0].dtype), strict=True
+                    )
+                ]
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(parameters, updates, alpha=-size)
 
-    def _direction(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+    def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
         """Where the momentum points one step ahead (Nesterov)."""
-        gradient = parameter.grad
-        assert gradient is not None
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        past: Tensor = state["momentum_buffer"]
-        past.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(past, momentum)
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)
+        past = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(past, gradients, 1 - momentum)
+        torch._foreach_lerp_(gradients, past, momentum)  # they are of no use any more
+        return gradients
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
