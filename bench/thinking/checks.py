@@ -122,5 +122,5 @@ def _instructions_followed(problem: Problem, text: str) -> float:
         checker.build_description(**{key: one for key, one in given.items() if one is not None})
         if "prompt" in (checker.get_instruction_args() or ()):
             checker.build_description(prompt=problem.data["prompt"])
-        followed += bool(checker.check_following(text))
+        followed += bool(checker.check_following(text.strip()))
     return followed / len(problem.data["instructions"])

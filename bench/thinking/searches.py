@@ -97,6 +97,8 @@ def search_all(
     tell: Callable[[str], Any],
 ) -> bool:
     """Searches for all problems, in `file`; False if time was over before all were done."""
+    if not problems:
+        return True
     samples = {one.id: one for one in drawn}
     done = {(one.id, one.policy, one.n) for one in searched_in(file)}
     with ThreadPoolExecutor(at_once) as threads:
