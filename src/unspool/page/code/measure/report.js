@@ -82,7 +82,7 @@ function Plots({ parts, models }) {
       <figcaption>${title}${parts.length > 1 ? ` · ${models[at]}` : ""}</figcaption>
       <${Plot} series=${series} up=${up} /><${Legend} series=${series} /></figure>`);
   });
-  return found.some(Boolean) ? html`<div class="msr-plots">${found}</div>` : null;
+  return found.some(Boolean) ? html`<div class=${`msr-plots ${parts.length > 1 ? "pairs" : ""}`}>${found}</div>` : null;
 }
 
 function Table({ rows: [head, ...rows], name }) {
