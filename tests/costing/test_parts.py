@@ -274,7 +274,7 @@ def test_what_a_remedy_costs_in_likelihood(small: Any, texts: list[str]):
 
 def test_drafts_write_the_same_text(small: Any, texts: list[str]):
     ids = excerpts(small, texts, 1, 65)[0]
-    found = drafted(small, ids, rounds=1)
+    found = drafted(small, ids, rounds=1, tokens=32)
     assert [one.name for one in found] == ["lookup drafts, free text", "lookup drafts, copying"]
     for one in found:
         plain = small.generate(one.text.prompt, max_tokens=32, temperature=0.0, end=False)

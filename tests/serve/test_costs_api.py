@@ -25,7 +25,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("cache")
         patch.setattr(stored, "cache_folder", lambda: folder)
         patch.setattr(measuring, "sample_texts", lambda given: shipped())
-        yield folder / "costs"
+        yield folder / "reports"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 def folder() -> Path:
     """Where they lie."""
-    return cache_folder() / "costs"
+    return cache_folder() / "reports"
 
 
 def keep(report: Mapping[str, Any]) -> str:

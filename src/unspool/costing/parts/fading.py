@@ -52,7 +52,7 @@ _FORGOTTEN = (
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     """All three looks."""
     room = lm.context - 2 * _JUDGED
-    lengths = [length for length in plan.pick((128, 256), (128, 512, 1024, 2048)) if length <= room]
+    lengths = [length for length in plan.pick((64, 192), (128, 512, 1024, 2048)) if length <= room]
     lengths = lengths or [max(64, room // 2)]
     needles = find_needles(lm, plan, lengths)
     far = min(room, plan.pick(192, 1024))
@@ -192,9 +192,10 @@ def effective_length(losses: NDArray[np.float64], widths: Sequence[int]) -> floa
 def _effective(losses: NDArray[np.float64], widths: Sequence[int]) -> Figure:
     found = effective_length(losses, widths)
     low, high = interval_around(found, losses, lambda rows: effective_length(rows, widths))
+    more = ": it may be more" if found == widths[-1] else ""
     return Figure(
         "effective length", found, "tokens", low, high, len(losses),
-        f"of {widths[-1]:,} that were shown; bootstrap over texts", "higher",
+        f"of {widths[-1]:,} that were shown{more}; bootstrap over texts", "higher",
     )  # fmt: skip
 
 

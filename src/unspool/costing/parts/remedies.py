@@ -145,7 +145,7 @@ def _outcome(
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    length = min(plan.pick(24, 64), lm.context // 2)
+    length = min(plan.pick(16, 64), lm.context // 2)
     prompts = excerpts(lm, plan.texts, plan.pick(3, 8), min(33, lm.context // 4))
     job = _Job(lm, prompts, length, plan.seed, plan.twin, plan.pick(1, 4), plan.pick(2, 4))
     write(lm, prompts, max_tokens=1)  # the openings are read, so that nobody pays for it

@@ -196,7 +196,7 @@ def _own_words(lm: LanguageModel, plan: Plan) -> _Gaps:
     """What is written behind so many of the model's own tokens and behind as many human ones."""
     room = lm.context - _START - _NEXT
     lengths = [each for each in plan.pick((32, 64), (32, 96, 160, 224)) if each <= room] or [room]
-    humans = excerpts(lm, plan.texts, plan.pick(6, 24), _START + lengths[-1])
+    humans = excerpts(lm, plan.texts, plan.pick(5, 24), _START + lengths[-1])
     # One text of its own is enough for all lengths: what stands behind its first l tokens is what
     # the model writes behind l tokens of its own.
     own = _drawn(lm, [text[:_START] for text in humans], lengths[-1] + _NEXT, plan.seed)

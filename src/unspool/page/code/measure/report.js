@@ -67,7 +67,7 @@ function Row({ name, figures }) {
   const best = winner(figures);
   const why = figures.find((figure) => figure?.why)?.why;
   return html`<tr><th scope="row">${name}${why && html`<small>${why}</small>`}</th>
-    ${figures.map((figure, at) => html`<td class=${at === best ? "msr-best" : ""}>${told(figure?.value, figure?.unit)}${
+    ${figures.map((figure, at) => html`<td class=${at === best ? "msr-value msr-best" : "msr-value"}>${told(figure?.value, figure?.unit)}${
       at === best && html`<span class="visually-hidden"> (better)</span>`}</td><td>${figure ? interval(figure) : ""}</td>`)}
     ${figures.length === 1 && html`<td>${figures[0].n?.toLocaleString("en-US") ?? ""}</td>`}</tr>`;
 }
