@@ -211,7 +211,7 @@ def _options(job: _Job, quick: bool) -> dict[str, Callable[[str], Outcome]]:
         "edit": job.edited,
     }
     if not quick:
-        many = {"policy": "best-of", "n": _BRANCHES}
+        many: dict[str, Any] = {"policy": "best-of", "n": _BRANCHES}
         found[f"best of {_BRANCHES}, the surest"] = partial(job.thought, judge="certainty", **many)
         found["DVTS"] = partial(job.thought, policy="dvts", subtrees=2, width=2, **pieces)
     if job.twin is not None:
