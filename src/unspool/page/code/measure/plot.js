@@ -64,6 +64,7 @@ function powers(from, to) {
   const base = to / from >= 300 ? 10 : 2;
   const found = [];
   for (let k = Math.ceil(Math.log(from) / Math.log(base) - 1e-9); base ** k <= to * 1.0001; k += 1) found.push(base ** k);
+  if (found.length < 2) return ticks(from, to, 4);
   const step = Math.ceil(found.length / 6);
   return found.filter((_, at) => at % step === 0);
 }

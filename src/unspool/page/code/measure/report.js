@@ -13,9 +13,10 @@ export function Report({ reports }) {
   const names = each(reports.flatMap(({ parts }) => parts.map(({ name }) => name)));
   const rows = names.map((name) => reports.map(({ parts }) => parts.find((part) => part.name === name) ?? null));
   const models = reports.map(({ model }) => shortName(model));
+  const sameTokens = each(reports.map(({ machine }) => machine.vocabulary)).length === 1;
   return html`<div class="msr-facts">${reports.map((report) => html`<${Facts} report=${report} />`)}</div>
     <nav class="msr-cards" aria-label="Parts of the report">${rows.map((parts) => html`<${Card} parts=${parts} />`)}</nav>
-    ${rows.map((parts, at) => html`<${Section} key=${names[at]} parts=${parts} models=${models} />`)}`;
+    ${rows.map((parts, at) => html`<${Section} key=${names[at]} parts=${parts} models=${models} sameTokens=${sameTokens} />`)}`;
 }
 
 function Facts({ report }) {
@@ -37,12 +38,12 @@ function Card({ parts }) {
     ${name && html`<b>${parts.map((one) => told(figureOf(one, name)?.value, figureOf(one, name)?.unit)).join(" · ")}</b><span>${name}</span>`}</a>`;
 }
 
-function Section({ parts, models }) {
+function Section({ parts, models, sameTokens }) {
   const part = parts.find(Boolean);
   return html`<section class="panel stack msr-part" id=${`msr-${part.name}`} tabindex="-1" aria-label=${part.title}>
     <h3>${part.title}</h3>
     <p class="quiet small">${part.formula}</p>
-    <${Figures} parts=${parts} models=${models} />
+    <${Figures} parts=${parts} models=${models} sameTokens=${sameTokens} />
     <${Plots} parts=${parts} models=${models} />
     ${parts.map((one, at) => one?.table.length > 0 && html`<${Table} rows=${one.table} name=${models[at]} />`)}
     ${parts.map((one, at) => one?.example && html`<${Example} example=${one.example} whose=${parts.length > 1 ? `${models[at]}: ` : ""} />`)}
@@ -50,7 +51,7 @@ function Section({ parts, models }) {
   </section>`;
 }
 
-function Figures({ parts, models }) {
+function Figures({ parts, models, sameTokens }) {
   const names = each(parts.flatMap((part) => (part?.figures ?? []).map(({ name }) => name)));
   if (!names.length) return null;
   const several = parts.length > 1;
@@ -59,12 +60,12 @@ function Figures({ parts, models }) {
     <thead><tr><th scope="col">measured</th>${several
       ? models.map((model) => html`<th scope="col">${model}</th><th scope="col">95 % interval</th>`)
       : html`<th scope="col">value</th><th scope="col">95 % interval</th><th scope="col">n</th>`}</tr></thead>
-    <tbody>${names.map((name) => html`<${Row} key=${name} name=${name} figures=${parts.map((part) => figureOf(part, name))} />`)}</tbody>
+    <tbody>${names.map((name) => html`<${Row} key=${name} name=${name} figures=${parts.map((part) => figureOf(part, name))} sameTokens=${sameTokens} />`)}</tbody>
   </table></div>`;
 }
 
-function Row({ name, figures }) {
-  const best = winner(figures);
+function Row({ name, figures, sameTokens }) {
+  const best = winner(figures, sameTokens);
   const why = figures.find((figure) => figure?.why)?.why;
   return html`<tr><th scope="row">${name}${why && html`<small>${why}</small>`}</th>
     ${figures.map((figure, at) => html`<td class=${at === best ? "msr-value msr-best" : "msr-value"}>${told(figure?.value, figure?.unit)}${

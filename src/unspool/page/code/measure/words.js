@@ -19,10 +19,10 @@ export function interval({ low, high, unit }) {
   return `${unit && first.endsWith(unit) ? first.slice(0, -unit.length).trimEnd() : first} … ${told(high, unit)}`;
 }
 
-/** Which of several models is surely better: its interval lies beyond all others. */
-export function winner(figures) {
-  const better = figures.find(Boolean)?.better;
-  if (figures.length < 2 || !better) return null;
+/** Which of several models is surely better: its interval lies beyond all others. Nats say that only of models with the same tokens. */
+export function winner(figures, sameTokens) {
+  const { better, unit } = figures.find(Boolean) ?? {};
+  if (figures.length < 2 || !better || (unit.startsWith("nats") && !sameTokens)) return null;
   const beats = (one, other) => (better === "lower" ? one.high != null && other.low != null && one.high < other.low
     : one.low != null && other.high != null && one.low > other.high);
   const found = figures.findIndex((one) => one && figures.every((other) => other === one || (other && beats(one, other))));
