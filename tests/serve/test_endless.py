@@ -104,7 +104,9 @@ def test_ollama_shifts(client: httpx.Client, lm: Any, kept: int | None, endless:
     body = {"prompt": PROMPT, "raw": True, "stream": False, "options": options}
     ends = client.post("/api/generate", json=body).json()
     assert ends["eval_count"] < WRITTEN
-    told = client.post("/api/generate", json={**body, "shift": True}).json()
+    answer = client.post("/api/generate", json={**body, "shift": True})
+    assert "num_keep" not in answer.headers.get("x-unspool-ignored", "")
+    told = answer.json()
     assert told["eval_count"] == WRITTEN
     assert told["response"] == own(lm, PROMPT, endless)
 

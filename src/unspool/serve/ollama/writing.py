@@ -120,24 +120,26 @@ def _chat(call: Call, body: Asking, **more: Any) -> Chat:
         wanted = {"type": "json_schema", "json_schema": {"schema": body.format}}
     elif body.format == "json":
         wanted = {"type": "json_object"}
+    options = dict(body.options or {})
+    shifting = _shifting(body, options)
     given = {
-        **llama_defaults(body.options or {}),
+        **llama_defaults(options),
         "keep_alive": body.keep_alive,
         "top_logprobs": body.top_logprobs,
         "response_format": wanted,
         **_thinking(call, body),
-        **_shifting(body),
+        **shifting,
         **more,
     }
     return Chat.model_validate(given)
 
 
-def _shifting(body: Asking) -> dict[str, Any]:
-    """`shift` lets a text go on beyond the context; `num_keep` says how much of its beginning stays
-    in view (-1: all of the prompt, if that is short)."""
+def _shifting(body: Asking, options: dict[str, Any]) -> dict[str, Any]:
+    """`shift` lets a text go on beyond the context; `num_keep`, which is taken out of the options,
+    says how much of its beginning stays in view (-1: all of the prompt, if that is short)."""
     if not body.shift:
         return {}
-    kept = (body.options or {}).get("num_keep")
+    kept = options.pop("num_keep", None)
     known = isinstance(kept, int) and kept > 0
     return {"unspool": {"endless": kept if known else True}}
 
