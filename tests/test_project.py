@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "conversation": {"errors", "engine", "request_options", "session"},
     "page": set(),
     "serve": {"errors", "text", "model", "sampling", "engine", "request_options", "session",
-              "decoding", "lens", "page", "train", "__init__"},
+              "decoding", "lens", "page", "train", "costing", "__init__"},
     "cli": {"collecting", "errors", "text", "model", "backends", "sampling", "engine", "session",
             "decoding", "lens", "language_model", "loading", "conversation", "request_options",
             "serve", "train", "costing", "__init__"},

@@ -13,6 +13,7 @@ from unspool.costing.limits import bandwidth, bytes_per_token, weight_bytes
 from unspool.costing.parts import confidence, loops, remedies, whole
 from unspool.costing.split import Split
 from unspool.costing.stories import stories
+from unspool.costing.sums import WAYS, Answered, Sum, answered, sums
 from unspool.costing.writing import distinct, encoded, excerpts, write
 
 
@@ -215,9 +216,40 @@ def test_a_split_adds_up():
 
 
 def test_sums_are_right():
-    for question, answer in remedies.sums(20):
-        a, b = question.rsplit("A: ", 1)[1].removesuffix(" =").split(" + ")
-        assert int(a) + int(b) == int(answer)
+    asked = sums(20)
+    assert len(set(asked)) == 20
+    one = Sum(4, 5)
+    assert one.prompt().endswith("Q: What is 4 + 5?\nA: 4 + 5 =")
+    assert one.prompt(thinking=True).endswith("Q: What is 4 + 5?\nA:")
+    for text in (" 9", " 9\n\nQ: What is 1 + 1?", "<think>\nit is 8</think> 4 + 5 = 9", "it is 9."):
+        assert one.is_right(text), text
+    for text in ("", "9</think>", " 90", "four", "9</think> 4 + 5 = 8\n9"):
+        assert not one.is_right(text), text
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_of_answering_is_counted(small: Any, name: str):
+    found = answered(small, name, sums(2), seed=1)
+    texts = WAYS[name].get("n", 1)
+    assert found.asked == 2 and found.tokens >= 2 * texts and found.seconds > 0
+    if "judge" not in WAYS[name]:  # thinking that is taken back was computed as well
+        assert found.tokens <= 2 * texts * 2 * WAYS[name].get("max_tokens", 6)
+
+
+def test_the_price_of_an_answer_by_hand():
+    usual = Answered("one sample", 1, 4, 24, 2.0)
+    voted = Answered("vote of 5", 3, 4, 120, 5.0).figure(usual)
+    assert voted.value == 0.75 and voted.n == 4
+    assert voted.why.startswith("30 tokens and 1.25 s a sum: 5.0× and 2.5× those of one sample")
+
+
+def test_searches_count_what_they_computed(small: Any, texts: list[str]):
+    job = remedies._Job(small, excerpts(small, texts, 2, 24), 8, 0, None, 1, 1)
+    options = remedies._options(job, quick=False)
+    found = {name: options[name](name) for name in ("restarts", "step-wise beam", "DVTS")}
+    assert all(one.drawn and one.kept == 16 for one in found.values())
+    assert found["restarts"].computed == 2 * (4 * 2 + 6), "four openings of two, one goes on"
+    assert found["step-wise beam"].computed == found["DVTS"].computed == 2 * 4 * 8
 
 
 def test_a_remedy_beside_greedy_by_hand():
@@ -242,7 +274,7 @@ def test_what_a_remedy_costs_in_likelihood(small: Any, texts: list[str]):
 
 def test_drafts_write_the_same_text(small: Any, texts: list[str]):
     ids = excerpts(small, texts, 1, 65)[0]
-    found = drafted(small, ids, rounds=1)
+    found = drafted(small, ids, rounds=1, tokens=32)
     assert [one.name for one in found] == ["lookup drafts, free text", "lookup drafts, copying"]
     for one in found:
         plain = small.generate(one.text.prompt, max_tokens=32, temperature=0.0, end=False)

@@ -125,6 +125,8 @@ def test_the_better_model_is_the_one_whose_interval_lies_beyond():
     assert winner([told(1, 2, ""), told(3, 4, "")]) is None  # neither way is better
     assert winner([told(1, 2), Figure("x", None)]) is None
     assert winner([told(1, 2)]) is None
+    nats = [Figure("x", 1.5, "nats a token", n, n + 0.5, better="lower") for n in (1, 3)]
+    assert winner(nats) == 0 and winner(nats, same_tokens=False) is None
 
 
 def test_the_same_seed_measures_the_same(small: Any, texts: list[str]):

@@ -12,8 +12,6 @@ from unspool.engine.generation import Generation
 from unspool.errors import UnspoolError
 from unspool.language_model import LanguageModel
 
-_TOKENS = 32
-
 
 @dataclass(frozen=True)
 class Drafted:
@@ -38,23 +36,25 @@ class Drafted:
         ]  # fmt: skip
 
 
-def drafted(lm: LanguageModel, ids: Sequence[int], rounds: int) -> list[Drafted]:
+def drafted(lm: LanguageModel, ids: Sequence[int], rounds: int, tokens: int) -> list[Drafted]:
     """Drafts on free text and where the text is to be copied; heads where the model has one."""
     half = len(ids) // 2
     copying = [*ids[:half], *ids[:half], *ids[: half // 2]]  # the third time it is known
     found = []
     for who, spec in (("lookup drafts", "lookup"), ("a drafting head", "head")):
         with suppress(UnspoolError):  # a model without a head, or that cannot be rewound
-            found.append(_timed(lm, f"{who}, free text", ids, spec, rounds))
-            found.append(_timed(lm, f"{who}, copying", copying, spec, rounds))
+            found.append(_timed(lm, f"{who}, free text", ids, spec, rounds, tokens))
+            found.append(_timed(lm, f"{who}, copying", copying, spec, rounds, tokens))
     return found
 
 
-def _timed(lm: LanguageModel, name: str, ids: Sequence[int], spec: str, rounds: int) -> Drafted:
+def _timed(
+    lm: LanguageModel, name: str, ids: Sequence[int], spec: str, rounds: int, tokens: int
+) -> Drafted:
     savings = []
     lm.generate(ids, max_tokens=1)  # the prompt is read before either
     for _ in range(rounds):
-        plain = lm.generate(ids, max_tokens=_TOKENS, temperature=0.0, end=False)
-        text = lm.generate(ids, max_tokens=_TOKENS, temperature=0.0, end=False, speculate=spec)
+        plain = lm.generate(ids, max_tokens=tokens, temperature=0.0, end=False)
+        text = lm.generate(ids, max_tokens=tokens, temperature=0.0, end=False, speculate=spec)
         savings.append(plain.usage.total_seconds / text.usage.total_seconds)
     return Drafted(name, savings, text)

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
 
 
+VOCABULARY = "vocabulary"  # nats a token are compared only where it is the same
+
+
 def model_name(lm: LanguageModel) -> str:
     """What people call the model: its file, folder or run, or its family if it came from none."""
     if lm.path is None:
@@ -29,6 +32,7 @@ def machine_facts(lm: LanguageModel) -> dict[str, str]:
         "parameters": f"{parameter_count(lm.config):,}",
         "weights": lm.model.precision,
         "context": f"{lm.context:,} tokens",
+        VOCABULARY: f"{lm.config.vocab_size:,} tokens",
         "device": _device(lm.model.device),
         "processor": f"{processor_name()}, {os.cpu_count()} cores",
         "threads": str(getattr(lm.model, "threads", "")) or "as many as torch takes",

@@ -40,6 +40,9 @@ PARTS: dict[str, int] = {
     "confidence": 2,
     "remedies": 4,
 }
+# Hears of each part how much of it is done (0 to 1), and in the end the part itself. What it raises
+# ends the measuring.
+Watch = Callable[[str, float, Part | None], object]
 _PACKAGE = "unspool.costing.parts"
 _STEPS = 100  # of the bar for one of them
 
@@ -53,6 +56,7 @@ def costs(
     seed: int = 0,
     twin: object | None = None,
     progress: bool = True,
+    watch: Watch | None = None,
 ) -> Report:
     """What writing one token at a time costs with this model: one report of all parts.
 
@@ -60,6 +64,7 @@ def costs(
     parts   only these, of `PARTS`.
     texts   texts that people wrote, to measure on; by default addresses of presidents.
     twin    a masked model (`unspool.load`), to be asked about whole texts as well.
+    watch   a function that hears of each part how much is done, and the part when it is.
     """
     names = chosen_parts(parts)
     lm.config.check_left_to_right()
@@ -71,9 +76,13 @@ def costs(
     with progress_bar("measuring", _STEPS * total, show=progress) as told:
         done = 0
         for name in names:
-            found.append(measured(lm, name, replace(plan, tell=_share_of(told, done, PARTS[name]))))
+            tell = _teller(told, done, name, watch)
+            tell(0.0)
+            found.append(measured(lm, name, replace(plan, tell=tell)))
             done += PARTS[name]
             told(_STEPS * done)
+            if watch is not None:
+                watch(name, 1.0, found[-1])
     if not any(part.figures for part in found):
         raise UnspoolError(f"no part could be measured; {found[0].name}: {found[0].notes[0]}")
     return Report(
@@ -116,5 +125,15 @@ def measured(lm: LanguageModel, name: str, plan: Plan) -> Part:
     return replace(part, seconds=perf_counter() - started)
 
 
-def _share_of(told: Callable[[int], object], done: int, weight: int) -> Callable[[float], object]:
-    return lambda share: told(_STEPS * done + round(_STEPS * weight * min(1.0, share)))
+def _teller(
+    told: Callable[[int], object], done: int, name: str, watch: Watch | None
+) -> Callable[[float], object]:
+    """Hears how much of a part is done, for the bar and for whoever watches."""
+
+    def tell(share: float) -> None:
+        share = min(1.0, share)
+        told(_STEPS * done + round(_STEPS * PARTS[name] * share))
+        if watch is not None:
+            watch(name, share, None)
+
+    return tell

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unspool.costing.machine import VOCABULARY
 from unspool.costing.part import (
     Example,
     Figure,
@@ -87,16 +88,17 @@ def _figures(parts: Sequence[Part], columns: Sequence[Column]) -> str:
     heads = "".join(
         f"<th>{escape(column.model)}</th><th>95 % interval</th>" for column in columns
     ) if several else "<th>value</th><th>95 % interval</th><th>n</th>"  # fmt: skip
-    rows = "".join(_row(name, parts, several) for name in figure_names(parts))
+    same = len({column.machine.get(VOCABULARY) for column in columns}) == 1
+    rows = "".join(_row(name, parts, several, same) for name in figure_names(parts))
     return (
         f'<div class="wide"><table class="figures"><thead><tr><th>measured</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
 
-def _row(name: str, parts: Sequence[Part], several: bool) -> str:
+def _row(name: str, parts: Sequence[Part], several: bool, same_tokens: bool) -> str:
     own = [found_figure(part, name) for part in parts]
-    best = winner(own)
+    best = winner(own, same_tokens)
     why = next((figure.why for figure in own if figure.why), "")
     small = f"<small>{escape(why)}</small>" if why else ""
     cells = f"<td>{escape(name)}{small}</td>"
@@ -108,10 +110,11 @@ def _row(name: str, parts: Sequence[Part], several: bool) -> str:
     return f"<tr>{cells}</tr>"
 
 
-def winner(figures: Sequence[Figure]) -> int | None:
-    """Which of several models is surely better: its interval lies beyond all others."""
+def winner(figures: Sequence[Figure], same_tokens: bool = True) -> int | None:
+    """Which of several models is surely better: its interval lies beyond all others. Nats say that
+    only of models with the same tokens."""
     better = figures[0].better
-    if len(figures) < 2 or not better:
+    if len(figures) < 2 or not better or (figures[0].unit.startswith("nats") and not same_tokens):
         return None
     ends = [(figure.low, figure.high) for figure in figures]
     for number, (low, high) in enumerate(ends):

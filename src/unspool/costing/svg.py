@@ -123,7 +123,8 @@ def _axes(frame: _Frame, first: Series, names: list[str] | None) -> str:
 def _across_names(frame: _Frame, names: list[str] | None) -> Iterable[tuple[float, str]]:
     if names is not None:
         return [(float(number), name) for number, name in enumerate(names)]
-    ticks = decades(frame.across) if frame.log else nice(frame.across)
+    ticks = decades(frame.across) if frame.log else []
+    ticks = ticks if len(ticks) > 1 else nice(frame.across)  # also where powers of ten are too few
     return [(value, short(value)) for value in ticks]
 
 

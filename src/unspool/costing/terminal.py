@@ -15,9 +15,10 @@ def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
     for parts in side_by_side(reports):
         lines += ["", f"{parts[0].title}  ({parts[0].name})", *_rows(parts)]
         lines += [f"  {note}" for part in parts if not part.figures for note in part.notes]
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             if part.table:
-                lines += ["", *_aligned([[f"  {row[0]}", *row[1:]] for row in part.table])]
+                lines += ["", *([f"  [{number}]"] if len(parts) > 1 else [])]
+                lines += [*_aligned([[f"  {row[0]}", *row[1:]] for row in part.table])]
     return "\n".join(lines).strip("\n")
 
 

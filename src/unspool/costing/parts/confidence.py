@@ -82,11 +82,11 @@ def item_probabilities(lm: LanguageModel, asked: Sequence[Item]) -> NDArray[np.f
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    asked = items()[: plan.pick(20, 64)]
+    asked = items()[: plan.pick(16, 64)]
     belief = item_probabilities(lm, asked)
     plan.tell(0.4)
     length = min(plan.pick(96, 320), lm.context)
-    windows = excerpts(lm, plan.texts, plan.pick(6, 16), length)
+    windows = excerpts(lm, plan.texts, plan.pick(5, 16), length)
     scores: list[Score] = []
     for window in windows:
         scores.append(lm.score(window, top=1))

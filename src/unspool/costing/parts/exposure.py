@@ -27,7 +27,7 @@ TRAININGS: dict[str, dict[str, float]] = {
     "unlikelihood 0.25": {"unlikelihood": 0.25},
 }
 _PURE: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
-TEXTS = (384, 1024)  # by the source and by each model: in a hurry, and otherwise
+TEXTS = (256, 1024)  # by the source and by each model: in a hurry, and otherwise
 _DRAWS = 1000
 _TITLE = "Exposure bias: errors that add up behind one's own words"
 _PLOT = "Excess accumulated error"

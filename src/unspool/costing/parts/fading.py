@@ -8,7 +8,7 @@ of that when only a window is kept, with and without the first tokens (attention
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,21 +52,23 @@ _FORGOTTEN = (
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     """All three looks."""
     room = lm.context - 2 * _JUDGED
-    lengths = [length for length in plan.pick((128, 256), (128, 512, 1024, 2048)) if length <= room]
+    lengths = [length for length in plan.pick((64, 192), (128, 512, 1024, 2048)) if length <= room]
     lengths = lengths or [max(64, room // 2)]
     needles = find_needles(lm, plan, lengths)
-    far = min(room, plan.pick(256, 1024))
+    far = min(room, plan.pick(192, 1024))
     texts = excerpts(lm, plan.texts, plan.pick(3, 12), far + _JUDGED)
-    steps = plan.pick((8, 32, 128), (8, 16, 32, 64, 128, 256, 512))
-    widths = [width for width in steps if width < far]
-    shown = _by_shown(lm, texts, [*widths, far], lambda share: plan.tell(0.5 + 0.3 * share))
-    kept = [width for width in plan.pick((128,), (32, 128, 512)) if width < far]
-    windows = _windows(lm, texts, kept or [far // 2])
+    steps = plan.pick((8, 32, 64), (8, 16, 32, 64, 128, 256, 512))
+    widths = [*[width for width in steps if width < far], far]
+    positions = np.array([[-(value or 0.0) for value in lm.score(text).logprobs] for text in texts])
+    plan.tell(0.6)
+    shown = _by_shown(lm, texts, positions, widths, lambda share: plan.tell(0.6 + 0.2 * share))
+    kept = [width for width in plan.pick((64,), (32, 128, 512)) if width < far]
+    windows = _windows(lm, texts, dict(zip(widths, shown.T, strict=True)), kept or widths[-2:-1])
     plan.tell(1.0)
-    figures = [_effective(shown, [*widths, far]), *_needle_figures(needles), *windows.figures]
+    figures = [_effective(shown, widths), *_needle_figures(needles), *windows.figures]
     series = [
-        *_needle_series(needles), _shown_series(shown, [*widths, far]),
-        _by_position(lm, texts[: plan.pick(3, 8)]), *windows.series,
+        *_needle_series(needles), _shown_series(shown, widths), _by_position(positions),
+        *windows.series,
     ]  # fmt: skip
     return Part(
         "fading", _TITLE, _FORMULA, figures, series, needles.example, [_FORGOTTEN, *windows.notes]
@@ -165,16 +167,20 @@ def _example(lm: LanguageModel, text: list[int], answer: list[int]) -> Example:
 def _by_shown(
     lm: LanguageModel,
     texts: Sequence[list[int]],
+    positions: NDArray[np.float64],
     widths: Sequence[int],
     tell: Callable[[float], object],
 ) -> NDArray[np.float64]:
-    """The mean surprise at each text's end behind its last so many tokens: [text, width]."""
+    """The mean surprise at each text's end behind its last so many tokens: [text, width].
+
+    The last width is everything, which was read for the surprise by position.
+    """
     columns = []
-    for number, width in enumerate(widths):
+    for number, width in enumerate(widths[:-1]):
         views = [last_of(text, _JUDGED, width) for text in texts]
         columns.append(surprises(lm, views, _JUDGED).mean(1))
         tell((number + 1) / len(widths))
-    return np.array(columns).T
+    return np.array([*columns, positions[:, -_JUDGED:].mean(1)]).T
 
 
 def effective_length(losses: NDArray[np.float64], widths: Sequence[int]) -> float:
@@ -186,9 +192,10 @@ def effective_length(losses: NDArray[np.float64], widths: Sequence[int]) -> floa
 def _effective(losses: NDArray[np.float64], widths: Sequence[int]) -> Figure:
     found = effective_length(losses, widths)
     low, high = interval_around(found, losses, lambda rows: effective_length(rows, widths))
+    more = ": it may be more" if found == widths[-1] else ""
     return Figure(
         "effective length", found, "tokens", low, high, len(losses),
-        f"of {widths[-1]:,} that were shown; bootstrap over texts", "higher",
+        f"of {widths[-1]:,} that were shown{more}; bootstrap over texts", "higher",
     )  # fmt: skip
 
 
@@ -200,18 +207,16 @@ def _shown_series(losses: NDArray[np.float64], widths: Sequence[int]) -> Series:
     )  # fmt: skip
 
 
-def _by_position(lm: LanguageModel, texts: Sequence[list[int]]) -> Series:
+def _by_position(positions: NDArray[np.float64]) -> Series:
     """The mean surprise by where a token stands, in steps that double."""
-    length = len(texts[0])
+    length = positions.shape[1]
     edges = [1, *[edge for edge in (8, 16, 32, 64, 128, 256, 512, 1024) if edge < length], length]
-    rows = []
-    for text in texts:
-        losses = [-(value or 0.0) for value in lm.score(text).logprobs]
-        rows.append([np.mean(losses[a:b]) for a, b in itertools.pairwise(edges)])
+    pairs = list(itertools.pairwise(edges))
+    rows = np.array([positions[:, a:b].mean(1) for a, b in pairs]).T
     low, high = bootstrap_means(rows)
-    middle = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+    middle = [(a + b) / 2 for a, b in pairs]
     return Series(
-        "all before it shown", middle, np.mean(rows, 0).tolist(), low.tolist(), high.tolist(),
+        "all before it shown", middle, rows.mean(0).tolist(), low.tolist(), high.tolist(),
         "position", "NLL, nats", "NLL by position", log_x=True,
     )  # fmt: skip
 
@@ -226,16 +231,20 @@ class _Windows:
     notes: list[str]
 
 
-def _windows(lm: LanguageModel, texts: Sequence[list[int]], widths: Sequence[int]) -> _Windows:
-    """The same ends of the same texts, behind less and less of them."""
-    whole = surprises(lm, texts, _JUDGED).mean(1)
+def _windows(
+    lm: LanguageModel,
+    texts: Sequence[list[int]],
+    shown: Mapping[int, NDArray[np.float64]],
+    widths: Sequence[int],
+) -> _Windows:
+    """The same ends of the same texts behind a few kept tokens; `shown` has the surprise there
+    behind the last so many, and behind all of them."""
+    whole = shown[max(shown)]
     rows: dict[str, list[NDArray[np.float64]]] = {
-        "last, read again": [], "first 4 + last, read again": [],
+        "last, read again": [shown[width] for width in widths], "first 4 + last, read again": [],
     }  # fmt: skip
     notes: list[str] = []
     for width in widths:
-        views = [last_of(text, _JUDGED, width) for text in texts]
-        rows["last, read again"].append(surprises(lm, views, _JUDGED).mean(1))
         views = [sinks_and_last(text, _JUDGED, width) for text in texts]
         rows["first 4 + last, read again"].append(surprises(lm, views, _JUDGED).mean(1))
         narrow = with_window(lm, width)

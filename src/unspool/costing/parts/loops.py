@@ -84,7 +84,7 @@ class _Run:
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     room = lm.context - 40
     length = min(plan.pick(64, 192), room)
-    prompts = excerpts(lm, plan.texts, plan.pick(6, 16), min(32, lm.context // 4))
+    prompts = excerpts(lm, plan.texts, plan.pick(5, 16), min(32, lm.context // 4))
     temperatures = plan.pick((0.0, 1.0), _TEMPERATURES)
     remedies = dict(list(REMEDIES.items())[: plan.pick(2, len(REMEDIES))])
     total = len(temperatures) + len(remedies)

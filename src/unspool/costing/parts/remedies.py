@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -14,8 +13,9 @@ import numpy as np
 from unspool.costing.part import Example, Figure, Mark, Part
 from unspool.costing.parts.loops import period
 from unspool.costing.plan import Plan
-from unspool.costing.statistics import mean_figure, share_figure
-from unspool.costing.writing import distinct, encoded, excerpts, write
+from unspool.costing.statistics import mean_figure
+from unspool.costing.sums import WAYS, sum_figures, sums
+from unspool.costing.writing import distinct, excerpts, write
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.errors import UnspoolError
@@ -23,12 +23,12 @@ from unspool.language_model import LanguageModel
 from unspool.sampling.loops import repetition_rate
 
 _BRANCHES = 4
-_VOTES = 5
 _SAMPLING = "usual sampling"
 _FORMULA = (
     "The same openings, continued with each option. Likelihood = mean log p a token by the bare "
     "model. Price = tokens computed / tokens kept, and seconds a token kept, both as multiples of "
-    f"greedy. Vote: sums asked once, against what most of {_VOTES} answers say."
+    "greedy. Sums right = share of small sums whose answer is right, by each way of thinking "
+    "longer."
 )
 
 
@@ -42,6 +42,7 @@ class Outcome:
     computed: int
     seconds: float
     shown: str = ""  # the first text
+    drawn: bool = False  # from usual samples, which it is then compared with; else from greedy ones
 
     @property
     def kept(self) -> int:
@@ -75,6 +76,11 @@ class _Job:
     edited_count: int  # openings that are gone over: weighing words takes the longest by far ...
     places: int  # ... and how many words of each
 
+    @property
+    def piece(self) -> int:
+        """Tokens by which a search grows its texts."""
+        return max(1, self.length // 4)
+
     def with_options(self, name: str, **options: Any) -> Outcome:
         """Left to right with some option, all in one batch."""
         made = write(self.lm, self.prompts, max_tokens=self.length, seed=self.seed, **options)
@@ -89,14 +95,15 @@ class _Job:
         computed = _BRANCHES * sum(len(text.steps) for text in texts)
         return _outcome(name, texts, computed, perf_counter() - started)
 
-    def best_of(self, name: str) -> Outcome:
-        started = perf_counter()
+    def thought(self, name: str, **options: Any) -> Outcome:
+        """A search for each opening, by a policy and a judge."""
+        options = {"max_tokens": self.length, "seed": self.seed, **options}
         found = [
-            self.lm.best_of(prompt, _BRANCHES, max_tokens=self.length, seed=self.seed)
-            for prompt in self.prompts
+            self.lm.think(prompt, budget=None, progress=False, **options) for prompt in self.prompts
         ]
-        computed = sum(len(text.steps) for one in found for text in one.generations)
-        return _outcome(name, [one.best for one in found], computed, perf_counter() - started)
+        computed = sum(one.spent.written + one.spent.judged for one in found)
+        seconds = sum(one.seconds for one in found)
+        return _outcome(name, [one.best for one in found], computed, seconds, drawn=True)
 
     def edited(self, name: str, twin: Any = None) -> Outcome:
         """Usual samples, gone over once."""
@@ -119,10 +126,12 @@ class _Job:
             texts.append([one.token for one in behind])
             logprobs.append(float(np.mean([one.logprob or 0.0 for one in behind] or [0.0])))
             shown = shown or edit.text[len(before) :]
-        return Outcome(name, texts, logprobs, computed, perf_counter() - started, shown)
+        return Outcome(name, texts, logprobs, computed, perf_counter() - started, shown, True)
 
 
-def _outcome(name: str, texts: Sequence[Generation], computed: int, seconds: float) -> Outcome:
+def _outcome(
+    name: str, texts: Sequence[Generation], computed: int, seconds: float, drawn: bool = False
+) -> Outcome:
     known = [text for text in texts if text.steps]
     return Outcome(
         name,
@@ -131,15 +140,16 @@ def _outcome(name: str, texts: Sequence[Generation], computed: int, seconds: flo
         computed,
         seconds,
         known[0].text if known else "",
+        drawn,
     )
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    length = min(plan.pick(24, 96), lm.context // 2)
+    length = min(plan.pick(16, 64), lm.context // 2)
     prompts = excerpts(lm, plan.texts, plan.pick(3, 8), min(33, lm.context // 4))
     job = _Job(lm, prompts, length, plan.seed, plan.twin, plan.pick(1, 4), plan.pick(2, 4))
     write(lm, prompts, max_tokens=1)  # the openings are read, so that nobody pays for it
-    options = _options(job)
+    options = _options(job, plan.quick)
     found: list[Outcome] = []
     failed: list[str] = []
     for number, (name, run) in enumerate(options.items()):
@@ -151,6 +161,10 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
             if outcome.texts:
                 found.append(outcome)
         plan.tell(0.8 * (number + 1) / len(options))
+    answered, unanswered = sum_figures(
+        lm, sums(plan.pick(6, 32)), list(WAYS)[: plan.pick(2, len(WAYS))], plan.seed,
+        lambda share: plan.tell(0.8 + 0.2 * share),
+    )  # fmt: skip
     usual = found[0]
     head = ["option", "log p a token", "loops", "repeated", "variety", "tokens", "seconds"]
     return Part(
@@ -159,25 +173,31 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
         _FORMULA,
         [
             *(_gain(_compared_with(other, found), other) for other in found[1:]),
-            *_vote_figures(lm, plan),
+            *answered,
         ],
         (),
         _example(found),
         [
-            f"{len(prompts)} openings, up to {length} tokens each. Best-of and edit choose among "
+            f"{len(prompts)} openings, up to {length} tokens each. Searches and edits begin with "
             "usual samples and are compared with those, the others with greedy texts.",
-            "Beams and best-of compute every branch, and keep one. Drafts change nothing but the "
-            "time.",
-            f"An edit goes over usual samples of the first {job.edited_count} openings, and weighs "
+            "Beams and searches compute every branch, and keep one; they take one opening after "
+            "the other, the rest all of them in one batch. Drafts change nothing but the time.",
+            f"Restarts: {_BRANCHES} openings of {job.piece} tokens, of which the likeliest is "
+            "written on. Step-wise beam and DVTS: the likelier half of four texts goes on after "
+            f"every {job.piece} tokens; DVTS keeps one of each subtree. Budget forcing writes the "
+            "think tags itself: models that never learned to think gain nothing by it.",
+            f"An edit goes over usual samples (openings: {job.edited_count}), and weighs "
             f"candidates at {job.places} doubtful words of each.",
             *failed,
+            *unanswered,
         ],
         [head, *(one.row(usual) for one in found)],
     )
 
 
-def _options(job: _Job) -> dict[str, Callable[[str], Outcome]]:
+def _options(job: _Job, quick: bool) -> dict[str, Callable[[str], Outcome]]:
     """All of them, greedy first: a name, and what writes with it."""
+    pieces: dict[str, Any] = {"step": "tokens", "tokens": job.piece}
     found: dict[str, Callable[[str], Outcome]] = {
         "greedy": partial(job.with_options, temperature=0.0),
         _SAMPLING: job.with_options,
@@ -185,9 +205,15 @@ def _options(job: _Job) -> dict[str, Callable[[str], Outcome]]:
         "DRY 0.8": partial(job.with_options, temperature=0.0, dry_multiplier=0.8),
         "lookup drafts": partial(job.with_options, temperature=0.0, speculate="lookup"),
         f"beams {_BRANCHES}": job.beams,
-        f"best of {_BRANCHES}": job.best_of,
+        f"best of {_BRANCHES}": partial(job.thought, policy="best-of", n=_BRANCHES),
+        "restarts": partial(job.thought, policy="restarts", k=_BRANCHES, tokens=job.piece),
+        "step-wise beam": partial(job.thought, policy="beam", keep=2, width=2, **pieces),
         "edit": job.edited,
     }
+    if not quick:
+        many: dict[str, Any] = {"policy": "best-of", "n": _BRANCHES}
+        found[f"best of {_BRANCHES}, the surest"] = partial(job.thought, judge="certainty", **many)
+        found["DVTS"] = partial(job.thought, policy="dvts", subtrees=2, width=2, **pieces)
     if job.twin is not None:
         found["edit with the twin"] = partial(job.edited, twin=job.twin)
     return found
@@ -195,8 +221,7 @@ def _options(job: _Job) -> dict[str, Callable[[str], Outcome]]:
 
 def _compared_with(one: Outcome, found: Sequence[Outcome]) -> Outcome:
     """What an option begins with: some choose among usual samples, the others are greedy."""
-    drawn = one.name.startswith(("best of", "edit"))
-    return next((other for other in found if drawn and other.name == _SAMPLING), found[0])
+    return next((other for other in found if one.drawn and other.name == _SAMPLING), found[0])
 
 
 def _gain(usual: Outcome, other: Outcome) -> Figure:
@@ -205,40 +230,6 @@ def _gain(usual: Outcome, other: Outcome) -> Figure:
     return mean_figure(
         f"likelihood, {other.name} − {usual.name}", pairs, "nats/token", why="paired by opening"
     )
-
-
-# -- voting ---------------------------------------------------------------------------------------
-
-
-def sums(count: int) -> list[tuple[str, str]]:
-    """Questions whose answers are numbers, and the answers."""
-    found = []
-    for number in range(count):
-        a, b = 2 + number * 7 % 9, 1 + number * 5 % 8
-        shown = "Q: What is 4 + 3?\nA: 4 + 3 = 7\n\nQ: What is 6 + 8?\nA: 6 + 8 = 14\n\n"
-        found.append((f"{shown}Q: What is {a} + {b}?\nA: {a} + {b} =", str(a + b)))
-    return found
-
-
-def _vote_figures(lm: LanguageModel, plan: Plan) -> list[Figure]:
-    asked = sums(plan.pick(6, 24))
-    single = most = total = 0
-    with suppress(UnspoolError):  # a context that is too short for the question
-        for number, (question, answer) in enumerate(asked):
-            vote = lm.vote(
-                encoded(lm, question), _VOTES, extract=r"^\s*(\d+)", max_tokens=5, seed=plan.seed
-            )
-            single += sum(one == answer for one in vote.answers)
-            most += vote.answer == answer
-            total += 1
-            plan.tell(0.8 + 0.2 * (number + 1) / len(asked))
-    return [
-        share_figure("sums right, one sample", single, total * _VOTES, better="higher"),
-        share_figure(
-            f"sums right, vote of {_VOTES}", most, total, better="higher",
-            why=f"for {_VOTES} times the tokens",
-        ),
-    ]  # fmt: skip
 
 
 def _example(found: Sequence[Outcome]) -> Example | None:

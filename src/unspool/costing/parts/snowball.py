@@ -18,7 +18,8 @@ from unspool.costing.part import Example, Figure, Mark, Part, Series
 from unspool.costing.plan import Plan
 from unspool.costing.reading import last_logits, surprises
 from unspool.costing.statistics import Better, bootstrap_means, interval_around, mean_figure
-from unspool.costing.writing import Written, excerpts, write
+from unspool.costing.writing import excerpts, write
+from unspool.engine.generation import Generation
 from unspool.language_model import LanguageModel
 from unspool.sampling import score
 
@@ -53,7 +54,7 @@ class Slip:
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     """Both measurements."""
     reach = min(_REACH, (lm.context - _LOOKED_AT - 1) // 2)
-    texts = excerpts(lm, plan.texts, plan.pick(8, 48), 2 * reach + _LOOKED_AT + 1)
+    texts = excerpts(lm, plan.texts, plan.pick(6, 48), 2 * reach + _LOOKED_AT + 1)
     slips = find_slips(lm, texts, reach)
     plan.tell(0.15)
     costs = excess(lm, slips, lambda share: plan.tell(0.15 + 0.35 * share))
@@ -194,30 +195,40 @@ class _Gaps:
 def _own_words(lm: LanguageModel, plan: Plan) -> _Gaps:
     """What is written behind so many of the model's own tokens and behind as many human ones."""
     room = lm.context - _START - _NEXT
-    lengths = [each for each in plan.pick((32, 80), (32, 96, 160, 224)) if each <= room] or [room]
-    humans = excerpts(lm, plan.texts, plan.pick(6, 24), _START + lengths[-1])
-    own = _drawn(lm, [text[:_START] for text in humans], lengths[-1], plan.seed)
+    lengths = [each for each in plan.pick((32, 64), (32, 96, 160, 224)) if each <= room] or [room]
+    humans = excerpts(lm, plan.texts, plan.pick(5, 24), _START + lengths[-1])
+    # One text of its own is enough for all lengths: what stands behind its first l tokens is what
+    # the model writes behind l tokens of its own.
+    own = _drawn(lm, [text[:_START] for text in humans], lengths[-1] + _NEXT, plan.seed)
     plan.tell(0.75)
-    selves = [[*text.prompt, *text.tokens] for text in own.texts]
     fresh = np.zeros((2, len(lengths), len(humans)))  # [own or human, length, text]
     surprise = np.zeros_like(fresh)
     for number, length in enumerate(lengths):
-        for side, texts in enumerate((selves, humans)):
-            prompts = [text[: _START + length] for text in texts]
-            more = _drawn(lm, prompts, _NEXT, plan.seed + 1)
-            whole = [[*text.prompt, *text.tokens] for text in more.texts]
-            fresh[side, number] = [new_runs(text, _NEXT) for text in whole]
-            surprise[side, number] = -np.array(more.mean_logprobs())
+        prompts = [text[: _START + length] for text in humans]
+        more = _drawn(lm, prompts, _NEXT, plan.seed + 1)
+        for side, (texts, start) in enumerate(((own, length), (more, 0))):
+            ends = [_stretch(text, start) for text in texts]
+            fresh[side, number] = [new_runs(tokens, _NEXT) for tokens, _ in ends]
+            surprise[side, number] = [surprised for _, surprised in ends]
         plan.tell(0.75 + 0.25 * (number + 1) / len(lengths))
     return _told(lengths, fresh, surprise)
 
 
-def _drawn(lm: LanguageModel, prompts: Sequence[list[int]], tokens: int, seed: int) -> Written:
+def _stretch(text: Generation, start: int) -> tuple[list[int], float]:
+    """A text up to the end of the stretch that starts there, and the mean surprise at that."""
+    steps = text.steps[start : start + _NEXT]
+    surprised = -float(np.mean([step.logprob for step in steps]))
+    return [*text.prompt, *text.tokens[: start + _NEXT]], surprised
+
+
+def _drawn(
+    lm: LanguageModel, prompts: Sequence[list[int]], tokens: int, seed: int
+) -> Sequence[Generation]:
     """Pure sampling: what a stage cuts off would be the stage's merit, and not the model's."""
     return write(
         lm, prompts, max_tokens=tokens, seed=seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
         end=False,
-    )  # fmt: skip
+    ).texts  # fmt: skip
 
 
 def new_runs(tokens: Sequence[int], last: int, size: int = 4) -> float:

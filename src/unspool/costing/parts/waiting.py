@@ -38,7 +38,7 @@ class Behind:
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     page = lm.engine.backend.page_size
-    pasts = _pasts(plan.pick((64, 256), (64, 256, 1024, 4096)), lm.context, page)
+    pasts = _pasts(plan.pick((64, 192), (64, 256, 1024, 4096)), lm.context, page)
     prompts = excerpts(lm, _joined(plan.texts, pasts[-1]), 40, min(33, pasts[-1]))
     write(lm, prompts[:2], max_tokens=4, end=False)  # the first text waits for threads and memory
     grown = []
@@ -54,7 +54,8 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     plan.tell(0.75)
     bare = [_uncached(lm, plan, past) for past in pasts[plan.pick(1, 0) : 3] if past <= 1100]
     plan.tell(0.85)
-    drafts = drafted(lm, _text_of(lm, plan, min(129, pasts[-1]), 3), plan.pick(1, 3))
+    ids = _text_of(lm, plan, min(129, pasts[-1]), 3)
+    drafts = drafted(lm, ids, plan.pick(1, 3), plan.pick(16, 32))
     limit = _limit(lm, pasts, speeds)
     return Part(
         "waiting",

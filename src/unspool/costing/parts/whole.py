@@ -118,9 +118,9 @@ def masked_likelihoods(
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
     distances = plan.pick((1, 2), (1, 2, 4))
-    chosen = swaps(plan.texts, plan.pick(5, 36), distances, plan.seed)
+    chosen = swaps(plan.texts, plan.pick(4, 36), distances, plan.seed)
     figures, series, example = _swapping(lm, plan, chosen, distances) if chosen else ([], [], None)
-    told = stories(plan.seed)[: plan.pick(8, 48)]
+    told = stories(plan.seed)[: plan.pick(6, 48)]
     more, line = _telling(lm, plan, told)
     none = ["The texts have no passage of enough sentences: nothing was swapped."]
     return Part(

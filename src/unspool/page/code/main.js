@@ -12,7 +12,7 @@ import { listenForFiles } from "./share/drop.js";
 import { keepSession, restoreSession } from "./session.js";
 import { WriteView } from "./write/view.js";
 
-const VIEWS = { write: "Write", tokens: "Tokens", compare: "Compare", learn: "Learn", twins: "Twins", think: "Think" };
+const VIEWS = { write: "Write", tokens: "Tokens", compare: "Compare", learn: "Learn", twins: "Twins", think: "Think", measure: "Measure" };
 
 function App() {
   useChanges("view");
@@ -31,6 +31,7 @@ function App() {
       ${state.view === "compare" && html`<${Lazy} file="./compare/view.js" name="CompareView" />`}
       ${state.view === "twins" && html`<${Lazy} file="./twins/view.js" name="TwinsView" />`}
       ${state.view === "think" && html`<${Lazy} file="./think/view.js" name="ThinkView" />`}
+      ${state.view === "measure" && html`<${Lazy} file="./measure/view.js" name="MeasureView" />`}
       ${state.view === "learn" && html`<${Lazy} file="./learn/view.js" name="LearnView" />`}
     </main>
     ${shares && html`<${Lazy} file="./share/dialog.js" name="ShareDialog" open=${shares} close=${() => setShares(false)} />`}

@@ -20,6 +20,8 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    StrictBool,
+    StrictInt,
     StringConstraints,
     model_validator,
 )
@@ -209,6 +211,11 @@ class Extension(Constraints):
     cache: bool = Field(
         True, description="false: the whole text is read again for every token, to see the cost"
     )
+    endless: StrictBool | Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = Field(
+        None,
+        description="go on beyond the context, forgetting the oldest tokens; a number: how many of "
+        "the first stay in view",
+    )
     sample: int = Field(0, ge=0, lt=1 << 31, description="which of the seed's many texts")
     priority: int = Field(0, ge=-100, le=100)
     think: Think | None = Field(None, description="search for the answer (/v1/chat/completions)")
@@ -310,3 +317,8 @@ class SamplingRequest(ForeignRequest, Constraints):
     seed: Seed | None = None
     dry_sequence_breakers: list[ShortText] | None = Field(None, max_length=64)
     unspool: Extension | None = None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the text, and the prompt, may be longer than the context."""
+        return self.unspool is not None and bool(self.unspool.endless)

@@ -12,6 +12,7 @@ releases when the request is over: answered, failed, out of time, or its client 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -83,6 +84,7 @@ class Call:
         self.state, self.request, self.model, self.places = state, request, model, places
         self.until = asyncio.get_running_loop().time() + state.settings.deadline
         self._resources = AsyncExitStack()
+        self._texts: list[Texts] = []
 
     async def __aenter__(self) -> Call:
         """Wait for places and for the model. Who goes away meanwhile leaves the line."""
@@ -120,6 +122,7 @@ class Call:
 
     def hold_texts(self, texts: Texts) -> None:
         """Texts that are stopped with the call, if they still run; and what they came to."""
+        self._texts.append(texts)
         self._resources.callback(self._end, texts)
 
     async def write(
@@ -153,10 +156,11 @@ class Call:
                 code="context_length_exceeded",
             )
 
-    def check_text(self, *texts: str) -> None:
-        """Refuse what cannot fit, before time is spent on cutting it into tokens."""
+    def check_text(self, *texts: str, longer: bool = False) -> None:
+        """Refuse what cannot fit, before time is spent on cutting it into tokens; an endless text
+        (`longer`) fits, unless this server reads no more."""
         length = sum(map(len, texts))
-        limit = self.settings.max_prompt or self.served.lm.context
+        limit = self.settings.max_prompt or (math.inf if longer else self.served.lm.context)
         if length > limit and length > limit * self.served.longest_token:
             raise bad_request(
                 f"the prompt has {length:,} characters: more than the model's context can hold",
@@ -165,7 +169,8 @@ class Call:
 
     def token_limit(self, given: int | None, prompt: int, default: int | None = None) -> int:
         """How many tokens an answer may have, when the request says so many."""
-        room = max(0, self.served.lm.context - prompt)
+        context = self.served.lm.context
+        room = context - prompt if prompt <= context else context  # more only if it is endless
         wanted = given if given is not None else default if default is not None else room
         limit = self.settings.max_tokens
         return wanted if limit is None else min(wanted, limit)
@@ -188,6 +193,7 @@ class Call:
         """The answer as JSON; all that the call held is free before it is sent."""
         async with asyncio.timeout_at(self.until):
             content = await answer
+        self.note(*(note for texts in self._texts for note in texts.notes))
         await self._resources.aclose()
         return JsonReply(content)
 

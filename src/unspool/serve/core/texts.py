@@ -131,6 +131,11 @@ class Texts:
     def all(self) -> list[Text]:
         return [self.texts[number] for number in sorted(self.texts)]
 
+    @property
+    def notes(self) -> list[str]:
+        """What the engine had to say of them, such as what an endless text has forgotten."""
+        return [note for text in self.all for note in text.stream.notes]
+
     def usage(self) -> dict[str, Any]:
         """As OpenAI counts: a prompt once, however many choices it has."""
         prompt = sum(len(ids) for ids in self.prompts)

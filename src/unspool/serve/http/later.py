@@ -70,6 +70,12 @@ def _think() -> list[APIRouter]:
     return [think.router]
 
 
+def _costs() -> list[APIRouter]:
+    from unspool.serve import costs
+
+    return [costs.router]
+
+
 def _runs() -> list[APIRouter]:
     from unspool.serve.runs import endpoints
 
@@ -83,6 +89,7 @@ LATER = (  # in this order at /docs
     Later(("/v1/tree",), _tree),
     Later(("/v1/diffuse",), _diffuse),
     Later(("/v1/think",), _think),
+    Later(("/v1/costs",), _costs),
     Later(("/v1/runs",), _runs),
     Later(
         ("/tokenize", "/detokenize", "/vocabularies", "/apply-template", "/score"),

@@ -63,3 +63,13 @@ class ServeSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def refusal(self, does: str) -> str | None:
+        """Why work that uses up the machine cannot be asked for here, if it cannot: it needs that
+        only programs on this machine reach the server, or a key."""
+        if self.is_local or self.api_keys:
+            return None
+        return (
+            f"anyone can reach this server: it {does} nothing without a key (--api-key-file), "
+            "or where only this machine can ask (--host 127.0.0.1)"
+        )

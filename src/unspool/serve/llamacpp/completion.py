@@ -6,12 +6,14 @@ An adapter over the same core as `/v1/completions`. The settings' defaults are l
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
 from unspool import __version__
+from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling.settings import SamplingSettings
 from unspool.serve.core.options import check_choices, read_schema, sampling_options
@@ -48,7 +50,8 @@ def _prepare(
     call: Call, body: CompletionRequest, many: list[str | list[int | str]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
     call.heed(body)
-    prompts = [_ids(call, [text] if isinstance(text, str) else text) for text in many]
+    parts = [[text] if isinstance(text, str) else text for text in many]
+    prompts = [_ids(call, one, body.is_endless) for one in parts]
     options = sampling_options(call.served.lm, body, top=body.n_probs)
     if body.n_probs and body.post_sampling_probs:
         options["explain"] = True
@@ -57,17 +60,21 @@ def _prepare(
     return prompts, options
 
 
-def _ids(call: Call, parts: list[int | str]) -> list[int]:
+def _ids(call: Call, parts: Sequence[int | str], longer: bool) -> list[int]:
     """Words and ids in a row as ids; words at the beginning begin as every prompt does."""
     lm = call.served.lm
-    call.check_text(*(part for part in parts if isinstance(part, str)))
+    call.check_text(*(part for part in parts if isinstance(part, str)), longer=longer)
     ids: list[int] = []
     for number, part in enumerate(parts):
         if isinstance(part, int):
             ids.append(part)
         else:
-            ids += lm.tokenizer.encode(part, specials=True) if number else lm.prompt_ids(part)
-    return lm.prompt_ids(ids or start_ids(call))
+            ids += (
+                lm.tokenizer.encode(part, specials=True)
+                if number
+                else lm.prompt_ids(part, longer=longer)
+            )
+    return lm.prompt_ids(ids or start_ids(call), longer=longer)
 
 
 class CompletionAnswer:
@@ -120,7 +127,7 @@ class CompletionAnswer:
             "generation_settings": self._settings(text),
             "prompt": lm.tokenizer.decode(generation.prompt),
             "has_new_line": "\n" in generation.text,
-            "truncated": generation.finish_reason == "context",
+            "truncated": generation.finish_reason == "context" or _has_forgotten(generation),
             **_ending(text),
             "tokens_cached": text.reused,
             "timings": _timings(text),
@@ -169,6 +176,12 @@ def _ending(text: Text) -> dict[str, Any]:
     reason = text.generation.finish_reason
     kind = "word" if by is not None else "eos" if reason == "stop" else "limit"
     return {"stop_type": kind, "stopping_word": by or ""}
+
+
+def _has_forgotten(generation: Generation) -> bool:
+    """Whether the text outgrew the context, and went on without its oldest tokens."""
+    length = len(generation.prompt) + len(generation.steps)
+    return generation.request.limits.forgotten(length) > 0
 
 
 def _timings(text: Text) -> dict[str, Any]:

@@ -55,9 +55,10 @@ class _Asking(ForeignRequest):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    # How Ollama makes a text that is too long fit: here it is refused.
-    truncate: bool | None = None
-    shift: bool | None = None
+    truncate: bool | None = None  # here a prompt that is too long is refused, or shifted
+    shift: bool | None = Field(
+        None, description="true: go on beyond the context, forgetting the oldest tokens"
+    )
 
 
 class ChatRequest(_Asking):

@@ -100,8 +100,11 @@ def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) ->
         ids, options = [*before, *ready.ids], ready.options
     else:
         call.heed(chat)
-        call.check_text(prompt, body.suffix or "")
-        ids = gap.prompt(lm) if gap is not None else [*before, *lm.prompt_ids(prompt)]
+        call.check_text(prompt, body.suffix or "", longer=chat.is_endless)
+        if gap is not None:
+            ids = gap.prompt(lm)
+        else:
+            ids = [*before, *lm.prompt_ids(prompt, longer=chat.is_endless)]
         options = sampling_options(lm, chat, top=chat.top_logprobs or 0)
         if chat.response_format is not None:
             options |= {"json": True} if body.format == "json" else {"json_schema": body.format}
@@ -117,15 +120,28 @@ def _chat(call: Call, body: Asking, **more: Any) -> Chat:
         wanted = {"type": "json_schema", "json_schema": {"schema": body.format}}
     elif body.format == "json":
         wanted = {"type": "json_object"}
+    options = dict(body.options or {})
+    shifting = _shifting(body, options)
     given = {
-        **llama_defaults(body.options or {}),
+        **llama_defaults(options),
         "keep_alive": body.keep_alive,
         "top_logprobs": body.top_logprobs,
         "response_format": wanted,
         **_thinking(call, body),
+        **shifting,
         **more,
     }
     return Chat.model_validate(given)
+
+
+def _shifting(body: Asking, options: dict[str, Any]) -> dict[str, Any]:
+    """`shift` lets a text go on beyond the context; `num_keep`, which is taken out of the options,
+    says how much of its beginning stays in view (-1: all of the prompt, if that is short)."""
+    if not body.shift:
+        return {}
+    kept = options.pop("num_keep", None)
+    known = isinstance(kept, int) and kept > 0
+    return {"unspool": {"endless": kept if known else True}}
 
 
 def _thinking(call: Call, body: Asking) -> dict[str, Any]:

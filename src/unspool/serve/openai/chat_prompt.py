@@ -115,7 +115,8 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
         first = messages[-1]["tool_calls"][0]
         raise bad_request(f"the call {first['id'][:80]!r} has no result: give it behind the call")
     tools = [json.dumps(tool.as_openai()) for tool in use.offered]
-    call.check_text(*tools, *(message.get("content") or "" for message in messages))
+    words = [*tools, *(message.get("content") or "" for message in messages)]
+    call.check_text(*words, longer=body.is_endless)
     ids = chat_prompt(
         call.served, messages, use, options, template_options(call, body), note=call.note
     ).ids

@@ -83,13 +83,14 @@ def _prepare(
 ) -> tuple[list[list[int]], list[Between] | None, dict[str, Any]]:
     lm, many = call.served.lm, as_list(body.prompt)
     for text in many:
-        call.check_text(text if isinstance(text, str) else "", body.suffix or "")
+        words = text if isinstance(text, str) else ""
+        call.check_text(words, body.suffix or "", longer=body.is_endless)
     # A model that begins every text with a token of its own has that for an empty prompt.
-    prompts = [lm.prompt_ids(text or start_ids(call)) for text in many]
+    prompts = [lm.prompt_ids(text or start_ids(call), longer=body.is_endless) for text in many]
     gaps = None
     if body.suffix:
-        words = [text if isinstance(text, str) else lm.tokenizer.decode(text) for text in many]
-        gaps = [Between(text, body.suffix) for text in words]
+        before = [text if isinstance(text, str) else lm.tokenizer.decode(text) for text in many]
+        gaps = [Between(text, body.suffix) for text in before]
         prompts = [gap.prompt(lm) for gap in gaps]
     call.heed(body)
     options = sampling_options(lm, body, top=body.logprobs or 0)

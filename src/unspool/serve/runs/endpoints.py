@@ -60,7 +60,7 @@ async def list_runs(request: Request) -> Response:
     def found() -> list[dict[str, Any]]:
         return [summary(run, state.trainer.fault(run.name)) for run in state.runs.all()]
 
-    refusal = _refusal(state)
+    refusal = state.settings.refusal("trains")
     return JsonReply(
         {
             "object": "list",
@@ -136,18 +136,8 @@ async def events(name: str, request: Request, since: Since = 0, samples: Since =
     return EventStream(pouring(pieces), until=None, failed=run_error)
 
 
-def _refusal(state: ServerState) -> str | None:
-    """Why trainings cannot be started here, if they cannot."""
-    if state.settings.is_local or state.settings.api_keys:
-        return None
-    return (
-        "anyone can reach this server: it trains nothing without a key (--api-key-file), "
-        "or where only this machine can ask (--host 127.0.0.1)"
-    )
-
-
 def _check_may_start(state: ServerState) -> None:
-    refusal = _refusal(state)
+    refusal = state.settings.refusal("trains")
     if refusal is not None:
         raise ApiError(403, refusal, code="training_refused")
 
