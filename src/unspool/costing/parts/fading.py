@@ -56,13 +56,13 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     lengths = lengths or [max(64, room // 2)]
     needles = find_needles(lm, plan, lengths)
     far = min(room, plan.pick(192, 1024))
-    texts = excerpts(lm, plan.texts, plan.pick(3, 12), far + _JUDGED)
+    texts = excerpts(lm, plan.texts, plan.pick(3, 8), far + _JUDGED)
     steps = plan.pick((8, 32, 64), (8, 16, 32, 64, 128, 256, 512))
     widths = [*[width for width in steps if width < far], far]
     positions = np.array([[-(value or 0.0) for value in lm.score(text).logprobs] for text in texts])
     plan.tell(0.6)
     shown = _by_shown(lm, texts, positions, widths, lambda share: plan.tell(0.6 + 0.2 * share))
-    kept = [width for width in plan.pick((64,), (32, 128, 512)) if width < far]
+    kept = [width for width in plan.pick((64,), (128, 512)) if width < far]
     windows = _windows(lm, texts, dict(zip(widths, shown.T, strict=True)), kept or widths[-2:-1])
     plan.tell(1.0)
     figures = [_effective(shown, widths), *_needle_figures(needles), *windows.figures]
@@ -89,7 +89,7 @@ class Needles:
 
 def find_needles(lm: LanguageModel, plan: Plan, lengths: Sequence[int]) -> Needles:
     """Hide a number at each depth of a text of each length, and ask for it."""
-    tries = plan.pick(1, 3)
+    tries = plan.pick(1, 2)
     hay = excerpts(lm, plan.texts, tries, max(lengths))
     random = np.random.default_rng(plan.seed)
     asked: list[tuple[list[int], list[int]]] = []  # what is read, and the number's tokens
