@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 # Of the page, and of a plot that stands alone.
-COLOURS = """:root{color-scheme:light dark;--ink:#1d1f21;--paper:#fff;--raised:#f5f6f7;--line:#dfe2e5;
+COLOURS = """
+:root{color-scheme:light dark;--ink:#1d1f21;--paper:#fff;--raised:#f5f6f7;--line:#dfe2e5;
 --dim:#5d646b;--good:#1a7f4b;
 --c0:#2f6db5;--c1:#d1495b;--c2:#2e8b57;--c3:#b07d12;--c4:#7b52ab;--c5:#13899b;--c6:#8a5a44;--c7:#6b7280;
 --m0:#ffe08a;--m1:#ffc2c2;--m2:#bfe3c5;--m3:#cfd8ff}
