@@ -28,7 +28,7 @@ Layout = Literal["plain", "transposed", "per_head", "interleaved", "plus_one"]
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every weight of the model by our name, with its shape."""
-    width, out = config.width, config.heads * config.head_width
+    width = config.width
     found: dict[str, Shape] = {"embed.weight": (config.vocab_size, width)}
     if config.positions == "learned":
         found["position_embed.weight"] = (config.context, width)
@@ -45,37 +45,57 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
 
     if config.embedding_norm:
         norm("embed_norm")
+    if config.token_width:
+        every = config.layers * config.token_width
+        linear("token_inputs.embed", config.vocab_size, every, False)
+        linear("token_inputs.project", every, width, False)
+        found["token_inputs.norm.weight"] = (config.token_width,)
     for layer in range(config.layers):
         at = f"layers.{layer}"
         if config.normed_attention(layer):
             norm(f"{at}.attention_norm")
-        linear(f"{at}.attention.q", out, width, config.qkv_bias)
-        linear(f"{at}.attention.k", config.kv_width, width, config.qkv_bias)
-        linear(f"{at}.attention.v", config.kv_width, width, config.qkv_bias)
+        shape, own = config.shape(layer), config.kv_source(layer) == layer
+        linear(f"{at}.attention.q", shape.out_width, width, config.qkv_bias)
+        if own:
+            linear(f"{at}.attention.k", shape.kv_width, width, config.qkv_bias)
+        if own and config.has_values(layer):
+            linear(f"{at}.attention.v", shape.kv_width, width, config.qkv_bias)
         if config.qk_norm != "none":
-            whole = config.qk_norm == "whole"
-            found[f"{at}.attention.q_norm.weight"] = (out if whole else config.head_width,)
-            found[f"{at}.attention.k_norm.weight"] = (
-                config.kv_width if whole else config.head_width,
-            )
-        linear(f"{at}.attention.out", width, out, config.out_bias)
+            whole, head = config.qk_norm == "whole", shape.head_width
+            found[f"{at}.attention.q_norm.weight"] = (shape.out_width if whole else head,)
+            if own:
+                found[f"{at}.attention.k_norm.weight"] = (shape.kv_width if whole else head,)
+        linear(f"{at}.attention.out", width, shape.out_width, config.out_bias)
         if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
-        if config.norm_before:
+        if config.normed_feed(layer):
             norm(f"{at}.feed_norm")
+        experts = dense = f"{at}.feed"
+        if config.has_both(layer):
+            dense, experts = f"{at}.feed.dense", f"{at}.feed.experts"
+            for part in ("dense_norm", "dense_post_norm", "experts_norm", "experts_post_norm"):
+                norm(f"{at}.feed.{part}")
+            found[f"{at}.feed.router_scale"] = (width,)
+            found[f"{at}.feed.expert_scale"] = (config.experts,)
         if config.has_experts(layer):
-            experts, inner = config.experts, config.expert_width
-            found[f"{at}.feed.router.weight"] = (experts, width)
-            found[f"{at}.feed.gate.weight"] = (experts, inner, width)
-            found[f"{at}.feed.up.weight"] = (experts, inner, width)
-            found[f"{at}.feed.down.weight"] = (experts, width, inner)
-        else:
+            count, inner = config.experts, config.expert_width
+            found[f"{experts}.router.weight"] = (count, width)
+            found[f"{experts}.gate.weight"] = (count, inner, width)
+            found[f"{experts}.up.weight"] = (count, inner, width)
+            found[f"{experts}.down.weight"] = (count, width, inner)
+        if not config.has_experts(layer) or config.has_both(layer):
             if config.gated:
-                linear(f"{at}.feed.gate", config.ff_width, width, config.ff_bias)
-            linear(f"{at}.feed.up", config.ff_width, width, config.ff_bias)
-            linear(f"{at}.feed.down", width, config.ff_width, config.ff_bias)
+                linear(f"{dense}.gate", shape.ff_width, width, config.ff_bias)
+            linear(f"{dense}.up", shape.ff_width, width, config.ff_bias)
+            linear(f"{dense}.down", width, shape.ff_width, config.ff_bias)
         if config.norm_after or config.norm_sums:
             norm(f"{at}.feed_post_norm")
+        if config.token_width:
+            linear(f"{at}.token_input.gate", config.token_width, width, False)
+            linear(f"{at}.token_input.out", width, config.token_width, False)
+            norm(f"{at}.token_input.norm")
+        if config.layer_scale:
+            found[f"{at}.scale"] = (1,)
     if config.head_transform:
         if config.norm_before:
             norm("transform.norm")
