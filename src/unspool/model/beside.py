@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from unspool.model.config import ModelConfig
-from unspool.model.parts import Norm, activate, unit
+from unspool.model.parts import Norm, activate
 
 
 class DenseAndExperts(nn.Module):
@@ -16,16 +16,16 @@ class DenseAndExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, dense: nn.Module, experts: nn.Module) -> None:
         super().__init__()
-        self.eps, width = config.norm_eps, config.width
+        width = config.width
         self.dense, self.experts = dense, experts
-        self.dense_norm, self.dense_post_norm = (Norm(config, width, "rms") for _ in range(2))
-        self.experts_norm, self.experts_post_norm = (Norm(config, width, "rms") for _ in range(2))
-        self.router_scale = nn.Parameter(torch.ones(width))
+        self.dense_norm, self.dense_post_norm = (Norm(config, width, config.norm) for _ in range(2))
+        self.experts_norm, self.experts_post_norm = (Norm(config, width, config.norm) for _ in range(2))
+        self.router_norm = Norm(config, width, config.norm)
         self.expert_scale = nn.Parameter(torch.ones(config.experts))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        routed = unit(tokens, self.eps) * self.router_scale * tokens.shape[-1] ** -0.5
+        routed = self.router_norm(tokens) * tokens.shape[-1] ** -0.5
         weights, chosen = self.experts.choose(routed)
         answers = self.experts.answers(
             self.experts_norm(tokens), weights * self.expert_scale[chosen], chosen

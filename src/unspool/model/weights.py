@@ -73,9 +73,9 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         experts = dense = f"{at}.feed"
         if config.has_both(layer):
             dense, experts = f"{at}.feed.dense", f"{at}.feed.experts"
-            for part in ("dense_norm", "dense_post_norm", "experts_norm", "experts_post_norm"):
-                norm(f"{at}.feed.{part}")
-            found[f"{at}.feed.router_scale"] = (width,)
+            for side in ("dense_norm", "dense_post_norm", "experts_norm", "experts_post_norm"):
+                norm(f"{at}.feed.{side}")
+            norm(f"{at}.feed.router_norm")
             found[f"{at}.feed.expert_scale"] = (config.experts,)
         if config.has_experts(layer):
             count, inner = config.experts, config.expert_width
