@@ -29,7 +29,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=[*tiny.FAMILIES, *tiny.TODAY])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A family's model in transformers and in Unspool, from the same files."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -136,7 +136,7 @@ def test_long_prompts_are_attended_in_chunks(tmp_path: Path):
 # What a GGUF file can say of each family; windows of Mistral and Qwen2 are not among it.
 IN_GGUF = [
     name
-    for name in tiny.FAMILIES
+    for name in (*tiny.FAMILIES, *tiny.TODAY)
     if name not in ("mistral", "qwen2-window", "gemma2", "qwen3-moe", "llama-dynamic")
 ]
 

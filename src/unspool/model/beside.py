@@ -19,7 +19,9 @@ class DenseAndExperts(nn.Module):
         width = config.width
         self.dense, self.experts = dense, experts
         self.dense_norm, self.dense_post_norm = (Norm(config, width, config.norm) for _ in range(2))
-        self.experts_norm, self.experts_post_norm = (Norm(config, width, config.norm) for _ in range(2))
+        self.experts_norm, self.experts_post_norm = (
+            Norm(config, width, config.norm) for _ in range(2)
+        )
         self.router_norm = Norm(config, width, config.norm)
         self.expert_scale = nn.Parameter(torch.ones(config.experts))
 

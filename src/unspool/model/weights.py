@@ -128,7 +128,7 @@ class Rule:
 
     @property
     def for_experts(self) -> bool:
-        return "{e}" in self.theirs or "_exps." in self.theirs
+        return any(sign in self.theirs for sign in ("{e}", "_exps.weight", ".experts."))
 
 
 Fetch = Callable[[str], Stored | None]
@@ -228,6 +228,8 @@ def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:
 
 
 def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -> list[Stored]:
+    if len(parts[0]) == 3:
+        return _split_experts(whole, parts)
     if rule.layout == "transposed" and len(whole.shape) == 2:
         whole = whole.transposed()
     elif rule.layout == "plus_one":
@@ -242,6 +244,17 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
     if ends[-1] != whole.shape[0]:
         return [whole] * len(parts)  # the caller sees that the shapes differ and says so
     return [whole.rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _split_experts(whole: Stored, parts: list[Shape]) -> list[Stored]:
+    """Matrices of all experts; some files hold them turned, or several below each other."""
+    rows, columns = sum(shape[1] for shape in parts), parts[0][2]
+    if whole.shape[1:] == (columns, rows) and rows != columns:
+        whole = whole.transposed()
+    ends = np.cumsum([shape[1] for shape in parts]).tolist()
+    if len(parts) == 1 or ends[-1] != whole.shape[1]:
+        return [whole] * len(parts)  # the caller sees whether the shapes differ
+    return [whole.inner_rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
@@ -260,7 +273,7 @@ def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
     import torch
 
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    whole = torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
     if rule.layout == "transposed" and whole.ndim == 2:
         return whole.t()
     if rule.layout == "plus_one":
