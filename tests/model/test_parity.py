@@ -133,11 +133,13 @@ def test_long_prompts_are_attended_in_chunks(tmp_path: Path):
     assert difference(ours(tokens), theirs(tokens).logits) < CLOSE
 
 
-# What a GGUF file can say of each family; windows of Mistral and Qwen2 are not among it.
+# What a GGUF file can say of each family; windows of Mistral and Qwen2 are not among it. Of
+# Qwen3-VL the converter takes experts only as their makers' files have them.
 IN_GGUF = [
     name
     for name in (*tiny.FAMILIES, *tiny.TODAY)
-    if name not in ("mistral", "qwen2-window", "gemma2", "qwen3-moe", "llama-dynamic")
+    if name
+    not in ("mistral", "qwen2-window", "gemma2", "qwen3-moe", "llama-dynamic", "qwen3-vl-moe")
 ]
 
 
