@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unspool.model.config import LayerShape
 from unspool.model.families import FAMILIES
 from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
+from unspool.model.gguf_keys import Keys
 from unspool.model.positions import Rotary
 from unspool.model.today_config import gemma_scales, largest, query_growth
-
-if TYPE_CHECKING:
-    from unspool.model.config_gguf import Keys
 
 
 def family_in_file(family: Family, keys: Keys) -> Family:

@@ -38,10 +38,10 @@ enum Flags : int32_t {
     kGated = 2,    // the source's rows are [gate | up]
     kCentred = 4,  // the norm takes the mean away first (LayerNorm)
     kNormalizeExperts = 8,
-    kQueriesOnly = 16,  // kPlace: the source has no keys and values, and none are written
-    kBothWays = 32,     // kAttend: the window reaches as far ahead as back
-    kKeysAsValues = 64, // kPlace: the source has no values; keys before their norm and turn are
-    kNormValues = 128,  // kPlace: values are normed, without a weight
+    kQueriesOnly = 16,   // kPlace: the source has no keys and values, and none are written
+    kBothWays = 32,      // kAttend: the window reaches as far ahead as back
+    kKeysAsValues = 64,  // kPlace: the source has no values; keys before their norm and turn are
+    kNormValues = 128,   // kPlace: values are normed, without a weight
 };
 
 struct Op {
@@ -54,7 +54,7 @@ struct Op {
     int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;  // norm weight, table of positions, or what each expert counts; -1: none
+    int32_t vector;         // norm weight, table of positions, or what each expert counts; -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
@@ -64,8 +64,8 @@ struct Op {
     int32_t flags;
     int32_t experts;  // kRoute: how many there are
     int32_t chosen;   // kRoute: how many each token gets
-    float scale;  // kPlace: by how much queries grow (see cap)
-    float cap;    // kPlace: ... with every so many positions; 0: they do not
+    float scale;      // kPlace: by how much queries grow (see cap)
+    float cap;        // kPlace: ... with every so many positions; 0: they do not
     float epsilon;
 };
 
