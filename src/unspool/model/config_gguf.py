@@ -121,7 +121,8 @@ def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
         return tuple(window if flag else 0 for flag in flags)
     if isinstance(pattern, int) and not isinstance(pattern, bool):  # the last of so many sees all
         return tuple(window if pattern and (n + 1) % pattern else 0 for n in range(layers))
-    every = {"every second": 2, "three of four": 4, "five of six": 6}.get(family.window_layers)
+    usual = {"every second": 2, "three of four": 4, "five of six": 6, "none": 4}
+    every = usual.get(family.window_layers)
     if every is None:
         return (window,) * layers
     return tuple(window if (layer + 1) % every else 0 for layer in range(layers))

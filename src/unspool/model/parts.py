@@ -12,9 +12,9 @@ from unspool.model.config import ModelConfig
 class Norm(nn.Module):
     """RMSNorm or LayerNorm, computed in 32 bits whatever the weights are in."""
 
-    def __init__(self, config: ModelConfig, size: int, kind: str, *, eps: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig, size: int, kind: str) -> None:
         super().__init__()
-        self.eps, self.plus_one = eps or config.norm_eps, config.norm_plus_one
+        self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
         self.centred = kind == "layer"
         self.weight = nn.Parameter(torch.full((size,), 0.0 if self.plus_one else 1.0))
         has_bias = self.centred and config.norm_bias

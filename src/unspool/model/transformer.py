@@ -63,7 +63,8 @@ class Angles(NamedTuple):
 
     def to(self, x: Tensor) -> Angles:
         """The same where `x` lies and as exact."""
-        return Angles(*(None if part is None else part.to(x) for part in self))  # type: ignore[arg-type]
+        scale = None if self.query_scale is None else self.query_scale.to(x)
+        return Angles(self.cosine.to(x), self.sine.to(x), scale)
 
 
 # Keys and values of the layers before, for those that have none of their own.
