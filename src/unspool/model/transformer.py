@@ -344,7 +344,7 @@ class Layer(nn.Module):
         after = self._sum(between, fed, self.feed_post_norm)
         if self.token_input is not None and token is not None:
             after = after + self.token_input(after, token)
-        return after if self.scale is None else after * self.scale
+        return after if self.scale is None else after * self.scale.to(after)
 
     def _sum(self, x: Tensor, more: Tensor, norm: nn.Module) -> Tensor:
         if self.norm_sums:
