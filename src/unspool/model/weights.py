@@ -28,7 +28,7 @@ Layout = Literal["plain", "transposed", "per_head", "interleaved", "plus_one"]
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every weight of the model by our name, with its shape."""
-    width, out = config.width, config.heads * config.head_width
+    width = config.width
     found: dict[str, Shape] = {"embed.weight": (config.vocab_size, width)}
     if config.positions == "learned":
         found["position_embed.weight"] = (config.context, width)
@@ -45,37 +45,57 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
 
     if config.embedding_norm:
         norm("embed_norm")
+    if config.token_width:
+        every = config.layers * config.token_width
+        linear("token_inputs.embed", config.vocab_size, every, False)
+        linear("token_inputs.project", every, width, False)
+        found["token_inputs.norm.weight"] = (config.token_width,)
     for layer in range(config.layers):
         at = f"layers.{layer}"
         if config.normed_attention(layer):
             norm(f"{at}.attention_norm")
-        linear(f"{at}.attention.q", out, width, config.qkv_bias)
-        linear(f"{at}.attention.k", config.kv_width, width, config.qkv_bias)
-        linear(f"{at}.attention.v", config.kv_width, width, config.qkv_bias)
+        shape, own = config.shape(layer), config.kv_source(layer) == layer
+        linear(f"{at}.attention.q", shape.out_width, width, config.qkv_bias)
+        if own:
+            linear(f"{at}.attention.k", shape.kv_width, width, config.qkv_bias)
+        if own and config.has_values(layer):
+            linear(f"{at}.attention.v", shape.kv_width, width, config.qkv_bias)
         if config.qk_norm != "none":
-            whole = config.qk_norm == "whole"
-            found[f"{at}.attention.q_norm.weight"] = (out if whole else config.head_width,)
-            found[f"{at}.attention.k_norm.weight"] = (
-                config.kv_width if whole else config.head_width,
-            )
-        linear(f"{at}.attention.out", width, out, config.out_bias)
+            whole, head = config.qk_norm == "whole", shape.head_width
+            found[f"{at}.attention.q_norm.weight"] = (shape.out_width if whole else head,)
+            if own:
+                found[f"{at}.attention.k_norm.weight"] = (shape.kv_width if whole else head,)
+        linear(f"{at}.attention.out", width, shape.out_width, config.out_bias)
         if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
-        if config.norm_before:
+        if config.normed_feed(layer):
             norm(f"{at}.feed_norm")
+        experts = dense = f"{at}.feed"
+        if config.has_both(layer):
+            dense, experts = f"{at}.feed.dense", f"{at}.feed.experts"
+            for side in ("dense_norm", "dense_post_norm", "experts_norm", "experts_post_norm"):
+                norm(f"{at}.feed.{side}")
+            norm(f"{at}.feed.router_norm")
+            found[f"{at}.feed.expert_scale"] = (config.experts,)
         if config.has_experts(layer):
-            experts, inner = config.experts, config.expert_width
-            found[f"{at}.feed.router.weight"] = (experts, width)
-            found[f"{at}.feed.gate.weight"] = (experts, inner, width)
-            found[f"{at}.feed.up.weight"] = (experts, inner, width)
-            found[f"{at}.feed.down.weight"] = (experts, width, inner)
-        else:
+            count, inner = config.experts, config.expert_width
+            found[f"{experts}.router.weight"] = (count, width)
+            found[f"{experts}.gate.weight"] = (count, inner, width)
+            found[f"{experts}.up.weight"] = (count, inner, width)
+            found[f"{experts}.down.weight"] = (count, width, inner)
+        if not config.has_experts(layer) or config.has_both(layer):
             if config.gated:
-                linear(f"{at}.feed.gate", config.ff_width, width, config.ff_bias)
-            linear(f"{at}.feed.up", config.ff_width, width, config.ff_bias)
-            linear(f"{at}.feed.down", width, config.ff_width, config.ff_bias)
+                linear(f"{dense}.gate", shape.ff_width, width, config.ff_bias)
+            linear(f"{dense}.up", shape.ff_width, width, config.ff_bias)
+            linear(f"{dense}.down", width, shape.ff_width, config.ff_bias)
         if config.norm_after or config.norm_sums:
             norm(f"{at}.feed_post_norm")
+        if config.token_width:
+            linear(f"{at}.token_input.gate", config.token_width, width, False)
+            linear(f"{at}.token_input.out", width, config.token_width, False)
+            norm(f"{at}.token_input.norm")
+        if config.layer_scale:
+            found[f"{at}.scale"] = (1,)
     if config.head_transform:
         if config.norm_before:
             norm("transform.norm")
@@ -108,7 +128,7 @@ class Rule:
 
     @property
     def for_experts(self) -> bool:
-        return "{e}" in self.theirs or "_exps." in self.theirs
+        return any(sign in self.theirs for sign in ("{e}", "_exps.weight", ".experts."))
 
 
 Fetch = Callable[[str], Stored | None]
@@ -208,6 +228,8 @@ def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:
 
 
 def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -> list[Stored]:
+    if len(parts[0]) == 3:
+        return _split_experts(whole, parts)
     if rule.layout == "transposed" and len(whole.shape) == 2:
         whole = whole.transposed()
     elif rule.layout == "plus_one":
@@ -222,6 +244,17 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
     if ends[-1] != whole.shape[0]:
         return [whole] * len(parts)  # the caller sees that the shapes differ and says so
     return [whole.rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _split_experts(whole: Stored, parts: list[Shape]) -> list[Stored]:
+    """Matrices of all experts; some files hold them turned, or several below each other."""
+    rows, columns = sum(shape[1] for shape in parts), parts[0][2]
+    if whole.shape[1:] == (columns, rows) and rows != columns:
+        whole = whole.transposed()
+    ends = np.cumsum([shape[1] for shape in parts]).tolist()
+    if len(parts) == 1 or ends[-1] != whole.shape[1]:
+        return [whole] * len(parts)  # the caller sees whether the shapes differ
+    return [whole.inner_rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
@@ -240,7 +273,7 @@ def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
     import torch
 
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    whole = torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
     if rule.layout == "transposed" and whole.ndim == 2:
         return whole.t()
     if rule.layout == "plus_one":

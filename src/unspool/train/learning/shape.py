@@ -120,6 +120,13 @@ def rates_for(config: ModelConfig) -> Rates:
     return Rates(matrices=matrices, embedding=matrices, head=matrices, vectors=matrices)
 
 
+# Matrices whose product is added to the residual.
+_ADDING = (
+    "attention.out.weight", "feed.down.weight", "feed.dense.down.weight",
+    "feed.experts.down.weight", "token_input.out.weight",
+)  # fmt: skip
+
+
 def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A model with start values.
 
@@ -139,7 +146,7 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
                 weight.zero_()
             elif weight.ndim == 1:
                 weight.fill_(0.0 if config.norm_plus_one else 1.0)
-            elif name.endswith(("attention.out.weight", "feed.down.weight")):
+            elif name.endswith(_ADDING):
                 weight.zero_()
             elif "embed" in name or name.startswith("head"):
                 weight.normal_(0.0, 0.02, generator=rng)
