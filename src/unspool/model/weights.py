@@ -17,13 +17,17 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
+from unspool.model.recurrence import Recurrence
 from unspool.model.stored import Stored
 
 if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
-Layout = Literal["plain", "transposed", "per_head", "interleaved", "plus_one"]
+Layout = Literal[
+    "plain", "transposed", "per_head", "interleaved", "plus_one", "gated_heads", "grouped",
+    "grouped_values", "channels", "log_of_minus", "stacked",
+]  # fmt: skip
 
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -49,16 +53,22 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         at = f"layers.{layer}"
         if config.normed_attention(layer):
             norm(f"{at}.attention_norm")
-        linear(f"{at}.attention.q", out, width, config.qkv_bias)
-        linear(f"{at}.attention.k", config.kv_width, width, config.qkv_bias)
-        linear(f"{at}.attention.v", config.kv_width, width, config.qkv_bias)
-        if config.qk_norm != "none":
-            whole = config.qk_norm == "whole"
-            found[f"{at}.attention.q_norm.weight"] = (out if whole else config.head_width,)
-            found[f"{at}.attention.k_norm.weight"] = (
-                config.kv_width if whole else config.head_width,
-            )
-        linear(f"{at}.attention.out", width, out, config.out_bias)
+        if config.mixer(layer) == "attention":
+            linear(f"{at}.attention.q", out, width, config.qkv_bias)
+            if config.attention_gate:
+                linear(f"{at}.attention.gate", out, width, config.qkv_bias)
+            linear(f"{at}.attention.k", config.kv_width, width, config.qkv_bias)
+            linear(f"{at}.attention.v", config.kv_width, width, config.qkv_bias)
+            if config.qk_norm != "none":
+                whole = config.qk_norm == "whole"
+                found[f"{at}.attention.q_norm.weight"] = (out if whole else config.head_width,)
+                found[f"{at}.attention.k_norm.weight"] = (
+                    config.kv_width if whole else config.head_width,
+                )
+            linear(f"{at}.attention.out", width, out, config.out_bias)
+        else:
+            for name, shape in mixer_shapes(config, layer).items():
+                found[f"{at}.mixer.{name}"] = shape
         if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
         if config.norm_before:
@@ -66,6 +76,13 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         if config.has_experts(layer):
             experts, inner = config.experts, config.expert_width
             found[f"{at}.feed.router.weight"] = (experts, width)
+            if config.selection_bias:
+                found[f"{at}.feed.selection_bias"] = (experts,)
+            if config.shared_width:
+                linear(f"{at}.feed.shared_gate", 1, width, False)
+                for side in ("gate", "up"):
+                    linear(f"{at}.feed.shared.{side}", config.shared_width, width, False)
+                linear(f"{at}.feed.shared.down", width, config.shared_width, False)
             found[f"{at}.feed.gate.weight"] = (experts, inner, width)
             found[f"{at}.feed.up.weight"] = (experts, inner, width)
             found[f"{at}.feed.down.weight"] = (experts, width, inner)
@@ -88,6 +105,30 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
     return found
 
 
+def mixer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """The weights of a recurrent layer; the taps of its convolution are [tokens, channels]."""
+    recurrence, width, mixer = config.recurrence, config.width, config.mixer(layer)
+    assert recurrence is not None
+    channels = recurrence.channels(mixer, width)
+    conv = {"conv.weight": (recurrence.conv_kernel, channels)}
+    if mixer == "conv":
+        square = (width, width)
+        return {"b.weight": square, "c.weight": square, "x.weight": square, **conv,
+                "out.weight": square}  # fmt: skip
+    heads, values = recurrence.value_heads, recurrence.values
+    return {
+        "qkv.weight": (channels, width),
+        "z.weight": (values, width),
+        "b.weight": (heads, width),
+        "a.weight": (heads, width),
+        **conv,
+        "a_log": (heads,),
+        "dt_bias": (heads,),
+        "norm_weight": (recurrence.value_width,),
+        "out.weight": (width, values),
+    }
+
+
 def parameter_count(config: ModelConfig) -> int:
     return sum(map(math.prod, shapes(config).values()))
 
@@ -108,7 +149,7 @@ class Rule:
 
     @property
     def for_experts(self) -> bool:
-        return "{e}" in self.theirs or "_exps." in self.theirs
+        return any(part in self.theirs for part in ("{e}", "_exps.", ".experts."))
 
 
 Fetch = Callable[[str], Stored | None]
@@ -212,6 +253,12 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
         whole = whole.transposed()
     elif rule.layout == "plus_one":
         whole = whole.minus_one()
+    elif rule.layout == "channels":  # a convolution's taps: [channels, (1,) tokens] in files
+        whole = Stored.of(np.ascontiguousarray(whole.float32().reshape(whole.shape[0], -1).T))
+    elif rule.layout == "log_of_minus":
+        whole = Stored.of(np.log(-whole.float32()))
+    elif rule.layout == "stacked" and len(whole.shape) == 3:
+        return _split_experts(whole, [shape[1] for shape in parts])
     else:
         order = row_order(rule.layout, whole.shape[0], config)
         if order is not None:
@@ -224,12 +271,31 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
     return [whole.rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def _split_experts(whole: Stored, rows: list[int]) -> list[Stored]:
+    """Matrices of all experts in one tensor, each expert's below each other."""
+    ends = np.cumsum(rows).tolist()
+    if ends[-1] != whole.shape[1]:
+        return [whole] * len(rows)
+    experts = whole.slices()
+    return [
+        Stored.stacked([expert.rows(start, end) for expert in experts])
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
 def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
     """Which of their rows comes first for us; None: as it is, or their number cannot be right."""
-    if layout not in ("interleaved", "per_head"):
-        return None
+    recurrence = config.recurrence
+    if layout == "grouped" and recurrence is not None:
+        return _grouped_order(recurrence, count)
     if layout == "interleaved":  # llama.cpp pairs neighbours, we pair halves of a head
         shape, axes = (-1, config.head_width // 2, 2), (0, 2, 1)
+    elif layout == "gated_heads":  # query and gate of head 0, then of head 1, ...
+        shape, axes = (config.heads, 2, config.head_width), (1, 0, 2)
+    elif layout == "grouped_values" and recurrence is not None:  # b and a of key head 0, then ...
+        shape, axes = (recurrence.key_heads, 2, -1), (1, 0, 2)
+    elif layout != "per_head":
+        return None
     else:  # q, k and v of head 0, then of head 1, ...
         shape, axes = (config.heads, 3, config.head_width), (1, 0, 2)
     if not shape[1] or count % abs(math.prod(shape)):
@@ -237,10 +303,27 @@ def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np
     return np.arange(count).reshape(shape).transpose(axes).reshape(-1)
 
 
+def _grouped_order(recurrence: Recurrence, count: int) -> npt.NDArray[np.int64] | None:
+    """Queries of all key heads, their keys, values and gates, from rows where each key head has all
+    of its own together."""
+    if count != 2 * (recurrence.keys + recurrence.values):
+        return None
+    key, value = recurrence.key_width, recurrence.values // recurrence.key_heads
+    groups = np.arange(count).reshape(recurrence.key_heads, -1)
+    parts = np.split(groups, np.cumsum((key, key, value)), axis=1)
+    return np.concatenate([part.reshape(-1) for part in parts])
+
+
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
     import torch
 
+    if rule.layout == "stacked":
+        return torch.cat(parts, 1)
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if rule.layout == "channels":
+        return whole.t()[:, None]
+    if rule.layout == "log_of_minus":
+        return -whole.exp()
     if rule.layout == "transposed" and whole.ndim == 2:
         return whole.t()
     if rule.layout == "plus_one":

@@ -26,7 +26,8 @@ from torch.nn import functional
 
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
-from unspool.model.transformer import Transformer, activate, turn
+from unspool.model.feed import activate
+from unspool.model.transformer import Transformer, turn
 from unspool.train.data.batches import Batch
 from unspool.train.learning.objectives import Loss
 from unspool.train.twins.block import documents_of, kept_halves
