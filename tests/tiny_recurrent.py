@@ -51,11 +51,13 @@ FAMILIES = {
     "qwen3.5-moe": tiny.named(
         "Qwen3_5Moe", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=24
     ),
-    "qwen3-next": tiny.named(
+    "qwen3-next": tiny.named("Qwen3Next", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3-next-dense": tiny.named(
         "Qwen3Next",
         **_DELTA,
         **_EXPERTS,
         shared_expert_intermediate_size=24,
         mlp_only_layers=[1],
+        norm_topk_prob=False,
     ),
 }

@@ -228,7 +228,8 @@ def _fitting(
     for_experts = len(wanted[name]) == 3  # the matrices of all experts
     for rule in rules:
         parts = [part.replace("{i}", layer) for part in rule.ours]
-        if rule.for_experts == for_experts and name in parts and wanted.keys() >= set(parts):
+        fits = rule.for_experts == for_experts or rule.theirs in rule.ours  # our own name
+        if fits and name in parts and wanted.keys() >= set(parts):
             yield rule, rule.theirs.replace("{i}", layer), parts
 
 
