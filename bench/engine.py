@@ -56,7 +56,7 @@ class Nothing:
     """
 
     page_size, page_bytes, overlaps, echoes = 16, 1, False, False
-    limits = StepLimits()
+    limits, state_bytes, state_count = StepLimits(), 0, 0
 
     def __init__(
         self, rows: int, picks: bool = True, pages: int = 20_000, context: int = 120_000

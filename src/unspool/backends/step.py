@@ -118,6 +118,14 @@ class StepBatch:
     # Tokens that belong to several rows but are computed in one: token, line of the block table
     # into which its keys and values are written too, at the same position; in the order of tokens.
     echoes: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    # Of models with recurrent layers, [rows, 2]: the slot with the state before the row's first
+    # token (-1: there is none yet, all zeros), and the slot that takes the state behind its last.
+    # Both may be the same. Otherwise nobody reads a slot that is written in the same step, and
+    # nobody else writes it; any number of rows may read one.
+    states: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    # States to be kept on the way: token, slot that takes the state right behind it; in the order
+    # of tokens.
+    captures: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 @dataclass(slots=True)

@@ -95,6 +95,7 @@ class CpuBackend:
     limits = StepLimits()
     overlaps = False
     echoes = True
+    state_bytes = state_count = 0
 
     def __init__(self, model: PlannedModel, *, memory: int | None, context: int) -> None:
         config = model.config

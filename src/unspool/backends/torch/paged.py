@@ -39,6 +39,7 @@ class TorchBackend:
     limits = StepLimits()
     overlaps = False
     echoes = True
+    state_bytes = state_count = 0
 
     def __init__(self, model: Transformer, *, page_count: int, context: int | None = None) -> None:
         config, weight = model.config, model.embed.weight
