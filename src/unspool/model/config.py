@@ -31,6 +31,29 @@ _LARGEST = {
     "ff_width": 10_000_000,
     "context": 1_000_000_000,
 }
+_FINITE = (
+    "attention_scale", "attention_softcap", "logit_softcap", "embedding_scale", "residual_scale",
+    "logit_scale", "query_growth",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The sizes of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_width: int
+    ff_width: int
+
+    @property
+    def out_width(self) -> int:
+        """Numbers of all queries of a token, and of what their heads gather."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +69,7 @@ class ModelConfig:
     head_width: int
     ff_width: int
     context: int  # the longest text, in tokens
+    shapes: tuple[LayerShape, ...] = ()  # one a layer, where layers differ; the above: the largest
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
@@ -64,6 +88,14 @@ class ModelConfig:
 
     # Per layer, how many last tokens it sees (and as many ahead, where sight is "whole"); 0: all.
     windows: tuple[int, ...] = ()
+    # So many last layers have no keys and values: they read those of the last layer before them
+    # that has a window, or none, like them.
+    kv_shared: int = 0
+    keys_as_values: tuple[int, ...] = ()  # layers whose values are their keys, not yet turned
+    value_norm: bool = False  # values are normalized by head, without a weight
+    # Queries grow with the position p by 1 + growth * ln(1 + floor(p / query_span)).
+    query_growth: float = 0.0
+    query_span: int = 0
     qk_norm: Literal["none", "head", "whole"] = "none"
     qkv_bias: bool = False
     out_bias: bool = False
@@ -88,8 +120,13 @@ class ModelConfig:
     selection_bias: bool = False  # added to the weights where experts are chosen, and only there
     experts_scale: float = 1.0  # what the weights of the chosen experts are multiplied with
     shared_width: int = 0  # of a feed-forward beside the experts, behind a gate; 0: there is none
+    dense_beside_experts: bool = False  # layers with experts have a feed-forward as well
 
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # what attention and feed-forward add is multiplied by this
+    logit_scale: float = 1.0
+    layer_scale: bool = False  # each layer's outcome is multiplied by one number of its own
+    token_width: int = 0  # each layer gets so many numbers of the token itself; 0: none
     tied: bool = False  # the output head is the embedding table
     head_bias: bool = False
     head_transform: bool = False  # a matrix and the activation before the last norm (BERT)
@@ -107,12 +144,14 @@ class ModelConfig:
         self._need(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of {self.heads}")
         self._need(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         self._need(0 < self.norm_eps < 1, "norm_eps", "between 0 and 1")
-        for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
+        for name in _FINITE:
             self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
         once = self.norm_sums + self.norm_after + self.parallel <= 1
         self._need(once, "norm_sums", "False where norm_after or parallel is True")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
+        self._need(self.query_growth == 0 or self.query_span > 0, "query_span", "at least 1")
+        self._check_shapes()
         self._check_sight()
         check_mixers(self.mixers, self.recurrence, self.layers)
         if self.positions == "rotary":
@@ -120,6 +159,10 @@ class ModelConfig:
         for rotary in (self.rotary, self.local_rotary):
             if rotary is not None:
                 self._check_rotary(rotary)
+        for layer in range(self.layers if self.shapes else 0):
+            turned = self.layer_rotary(layer)
+            fits = turned is None or turned.width <= self.shape(layer).head_width
+            self._need(fits, "shapes", "heads as wide as what is turned of them")
         if self.experts:
             limit = min(self.experts, 1024)
             self._need(_is_size(self.experts, 4096), "experts", "0 to 4,096")
@@ -131,6 +174,30 @@ class ModelConfig:
             self._need(0 < self.experts_scale < math.inf, "experts_scale", "more than 0")
             shared = self.shared_width == 0 or _is_size(self.shared_width, 10_000_000)
             self._need(shared, "shared_width", "0 to 10,000,000")
+
+    def _check_shapes(self) -> None:
+        self._need(len(self.shapes) in (0, self.layers), "shapes", "one for each layer")
+        for name in ("heads", "kv_heads", "head_width", "ff_width"):
+            sizes = [getattr(shape, name) for shape in self.shapes]
+            fit = all(_is_size(size, getattr(self, name)) for size in sizes)
+            self._need(fit, "shapes", f"sizes from 1 to {name}, which is {getattr(self, name)}")
+        shared = all(shape.heads % shape.kv_heads == 0 for shape in self.shapes)
+        self._need(shared, "shapes", "heads that key heads divide")
+        alike = len({shape.head_width for shape in self.shapes}) <= 1
+        self._need(
+            alike or self.attention_scale > 0, "attention_scale", "given, as head widths differ"
+        )
+        known = isinstance(self.kv_shared, int) and 0 <= self.kv_shared < self.layers
+        self._need(known, "kv_shared", f"0 to {self.layers - 1}")
+        last = self.layers - self.kv_shared
+        has = {self.window(layer) > 0 for layer in range(last)}
+        found = all((self.window(layer) > 0) in has for layer in range(last, self.layers))
+        self._need(found, "kv_shared", "fewer, so that a layer of each kind is left to read from")
+        alike = all(
+            self.kv_shape(layer) == self.kv_shape(self.kv_source(layer))
+            for layer in range(last, self.layers)
+        )
+        self._need(alike, "kv_shared", "0, as layers that share have other keys")
 
     def _check_sight(self) -> None:
         self._need(self.sight in SIGHTS, "sight", ", ".join(SIGHTS))
@@ -201,9 +268,52 @@ class ModelConfig:
         """One whole state of a text; 0: the model has no recurrent layers."""
         return 4 * self.state_starts[-1] if self.recurrence else 0
 
+    def shape(self, layer: int) -> LayerShape:
+        """The sizes of this layer."""
+        if self.shapes:
+            return self.shapes[layer]
+        return LayerShape(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_width=self.head_width,
+            ff_width=self.ff_width,
+        )
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """How many key heads this layer has, and how wide they are."""
+        shape = self.shape(layer)
+        return shape.kv_heads, shape.head_width
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values this one reads: mostly its own."""
+        last = self.layers - self.kv_shared
+        if layer < last:
+            return layer
+        kind = self.window(layer) > 0
+        return next(n for n in range(last - 1, -1, -1) if (self.window(n) > 0) == kind)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values."""
+        own = (layer for layer in range(self.layers) if self.kv_source(layer) == layer)
+        return tuple(layer for layer in own if self.mixer(layer) == "attention")
+
+    @property
+    def kv_numbers(self) -> int:
+        """How many numbers a token leaves in the keys and values of all layers."""
+        return sum(2 * self.shape(layer).kv_width for layer in self.kv_layers)
+
+    def has_values(self, layer: int) -> bool:
+        """Whether this layer makes values, rather than take keys for them."""
+        return layer not in self.keys_as_values
+
     def normed_attention(self, layer: int) -> bool:
         """Whether this layer normalizes what goes into its attention."""
         return self.norm_before and not (self.embedding_norm and layer == 0)
+
+    def normed_feed(self, layer: int) -> bool:
+        """Whether this layer normalizes what goes into its feed-forward, as a whole."""
+        return self.norm_before and not self.has_both(layer)
 
     def visible_end(self, position: int, length: int) -> int:
         """A token of a finished text of `length` tokens sees the positions before this one."""
@@ -223,6 +333,10 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers
+
+    def has_both(self, layer: int) -> bool:
+        """Whether this layer has a feed-forward and experts, side by side."""
+        return self.dense_beside_experts and self.has_experts(layer)
 
     @property
     def scale(self) -> float:
@@ -251,6 +365,8 @@ class ModelConfig:
                     values[name] = Rotary(**_tuples(values[name]))
             if values.get("recurrence") is not None:
                 values["recurrence"] = Recurrence(**values["recurrence"])
+            shapes = values.get("shapes", ())
+            values["shapes"] = tuple(LayerShape(**shape) for shape in shapes)
             return cls(**values)
         except TypeError as error:
             raise ModelFileError(f"the model's config.json is not usable: {error}") from error

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from unspool.model.config import ModelConfig
+from unspool.model.parts import activate
 
 SMALLEST_SUM = 1e-6  # sigmoids of a router may all be next to nothing
-
-
-def activate(kind: str, x: Tensor) -> Tensor:
-    if kind == "silu":
-        return functional.silu(x)
-    if kind == "relu":
-        return functional.relu(x)
-    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 class FeedForward(nn.Module):

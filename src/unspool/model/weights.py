@@ -32,7 +32,7 @@ Layout = Literal[
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every weight of the model by our name, with its shape."""
-    width, out = config.width, config.heads * config.head_width
+    width = config.width
     found: dict[str, Shape] = {"embed.weight": (config.vocab_size, width)}
     if config.positions == "learned":
         found["position_embed.weight"] = (config.context, width)
@@ -49,50 +49,57 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
 
     if config.embedding_norm:
         norm("embed_norm")
+    if config.token_width:
+        every = config.layers * config.token_width
+        linear("token_inputs.embed", config.vocab_size, every, False)
+        linear("token_inputs.project", every, width, False)
+        found["token_inputs.norm.weight"] = (config.token_width,)
     for layer in range(config.layers):
         at = f"layers.{layer}"
         if config.normed_attention(layer):
             norm(f"{at}.attention_norm")
+        shape = config.shape(layer)
         if config.mixer(layer) == "attention":
-            linear(f"{at}.attention.q", out, width, config.qkv_bias)
-            if config.attention_gate:
-                linear(f"{at}.attention.gate", out, width, config.qkv_bias)
-            linear(f"{at}.attention.k", config.kv_width, width, config.qkv_bias)
-            linear(f"{at}.attention.v", config.kv_width, width, config.qkv_bias)
-            if config.qk_norm != "none":
-                whole = config.qk_norm == "whole"
-                found[f"{at}.attention.q_norm.weight"] = (out if whole else config.head_width,)
-                found[f"{at}.attention.k_norm.weight"] = (
-                    config.kv_width if whole else config.head_width,
-                )
-            linear(f"{at}.attention.out", width, out, config.out_bias)
+            found.update(_attention_shapes(config, layer))
         else:
-            for name, shape in mixer_shapes(config, layer).items():
-                found[f"{at}.mixer.{name}"] = shape
+            found.update(_mixer_shapes(config, layer))
         if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
-        if config.norm_before:
+        if config.normed_feed(layer):
             norm(f"{at}.feed_norm")
+        experts = dense = f"{at}.feed"
+        if config.has_both(layer):
+            dense, experts = f"{at}.feed.dense", f"{at}.feed.experts"
+            for side in ("dense_norm", "dense_post_norm", "experts_norm", "experts_post_norm"):
+                norm(f"{at}.feed.{side}")
+            norm(f"{at}.feed.router_norm")
+            found[f"{at}.feed.expert_scale"] = (config.experts,)
         if config.has_experts(layer):
-            experts, inner = config.experts, config.expert_width
-            found[f"{at}.feed.router.weight"] = (experts, width)
+            count, inner = config.experts, config.expert_width
+            found[f"{experts}.router.weight"] = (count, width)
             if config.selection_bias:
-                found[f"{at}.feed.selection_bias"] = (experts,)
+                found[f"{experts}.selection_bias"] = (count,)
             if config.shared_width:
-                linear(f"{at}.feed.shared_gate", 1, width, False)
+                linear(f"{experts}.shared_gate", 1, width, False)
                 for side in ("gate", "up"):
-                    linear(f"{at}.feed.shared.{side}", config.shared_width, width, False)
-                linear(f"{at}.feed.shared.down", width, config.shared_width, False)
-            found[f"{at}.feed.gate.weight"] = (experts, inner, width)
-            found[f"{at}.feed.up.weight"] = (experts, inner, width)
-            found[f"{at}.feed.down.weight"] = (experts, width, inner)
-        else:
+                    linear(f"{experts}.shared.{side}", config.shared_width, width, False)
+                linear(f"{experts}.shared.down", width, config.shared_width, False)
+            found[f"{experts}.gate.weight"] = (count, inner, width)
+            found[f"{experts}.up.weight"] = (count, inner, width)
+            found[f"{experts}.down.weight"] = (count, width, inner)
+        if not config.has_experts(layer) or config.has_both(layer):
             if config.gated:
-                linear(f"{at}.feed.gate", config.ff_width, width, config.ff_bias)
-            linear(f"{at}.feed.up", config.ff_width, width, config.ff_bias)
-            linear(f"{at}.feed.down", width, config.ff_width, config.ff_bias)
+                linear(f"{dense}.gate", shape.ff_width, width, config.ff_bias)
+            linear(f"{dense}.up", shape.ff_width, width, config.ff_bias)
+            linear(f"{dense}.down", width, shape.ff_width, config.ff_bias)
         if config.norm_after or config.norm_sums:
             norm(f"{at}.feed_post_norm")
+        if config.token_width:
+            linear(f"{at}.token_input.gate", config.token_width, width, False)
+            linear(f"{at}.token_input.out", width, config.token_width, False)
+            norm(f"{at}.token_input.norm")
+        if config.layer_scale:
+            found[f"{at}.scale"] = (1,)
     if config.head_transform:
         if config.norm_before:
             norm("transform.norm")
@@ -105,28 +112,48 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
     return found
 
 
-def mixer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    shape, own = config.shape(layer), config.kv_source(layer) == layer
+    rows = {"q": shape.out_width}
+    if config.attention_gate:
+        rows["gate"] = shape.out_width
+    if own:
+        rows["k"] = shape.kv_width
+    if own and config.has_values(layer):
+        rows["v"] = shape.kv_width
+    found: dict[str, Shape] = {}
+    for name, count in rows.items():
+        found[f"{name}.weight"] = (count, config.width)
+        if config.qkv_bias:
+            found[f"{name}.bias"] = (count,)
+    if config.qk_norm != "none":
+        whole, head = config.qk_norm == "whole", shape.head_width
+        found["q_norm.weight"] = (shape.out_width if whole else head,)
+        if own:
+            found["k_norm.weight"] = (shape.kv_width if whole else head,)
+    found["out.weight"] = (config.width, shape.out_width)
+    if config.out_bias:
+        found["out.bias"] = (config.width,)
+    return {f"layers.{layer}.attention.{name}": size for name, size in found.items()}
+
+
+def _mixer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """The weights of a recurrent layer; the taps of its convolution are [tokens, channels]."""
     recurrence, width, mixer = config.recurrence, config.width, config.mixer(layer)
     assert recurrence is not None
     channels = recurrence.channels(mixer, width)
-    conv = {"conv.weight": (recurrence.conv_kernel, channels)}
-    if mixer == "conv":
-        square = (width, width)
-        return {"b.weight": square, "c.weight": square, "x.weight": square, **conv,
-                "out.weight": square}  # fmt: skip
     heads, values = recurrence.value_heads, recurrence.values
-    return {
-        "qkv.weight": (channels, width),
-        "z.weight": (values, width),
-        "b.weight": (heads, width),
-        "a.weight": (heads, width),
-        **conv,
-        "a_log": (heads,),
-        "dt_bias": (heads,),
-        "norm_weight": (recurrence.value_width,),
-        "out.weight": (width, values),
-    }
+    if mixer == "conv":
+        found: dict[str, Shape] = {f"{name}.weight": (width, width) for name in "bcx"}
+        values = width
+    else:
+        rows = {"qkv": channels, "z": values, "b": heads, "a": heads}
+        found = {f"{name}.weight": (count, width) for name, count in rows.items()}
+        found |= {"a_log": (heads,), "dt_bias": (heads,)}
+        found["norm_weight"] = (recurrence.value_width,)
+    found["conv.weight"] = (recurrence.conv_kernel, channels)
+    found["out.weight"] = (width, values)
+    return {f"layers.{layer}.mixer.{name}": size for name, size in found.items()}
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from unspool.backends.cpu.adapters import CpuAdapters
 from unspool.backends.cpu.structures import (
     BatchStructure,
     KeyValues,
+    LayerPages,
     RotaryTable,
     TapList,
     address,
@@ -59,12 +60,21 @@ _FAULTS = {
 }
 
 
-def page_bytes(config: ModelConfig, kv_bits: int) -> int:
-    """Keys and values of sixteen tokens in all layers."""
-    filled = -(-config.head_width // LANES) * LANES
-    scales = 4 * PAGE_SIZE if kv_bits == 8 else 0
-    head = PAGE_SIZE * filled * kv_bits // 8 + scales
-    return 2 * config.layers * config.kv_heads * head
+def page_layout(config: ModelConfig, kv_bits: int) -> tuple[Any, int]:
+    """Where each layer's keys and values lie in a page of sixteen tokens, and the page's bytes.
+
+    A layer that shares those of another has the other's place, one that has none no heads.
+    """
+    layers, size = (LayerPages * config.layers)(), 0
+    for layer in config.kv_layers:
+        heads, width = config.kv_shape(layer)
+        layers[layer] = LayerPages(size, heads, width)
+        filled = -(-width // LANES) * LANES
+        scales = 4 * PAGE_SIZE if kv_bits == 8 else 0
+        size += 2 * heads * (PAGE_SIZE * filled * kv_bits // 8 + scales)
+    for layer in range(config.layers):
+        layers[layer] = layers[config.kv_source(layer)]
+    return layers, size
 
 
 class Runner(Protocol):
@@ -101,7 +111,7 @@ class CpuBackend:
         config = model.config
         self.model = model
         self.page_size = PAGE_SIZE
-        self.page_bytes = page_bytes(config, model.kv_bits)
+        layers, self.page_bytes = page_layout(config, model.kv_bits)
         if memory is None:
             memory = min(2 << 30, free_memory() // 4)
         self.page_count = pages_in(memory, self.page_bytes)
@@ -111,10 +121,9 @@ class CpuBackend:
         self._kv = KeyValues(
             data=address(self._memory),
             pages=self.page_count,
+            page_bytes=self.page_bytes,
+            layers=layers,
             bits=model.kv_bits,
-            heads=config.kv_heads,
-            head_width=config.head_width,
-            layers=config.layers,
         )
         self._runner = model.new_runner()
         self._angles = _Angles(model, context)
@@ -276,6 +285,7 @@ class _Watch:
             address(self._where) if len(taps.attention) else None,
             address(self._weights),
             None if self._places is None else address(self._places),
+            config.heads,
         )
 
     def inside(self) -> Inside:

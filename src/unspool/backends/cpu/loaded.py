@@ -276,7 +276,6 @@ class Runner:
             buffer_rows=address(rows),
             buffer_count=len(widths),
             logits_buffer=list(plan.buffers).index("logits"),
-            heads=config.heads,
             experts=config.experts,
             chosen=config.experts_per_token,
             threads=model.threads,

@@ -28,11 +28,13 @@ KINDS = {
     "softcap": 9,
     "snapshot": 10,
     "activate": 11,
+    "scale": 12,
 }
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY, BOTH_WAYS = 1, 2, 4, 8, 16, 32  # flags
+KEYS_AS_VALUES, NORM_VALUES = 64, 128
 
 
 class Op(ctypes.Structure):
@@ -43,6 +45,7 @@ class Op(ctypes.Structure):
         ("target", _i32),
         ("offset", _i32),
         ("width", _i32),
+        ("heads", _i32),
         ("matrix", _i32),
         ("matrix_count", _i32),
         ("vector", _i32),
@@ -69,14 +72,17 @@ class RotaryTable(ctypes.Structure):
     _fields_ = (("cosine", _pointer), ("sine", _pointer), ("positions", _i64), ("pairs", _i64))
 
 
+class LayerPages(ctypes.Structure):
+    _fields_ = (("offset", _i64), ("heads", _i32), ("head_width", _i32))
+
+
 class KeyValues(ctypes.Structure):
     _fields_ = (
         ("data", _pointer),
         ("pages", _i64),
-        ("bits", _i32),
-        ("heads", _i32),
-        ("head_width", _i32),
-        ("layers", _i32),
+        ("page_bytes", _i64),
+        ("layers", ctypes.POINTER(LayerPages)),
+        ("bits", _i64),
     )
 
 
@@ -121,6 +127,7 @@ class TapList(ctypes.Structure):
         ("attention", _pointer),
         ("weights", _pointer),
         ("places", _pointer),
+        ("heads", _i64),
     )
 
 
@@ -136,7 +143,6 @@ class ModelSpec(ctypes.Structure):
         ("buffer_rows", _pointer),
         ("buffer_count", _i64),
         ("logits_buffer", _i64),
-        ("heads", _i32),
         ("experts", _i32),
         ("chosen", _i32),
         ("threads", _i32),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from unspool.backends.base import StepLimits
 from unspool.backends.memory import free_memory, pages_in
@@ -27,7 +28,7 @@ from unspool.backends.step import (
 )
 from unspool.backends.torch.adapters import TorchAdapters
 from unspool.model.adapters import Adapter
-from unspool.model.transformer import QUERIES_AT_ONCE, Attention, Layer, Transformer
+from unspool.model.transformer import QUERIES_AT_ONCE, Angles, Attention, Layer, Transformer
 from unspool.sampling.picker import pick
 
 PAGE_SIZE = 16
@@ -51,10 +52,13 @@ class TorchBackend:
         self._device = weight.device
         self._table = BlockTable()
         self._adapters = TorchAdapters(model)
-        # One long row of slots a layer: slot = page * page_size + place in the page.
-        shape = (page_count * PAGE_SIZE, config.kv_heads, config.head_width)
-        self._keys = [_untouched(shape, weight) for _ in range(config.layers)]
-        self._values = [_untouched(shape, weight) for _ in range(config.layers)]
+        # One long row of slots for each layer that keeps keys and values: slot = page * page_size
+        # + place in the page.
+        shapes = {
+            layer: (page_count * PAGE_SIZE, *config.kv_shape(layer)) for layer in config.kv_layers
+        }
+        self._keys = {layer: _untouched(shape, weight) for layer, shape in shapes.items()}
+        self._values = {layer: _untouched(shape, weight) for layer, shape in shapes.items()}
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> Done:
@@ -69,17 +73,18 @@ class TorchBackend:
 
     def _copy_page(self, source: int, target: int) -> None:
         size = self.page_size
-        for store in (*self._keys, *self._values):
+        for store in (*self._keys.values(), *self._values.values()):
             store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
 
     def _run(self, batch: StepBatch) -> StepResult:
         model, plan = self.model, _Plan(batch, self._table, self.page_size, self._device)
         angles = model.angles(batch.positions, self.context)
         x = model.embedded(plan.tokens[None], batch.positions)
-        watch = _Watch(batch.look, x) if batch.look else None
+        watch = _Watch(batch.look, x, model.config.heads) if batch.look else None
+        told = model.told(plan.tokens[None], x)
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
-            x = self._layer(number, layer, x, angles[number], plan, watch)
+            x = self._layer(layer, x, angles[number], told[number], plan, watch)
         picked = len(batch.sampled)
         wanted = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(self._device)
         given = model.logits(x[0, wanted]).float()
@@ -92,25 +97,28 @@ class TorchBackend:
 
     def _layer(
         self,
-        number: int,
         layer: Layer,
         x: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
+        angles: Angles | None,
+        token: Tensor | None,
         plan: _Plan,
         watch: _Watch | None,
     ) -> Tensor:
         attention = layer.attention
-        query, key, value = attention.project(layer.attention_norm(x), angles)
-        keys, values = self._keys[number], self._values[number]
-        keys[plan.slots], values[plan.slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        if plan.echoed is not None:
-            keys[plan.echo_slots] = key[0, :, plan.echoed].transpose(0, 1)
-            values[plan.echo_slots] = value[0, :, plan.echoed].transpose(0, 1)
+        normed = layer.attention_norm(x)
+        query = attention.queries(normed, angles)
+        keys, values = self._keys[attention.source], self._values[attention.source]
+        if attention.source == attention.layer:
+            key, value = attention.keys_values(normed, angles)
+            keys[plan.slots], values[plan.slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            if plan.echoed is not None:
+                keys[plan.echo_slots] = key[0, :, plan.echoed].transpose(0, 1)
+                values[plan.echo_slots] = value[0, :, plan.echoed].transpose(0, 1)
         mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
         for rows in plan.groups:
             rows.attend(attention, query[0], keys, values, mixed, watch)
         between = layer.with_attended(x, attention.out(mixed.flatten(1))[None])
-        after = layer.with_fed(x, between)
+        after = layer.with_fed(x, between, token)
         if watch:
             watch.layer(after, between.float() - x.float(), after.float() - between.float())
         return after
@@ -125,9 +133,7 @@ def _untouched(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def page_bytes(model: Transformer) -> int:
-    config = model.config
-    numbers = 2 * config.layers * config.kv_width * PAGE_SIZE
-    return numbers * model.embed.weight.element_size()
+    return model.config.kv_numbers * PAGE_SIZE * model.embed.weight.element_size()
 
 
 def pages_for(model: Transformer, memory: int | None) -> int:
@@ -271,8 +277,8 @@ class _Chunk:
 class _Watch:
     """Keeps what the taps asked for while the layers run."""
 
-    def __init__(self, taps: Look, x: Tensor) -> None:
-        device = x.device
+    def __init__(self, taps: Look, x: Tensor, heads: int) -> None:
+        device, self._heads = x.device, heads
         self._residual_rows = torch.from_numpy(taps.residuals).to(device)
         self._part_rows = torch.from_numpy(taps.parts).to(device)
         self._attention_rows = {int(token): number for number, token in enumerate(taps.attention)}
@@ -282,8 +288,10 @@ class _Watch:
         self._attention: list[list[Tensor]] = [[] for _ in taps.attention]
 
     def attention(self, place: int, weights: Tensor) -> None:
-        """The weights of one token in the layer at hand, [heads, past]."""
+        """The weights of one token in the layer at hand, [heads, past]; what a layer with fewer
+        heads than others lacks is zero."""
         if place in self._attention_rows:
+            weights = functional.pad(weights, (0, 0, 0, self._heads - len(weights)))
             self._attention[self._attention_rows[place]].append(weights)
 
     def layer(self, after: Tensor, attended: Tensor, fed: Tensor) -> None:

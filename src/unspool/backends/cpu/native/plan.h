@@ -26,7 +26,8 @@ enum Kind : int32_t {
     kGather = 8,     // target = the rows whose logits are wanted
     kSoftcap = 9,    // target = cap * tanh(target / cap)
     kSnapshot = 10,  // copy the rows somebody looks at; nothing when nobody does
-    kActivate = 11,  // target = activated target
+    kActivate = 11,  // target = activated target (times a part of the source)
+    kScale = 12,     // target = scale * source (times a vector's one number), or grows by it
 };
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
@@ -39,6 +40,8 @@ enum Flags : int32_t {
     kNormalizeExperts = 8,
     kQueriesOnly = 16,  // kPlace: the source has no keys and values, and none are written
     kBothWays = 32,     // kAttend: the window reaches as far ahead as back
+    kKeysAsValues = 64, // kPlace: the source has no values; keys before their norm and turn are
+    kNormValues = 128,  // kPlace: values are normed, without a weight
 };
 
 struct Op {
@@ -48,9 +51,10 @@ struct Op {
     int32_t target;
     int32_t offset;  // kNorm: where in a row the normed part begins ...
     int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
+    int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;         // norm weight, or the table of positions; -1: none
+    int32_t vector;  // norm weight, table of positions, or what each expert counts; -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
@@ -60,8 +64,8 @@ struct Op {
     int32_t flags;
     int32_t experts;  // kRoute: how many there are
     int32_t chosen;   // kRoute: how many each token gets
-    float scale;
-    float cap;
+    float scale;  // kPlace: by how much queries grow (see cap)
+    float cap;    // kPlace: ... with every so many positions; 0: they do not
     float epsilon;
 };
 
@@ -78,6 +82,13 @@ struct RotaryTable {
     int64_t pairs;
 };
 
+// Where the keys and values of a layer lie in each page. Layers that share them have the same.
+struct LayerPages {
+    int64_t offset;  // from the page's beginning, in bytes
+    int32_t heads;   // of keys; 0: the layer has none
+    int32_t head_width;
+};
+
 // Keys and values: [page][layer][keys, values][kv head][bytes of a page's head].
 // Keys of a page lie as [head_width][16 tokens], values as [16 tokens][head_width], where the head
 // is filled up to a multiple of 16. With 8 bits, sixteen floats follow: what each token's numbers
@@ -85,10 +96,9 @@ struct RotaryTable {
 struct KeyValues {
     uint8_t* data;
     int64_t pages;
-    int32_t bits;  // 8, 16 or 32
-    int32_t heads;
-    int32_t head_width;
-    int32_t layers;
+    int64_t page_bytes;
+    const LayerPages* layers;
+    int64_t bits;  // 8, 16 or 32
 };
 
 // What an adapter adds to one matrix: up * (down * row), its scale multiplied into `up`.
@@ -137,6 +147,7 @@ struct TapList {
     const int64_t* attention;  // [count]: for each token where its weights go, or -1
     float* weights;            // a token's weights: [layers, heads, past], at attention[token]
     const int64_t* places;  // [snapshots of the plan]: where each goes, -1: nowhere; null: in order
+    int64_t heads;          // of the layer that has most
 };
 
 struct Buffer {
@@ -174,7 +185,6 @@ struct Run {
     const RotaryTable* rotary;
     const Buffer* buffers;
     KeyValues kv;
-    int32_t heads;  // of queries
     Batch batch;
     const TapList* taps;    // null: nobody looks
     const int32_t* row_of;  // [count]: the batch's row of each token
@@ -193,18 +203,20 @@ inline int64_t rows_of(const Run& run, const Op& op) {
 }
 
 // A head's numbers, filled up (with zeros) to whole registers.
-inline int64_t filled_width(const KeyValues& kv) {
-    return (kv.head_width + kLanes - 1) / kLanes * static_cast<int64_t>(kLanes);
+inline int64_t filled_width(int64_t head_width) {
+    return (head_width + kLanes - 1) / kLanes * static_cast<int64_t>(kLanes);
 }
 
-inline int64_t kv_head_bytes(const KeyValues& kv) {
-    return kPage * filled_width(kv) * kv.bits / 8 + (kv.bits == 8 ? kPage * 4 : 0);
+inline int64_t kv_head_bytes(const KeyValues& kv, int64_t layer) {
+    const int64_t filled = filled_width(kv.layers[layer].head_width);
+    return kPage * filled * kv.bits / 8 + (kv.bits == 8 ? kPage * 4 : 0);
 }
 
 // The memory of one head in one page; `which` is 0 for keys and 1 for values.
 inline uint8_t* kv_page(const KeyValues& kv, int64_t layer, int which, int64_t head, int64_t page) {
-    return kv.data +
-           (((page * kv.layers + layer) * 2 + which) * kv.heads + head) * kv_head_bytes(kv);
+    const LayerPages& its = kv.layers[layer];
+    return kv.data + page * kv.page_bytes + its.offset +
+           (which * its.heads + head) * kv_head_bytes(kv, layer);
 }
 
 }  // namespace unspool

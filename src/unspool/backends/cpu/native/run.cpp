@@ -190,6 +190,8 @@ struct Running {
                 return does.softcap(run, op, worker);
             case kActivate:
                 return does.activate(run, op, worker);
+            case kScale:
+                return does.scale(run, op, worker);
             case kSnapshot:
                 return snapshot(run, op, worker);
             default:
@@ -232,7 +234,6 @@ int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& 
     run.vectors = spec.vectors;
     run.rotary = rotary;
     run.kv = kv;
-    run.heads = spec.heads;
     run.batch = batch;
     run.taps = taps;
     try {

@@ -36,6 +36,9 @@ void sort_picks(const Run& run, const Op& op) {
         }
         if (op.flags & kNormalizeExperts)
             for (int64_t i = 0; i < chosen; ++i) picks.weight[token * chosen + i] /= kept;
+        if (op.vector >= 0)
+            for (int64_t i = token * chosen; i < (token + 1) * chosen; ++i)
+                picks.weight[i] *= run.vectors[op.vector].data[picks.place[i]];
     }
     for (int64_t e = 0; e < experts; ++e) picks.starts[e + 1] += picks.starts[e];
     for (int64_t i = 0; i < tokens * chosen; ++i) {

@@ -38,7 +38,7 @@ inline void norm_row(const float* x, int64_t width, const float* weight, const f
     for (int64_t i = 0; i < width; i += kLanes) {
         const int64_t left = width - i;
         F32x16 part = mul(sub(load_first(x + i, left, 0.0f), mean), factor);
-        part = mul(part, load_first(weight + i, left, 0.0f));
+        if (weight != nullptr) part = mul(part, load_first(weight + i, left, 0.0f));
         if (bias != nullptr) part = add(part, load_first(bias + i, left, 0.0f));
         store_first(out + i, left, part);
     }
