@@ -156,7 +156,7 @@ class DeltaNet(Mixer):
     def recur(self, parts: Parts, state: Tensor, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
         shape = self.recurrence
         query, key, value, last = self._ready(parts, state)
-        beta, decay = parts[2].float().sigmoid(), self._log_decay(parts[3]).exp()
+        beta, decay = exact(torch.sigmoid, parts[2]), exact(torch.exp, self._log_decay(parts[3]))
         kept = state[:, last.flatten(1).shape[1] :]
         matrix = kept.unflatten(1, (shape.value_heads, shape.key_width, shape.value_width))
         found = []
@@ -210,7 +210,7 @@ class DeltaNet(Mixer):
         convolution's last inputs."""
         shape = self.recurrence
         convolved, last = self._convolved(parts[0], state, documents)
-        query, key, value = functional.silu(convolved).split(
+        query, key, value = exact(functional.silu, convolved).split(
             (shape.keys, shape.keys, shape.values), -1
         )
         query = _unit(query.unflatten(-1, (shape.key_heads, -1))) * shape.key_width**-0.5
@@ -220,7 +220,16 @@ class DeltaNet(Mixer):
         return query, key, value.unflatten(-1, (shape.value_heads, -1)), last
 
     def _log_decay(self, a: Tensor) -> Tensor:
-        return -self.a_log.float().exp() * functional.softplus(a.float() + self.dt_bias.float())
+        shifted = a.float() + self.dt_bias.float()
+        return -exact(torch.exp, self.a_log) * exact(functional.softplus, shifted)
+
+
+def exact(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """In 32 bits by way of 64: torch computes such a function in other ways at the end of an array,
+    and a token must get the same bits wherever it stands. Gradients need not be so exact."""
+    if x.requires_grad or x.device.type == "mps":  # which has no 64 bits
+        return function(x.float())
+    return function(x.double()).float()
 
 
 def _unit(x: Tensor) -> Tensor:
