@@ -1,8 +1,8 @@
 """The null model with a recurrent state: a number that every token changes.
 
-Its logits follow from the pages, as the null model's do, and it is stricter: the state that a row is
-given must be the one that its pages say, so a state of another text, of another place or one that
-nobody wrote fails the step. It also holds the engine to the contract of `StepBatch.states`.
+Its logits follow from the pages, as the null model's do, and it is stricter: the state that a row
+is given must be the one that its pages say, so a state of another text, of another place or one
+that nobody wrote fails the step. It also holds the engine to the contract of `StepBatch.states`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def after(state: int, token: int) -> int:
 
 
 class RecurrentNull(NullModel):
-    """`states` slots; each knows its number, how many tokens made it, and the step that wrote it."""
+    """So many slots; each holds a number, and how many tokens made it."""
 
     def __init__(self, states: int = 32, state_bytes: int = 1000, **shape: Any) -> None:
         super().__init__(echoes=False, **shape)
@@ -78,6 +78,6 @@ class RecurrentNull(NullModel):
 
 
 def spread(text: list[int], count: int) -> list[int]:
-    """Other tokens of a small vocabulary that follow from a text: for drafts that are often wrong."""
+    """Tokens that follow from a text, but are not what comes next: for drafts that err."""
     seed = zlib.crc32(np.asarray(text, np.int32).tobytes())
     return np.random.default_rng(seed).integers(0, 40, count).tolist()

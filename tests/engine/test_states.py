@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,8 +18,8 @@ from hypothesis.stateful import (
     rule,
 )
 from null_model import PAGE_SIZE, logits_after
-from recurrent_null import RecurrentNull, spread
 
+from recurrent_null import RecurrentNull, spread
 from unspool.backends.base import StepLimits
 from unspool.engine.branch import Branch
 from unspool.engine.ending import Limits
@@ -78,8 +77,8 @@ def greedy(prompt: list[int], count: int) -> list[int]:
 
 
 class StatesMachine(RuleBasedStateMachine):
-    """Open, append, fork, rewind, look, write with drafts, cancel, evict, in any order, alone and in
-    batches, with enough slots or hardly any."""
+    """Open, append, fork, rewind, look, write with drafts, cancel, evict, in any order, alone and
+    in batches, with enough slots or hardly any."""
 
     branches = Bundle("branches")
 
