@@ -93,7 +93,7 @@ class Costs:
         )
         self.head = table
         self.weight_bytes = weight_bytes
-        self.kv_token = 2 * config.layers * config.kv_width * kv_bytes
+        self.kv_token = config.kv_numbers * kv_bytes
         self.attention = 4 * config.layers * config.heads * config.head_width  # a pair of tokens
 
     def prompt(self, rows: int, length: int, at_once: int = 8192) -> Phase:

@@ -26,7 +26,7 @@ class OneText:
         config = model.config
         config.check_left_to_right()
         # 32 bits a number are the widest that a backend keeps; untouched pages cost nothing.
-        widest = 2 * config.layers * config.kv_width * 4
+        widest = config.kv_numbers * 4
         memory = (capacity + _LARGEST_PAGE) * widest
         if config.state_bytes:  # half of it is theirs
             memory = 2 * max(memory, _STATES * config.state_bytes)

@@ -31,6 +31,9 @@ Logits: TypeAlias = "Floats | Tensor"  # rows of a vocabulary each, where the ba
 _LARGEST_TABLE = 1 << 28  # entries
 
 
+RECURRENT_LOOK = 3  # numbers of a head in `Inside.recurrent`
+
+
 _FEW = 64  # numbers: Python goes through so many in less time than numpy takes to begin
 
 
@@ -71,11 +74,16 @@ class Inside:
     # [layers + 1, tokens, width]: the vector before the first layer and after each; or those that
     # were asked for, in their order
     residuals: Floats | None = None
-    # for each token looked at: [layers, heads, how far it may see]
+    # for each token looked at: [layers, heads, how far it may see]; zeros in recurrent layers,
+    # which have no attention
     attention: list[Floats] = field(default_factory=list)
     # [layers, 2, tokens, width]: what attention and feed-forward added
     parts: Floats | None = None
     first: int = 0  # position of the first token that was looked at
+    # for each token whose attention is looked at, of a model with recurrent layers: [layers, 3,
+    # heads], the gate (how much is written, or let out), the decay of what was known, and the norm
+    # of the state behind it; not a number where a layer has attention instead
+    recurrent: list[Floats] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

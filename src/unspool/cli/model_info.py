@@ -36,10 +36,7 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
 
     checkpoint = find_checkpoint(model, offline)
     config, tokenizer = checkpoint.config, open_tokenizer(checkpoint)
-    heads = f"{config.heads} heads of {config.head_width}"
-    if config.kv_heads != config.heads:
-        heads += f", {config.kv_heads} for keys and values"
-    cache = 2 * config.layers * config.kv_width * 2
+    cache = 2 * config.kv_numbers
     seen = glance(checkpoint.path)
     rows = {
         "path": str(checkpoint.path),
@@ -49,8 +46,8 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
         "memory": f"about {in_words(seen.needs)} to run; {in_words(free_memory())} are free",
         "bits per weight": f"{checkpoint.bits_per_weight():.2f}",
         "context": f"{config.context:,} tokens",
-        "layers": f"{config.layers} of width {config.width}, {heads}",
-        "feed-forward": f"{config.ff_width} ({config.activation}{', gated' * config.gated})",
+        "layers": f"{config.layers} of width {config.width}, {_heads(config)}",
+        "feed-forward": f"{_widths(config)} ({config.activation}{', gated' * config.gated})",
         "positions": _positions(config),
         "sight": _sight(config),
         "keys and values": f"{cache:,} bytes a token in 16 bits",
@@ -87,6 +84,22 @@ def find_checkpoint(model: str | None, offline: bool) -> Checkpoint:
     from unspool.model.hub import find_model
 
     return open_checkpoint(find_model(model, offline=offline))
+
+
+def _heads(config: ModelConfig) -> str:
+    """The heads of all layers, or of each kind of layer."""
+    shapes = dict.fromkeys(config.shape(layer) for layer in range(config.layers))
+    kinds = dict.fromkeys((shape.heads, shape.kv_heads, shape.head_width) for shape in shapes)
+    said = []
+    for heads, kv_heads, width in kinds:
+        shared = f", {kv_heads} for keys and values" if kv_heads != heads else ""
+        said.append(f"{heads} heads of {width}{shared}")
+    return " or ".join(said)
+
+
+def _widths(config: ModelConfig) -> str:
+    widths = dict.fromkeys(config.shape(layer).ff_width for layer in range(config.layers))
+    return " or ".join(map(str, widths))
 
 
 def _sight(config: ModelConfig) -> str:

@@ -272,4 +272,5 @@ def _part(
             vectors = vectors[[known.index(layer) for layer in task.watch], part]
     deep = slice(deep_start, deep_start + (count if task.look and task.deep else 0))
     parts = None if inside.parts is None else inside.parts[:, :, deep]
-    return Inside(vectors, inside.attention[deep], parts, share.places[0])
+    recurrent = inside.recurrent[deep]
+    return Inside(vectors, inside.attention[deep], parts, share.places[0], recurrent)

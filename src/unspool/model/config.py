@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.positions import SCALINGS, Rotary
+from unspool.model.recurrence import Recurrence, check_mixers
 
 SIGHTS = ("causal", "whole", "block")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -29,6 +31,29 @@ _LARGEST = {
     "ff_width": 10_000_000,
     "context": 1_000_000_000,
 }
+_FINITE = (
+    "attention_scale", "attention_softcap", "logit_softcap", "embedding_scale", "residual_scale",
+    "logit_scale", "query_growth",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The sizes of one layer."""
+
+    heads: int
+    kv_heads: int
+    head_width: int
+    ff_width: int
+
+    @property
+    def out_width(self) -> int:
+        """Numbers of all queries of a token, and of what their heads gather."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +69,7 @@ class ModelConfig:
     head_width: int
     ff_width: int
     context: int  # the longest text, in tokens
+    shapes: tuple[LayerShape, ...] = ()  # one a layer, where layers differ; the above: the largest
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
@@ -62,11 +88,24 @@ class ModelConfig:
 
     # Per layer, how many last tokens it sees (and as many ahead, where sight is "whole"); 0: all.
     windows: tuple[int, ...] = ()
+    # So many last layers have no keys and values: they read those of the last layer before them
+    # that has a window, or none, like them.
+    kv_shared: int = 0
+    keys_as_values: tuple[int, ...] = ()  # layers whose values are their keys, not yet turned
+    value_norm: bool = False  # values are normalized by head, without a weight
+    # Queries grow with the position p by 1 + growth * ln(1 + floor(p / query_span)).
+    query_growth: float = 0.0
+    query_span: int = 0
     qk_norm: Literal["none", "head", "whole"] = "none"
     qkv_bias: bool = False
     out_bias: bool = False
     attention_scale: float = 0.0  # 0: one over the root of head_width
     attention_softcap: float = 0.0
+    attention_gate: bool = False  # what the heads found is multiplied with a sigmoid of the input
+
+    # What mixes tokens in each layer: "attention", or a recurrence; empty: attention in all.
+    mixers: tuple[str, ...] = ()
+    recurrence: Recurrence | None = None
     logit_softcap: float = 0.0
 
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
@@ -77,8 +116,17 @@ class ModelConfig:
     expert_width: int = 0
     normalize_experts: bool = True  # the weights of the chosen experts sum to one
     dense_layers: tuple[int, ...] = ()  # layers without experts in a model that has them
+    router: Literal["softmax", "sigmoid"] = "softmax"  # what makes weights of the router's scores
+    selection_bias: bool = False  # added to the weights where experts are chosen, and only there
+    experts_scale: float = 1.0  # what the weights of the chosen experts are multiplied with
+    shared_width: int = 0  # of a feed-forward beside the experts, behind a gate; 0: there is none
+    dense_beside_experts: bool = False  # layers with experts have a feed-forward as well
 
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # what attention and feed-forward add is multiplied by this
+    logit_scale: float = 1.0
+    layer_scale: bool = False  # each layer's outcome is multiplied by one number of its own
+    token_width: int = 0  # each layer gets so many numbers of the token itself; 0: none
     tied: bool = False  # the output head is the embedding table
     head_bias: bool = False
     head_transform: bool = False  # a matrix and the activation before the last norm (BERT)
@@ -96,18 +144,25 @@ class ModelConfig:
         self._need(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of {self.heads}")
         self._need(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         self._need(0 < self.norm_eps < 1, "norm_eps", "between 0 and 1")
-        for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
+        for name in _FINITE:
             self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
         once = self.norm_sums + self.norm_after + self.parallel <= 1
         self._need(once, "norm_sums", "False where norm_after or parallel is True")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
+        self._need(self.query_growth == 0 or self.query_span > 0, "query_span", "at least 1")
+        self._check_shapes()
         self._check_sight()
+        check_mixers(self.mixers, self.recurrence, self.layers)
         if self.positions == "rotary":
             self._need(self.rotary is not None, "rotary", "given for rotary positions")
         for rotary in (self.rotary, self.local_rotary):
             if rotary is not None:
                 self._check_rotary(rotary)
+        for layer in range(self.layers if self.shapes else 0):
+            turned = self.layer_rotary(layer)
+            fits = turned is None or turned.width <= self.shape(layer).head_width
+            self._need(fits, "shapes", "heads as wide as what is turned of them")
         if self.experts:
             limit = min(self.experts, 1024)
             self._need(_is_size(self.experts, 4096), "experts", "0 to 4,096")
@@ -115,6 +170,34 @@ class ModelConfig:
                 _is_size(self.experts_per_token, limit), "experts_per_token", f"1 to {limit}"
             )
             self._need(_is_size(self.expert_width, 10_000_000), "expert_width", "1 to 10,000,000")
+            self._need(self.router in ("softmax", "sigmoid"), "router", "softmax or sigmoid")
+            self._need(0 < self.experts_scale < math.inf, "experts_scale", "more than 0")
+            shared = self.shared_width == 0 or _is_size(self.shared_width, 10_000_000)
+            self._need(shared, "shared_width", "0 to 10,000,000")
+
+    def _check_shapes(self) -> None:
+        self._need(len(self.shapes) in (0, self.layers), "shapes", "one for each layer")
+        for name in ("heads", "kv_heads", "head_width", "ff_width"):
+            sizes = [getattr(shape, name) for shape in self.shapes]
+            fit = all(_is_size(size, getattr(self, name)) for size in sizes)
+            self._need(fit, "shapes", f"sizes from 1 to {name}, which is {getattr(self, name)}")
+        shared = all(shape.heads % shape.kv_heads == 0 for shape in self.shapes)
+        self._need(shared, "shapes", "heads that key heads divide")
+        alike = len({shape.head_width for shape in self.shapes}) <= 1
+        self._need(
+            alike or self.attention_scale > 0, "attention_scale", "given, as head widths differ"
+        )
+        known = isinstance(self.kv_shared, int) and 0 <= self.kv_shared < self.layers
+        self._need(known, "kv_shared", f"0 to {self.layers - 1}")
+        last = self.layers - self.kv_shared
+        has = {self.window(layer) > 0 for layer in range(last)}
+        found = all((self.window(layer) > 0) in has for layer in range(last, self.layers))
+        self._need(found, "kv_shared", "fewer, so that a layer of each kind is left to read from")
+        alike = all(
+            self.kv_shape(layer) == self.kv_shape(self.kv_source(layer))
+            for layer in range(last, self.layers)
+        )
+        self._need(alike, "kv_shared", "0, as layers that share have other keys")
 
     def _check_sight(self) -> None:
         self._need(self.sight in SIGHTS, "sight", ", ".join(SIGHTS))
@@ -164,9 +247,73 @@ class ModelConfig:
         """How many last tokens this layer sees; 0 means all."""
         return self.windows[layer] if self.windows else 0
 
+    def mixer(self, layer: int) -> str:
+        """What brings tokens together in this layer: attention, or a kind of recurrence."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    def state_floats(self, layer: int) -> int:
+        """Numbers that this layer carries from token to token; 0: it has attention instead."""
+        if self.recurrence is None:
+            return 0
+        return self.recurrence.state_floats(self.mixer(layer), self.width)
+
+    @property
+    def state_starts(self) -> tuple[int, ...]:
+        """Where in a text's state that of each layer begins; at the end, where all end."""
+        floats = (self.state_floats(layer) for layer in range(self.layers))
+        return tuple(accumulate(floats, initial=0))
+
+    @property
+    def state_bytes(self) -> int:
+        """One whole state of a text; 0: the model has no recurrent layers."""
+        return 4 * self.state_starts[-1] if self.recurrence else 0
+
+    def shape(self, layer: int) -> LayerShape:
+        """The sizes of this layer."""
+        if self.shapes:
+            return self.shapes[layer]
+        return LayerShape(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_width=self.head_width,
+            ff_width=self.ff_width,
+        )
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """How many key heads this layer has, and how wide they are."""
+        shape = self.shape(layer)
+        return shape.kv_heads, shape.head_width
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values this one reads: mostly its own."""
+        last = self.layers - self.kv_shared
+        if layer < last:
+            return layer
+        kind = self.window(layer) > 0
+        return next(n for n in range(last - 1, -1, -1) if (self.window(n) > 0) == kind)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values."""
+        own = (layer for layer in range(self.layers) if self.kv_source(layer) == layer)
+        return tuple(layer for layer in own if self.mixer(layer) == "attention")
+
+    @property
+    def kv_numbers(self) -> int:
+        """How many numbers a token leaves in the keys and values of all layers."""
+        return sum(2 * self.shape(layer).kv_width for layer in self.kv_layers)
+
+    def has_values(self, layer: int) -> bool:
+        """Whether this layer makes values, rather than take keys for them."""
+        return layer not in self.keys_as_values
+
     def normed_attention(self, layer: int) -> bool:
         """Whether this layer normalizes what goes into its attention."""
         return self.norm_before and not (self.embedding_norm and layer == 0)
+
+    def normed_feed(self, layer: int) -> bool:
+        """Whether this layer normalizes what goes into its feed-forward, as a whole."""
+        return self.norm_before and not self.has_both(layer)
 
     def visible_end(self, position: int, length: int) -> int:
         """A token of a finished text of `length` tokens sees the positions before this one."""
@@ -186,6 +333,10 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers
+
+    def has_both(self, layer: int) -> bool:
+        """Whether this layer has a feed-forward and experts, side by side."""
+        return self.dense_beside_experts and self.has_experts(layer)
 
     @property
     def scale(self) -> float:
@@ -212,6 +363,10 @@ class ModelConfig:
             for name in ("rotary", "local_rotary"):
                 if values.get(name) is not None:
                     values[name] = Rotary(**_tuples(values[name]))
+            if values.get("recurrence") is not None:
+                values["recurrence"] = Recurrence(**values["recurrence"])
+            shapes = values.get("shapes", ())
+            values["shapes"] = tuple(LayerShape(**shape) for shape in shapes)
             return cls(**values)
         except TypeError as error:
             raise ModelFileError(f"the model's config.json is not usable: {error}") from error

@@ -19,6 +19,7 @@ from unspool.model.families import family_of_gguf
 from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
 from unspool.model.positions import Rotary
+from unspool.model.recurrent_config import recurrent_from_gguf
 from unspool.model.tensor_names import gguf as gguf_rules
 from unspool.model.weights import Rule
 
@@ -27,7 +28,11 @@ _INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "llada")
 
 
 def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
-    return gguf_rules(interleaved=config.family in _INTERLEAVED, plus_one=config.norm_plus_one)
+    return gguf_rules(
+        interleaved=config.family in _INTERLEAVED,
+        plus_one=config.norm_plus_one,
+        gated=config.attention_gate,
+    )
 
 
 class _Keys:
@@ -49,6 +54,13 @@ class _Keys:
             value = value[0].item()
         return value
 
+    def most(self, key: str, default: int) -> Any:
+        """The largest of the layers' numbers: recurrent layers say 0 of what they do not have."""
+        value = self.file.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, np.ndarray) and value.size and set(value.tolist()) <= {0, value.max()}:
+            return int(value.max())
+        return self.number(key, default)
+
     def number(self, key: str, default: float | None = None) -> Any:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -63,6 +75,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     experts = int(keys.number("expert_count", 0))
     family = family_of_gguf(keys.architecture, experts)
     layers, width = keys.number("block_count"), keys.number("embedding_length")
+    layers -= keys.number("nextn_predict_layers", 0)  # heads that draft, no layers of the model
     heads = keys.number("attention.head_count")
     for name, size in (("block_count", layers), ("embedding_length", width), ("heads", heads)):
         if not isinstance(size, int) or size <= 0:
@@ -82,9 +95,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         "width": width,
         "layers": layers,
         "heads": heads,
-        "kv_heads": keys.number("attention.head_count_kv", heads),
+        "kv_heads": keys.most("attention.head_count_kv", heads),
         "head_width": head_width,
-        "ff_width": keys.number("feed_forward_length"),
+        "ff_width": keys.number("feed_forward_length", keys.get("expert_feed_forward_length")),
         "context": keys.number("context_length"),
         "norm_eps": keys.number(f"attention.{eps}"),
         "tied": "output.weight" not in file.tensors,
@@ -98,6 +111,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         **family.fixed,
         **_sight(file, keys, family, embedding.shape[0]),
     }
+    values.update(recurrent_from_gguf(family, file, keys.number, layers))
     if values.get("positions", "rotary") == "rotary":
         values["rotary"] = _rotary(file, keys, head_width)
     if family.name == "gpt-neox":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from unspool.errors import ModelFileError
 from unspool.model.family import BIASES, Family, like_llama
 from unspool.model.masked_families import MASKED
+from unspool.model.recurrent_families import RECURRENT
 from unspool.model.tensor_names import (
     ATTENTION,
     ENDS,
@@ -278,13 +279,15 @@ _CAUSAL = (
     ),
 )
 
-_ALL = (*_CAUSAL, *MASKED)
+_ALL = (*_CAUSAL, *RECURRENT, *MASKED)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def family_of_model_type(model_type: object) -> Family:
     """The family that a config.json names, or an error that lists what there is."""
-    wanted = {"gemma3": "gemma3_text"}.get(str(model_type), model_type)
+    wanted = {
+        "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    }.get(str(model_type), model_type)  # fmt: skip
     for family in _ALL:
         if family.model_type == wanted:
             return family

@@ -94,7 +94,7 @@ def _folder(path: Path, size: int) -> Glance:
             raise ModelFileError(f"{name} is missing")
     raw = read_json(path / "config.json")
     config = config_from_hf(raw)
-    kv_bytes = 4 * config.layers * config.kv_width
+    kv_bytes = 2 * config.kv_numbers
     return Glance(size, _dtype(raw), kv_bytes, config.context)
 
 

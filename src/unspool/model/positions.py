@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
-Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"]
-SCALINGS: tuple[str, ...] = ("none", "linear", "dynamic", "yarn", "llama3", "longrope")
+Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
+SCALINGS: tuple[str, ...] = get_args(Scaling)
 
 
 def sinusoidal(positions: npt.NDArray[np.int64], width: int) -> Floats:
@@ -50,6 +50,7 @@ class Rotary:
     whole_dimensions: bool = True  # yarn: round the two borders to whole dimensions
     short_factors: tuple[float, ...] = ()  # longrope, or factors a file gives as they are
     long_factors: tuple[float, ...] = ()  # longrope, for texts beyond the original context
+    share: float = 1.0  # proportional: the part of the pairs that turn at all; the slowest do not
 
     def frequencies(self, length: int) -> Floats:
         """Radians a token, for each pair of numbers, in a text planned to be `length` long.
@@ -72,6 +73,9 @@ class Rotary:
             beyond = self.original_context and length > self.original_context
             factors = self.long_factors if beyond else self.short_factors
             return (plain / np.array(factors, np.float32)).astype(np.float32)
+        if self.scaling == "proportional":
+            plain[int(self.share * self.width // 2) :] = 0
+            return (plain / np.float32(self.factor)).astype(np.float32)
         return plain
 
     def tables(self, positions: npt.NDArray[np.int64], length: int) -> tuple[Floats, Floats]:

@@ -15,29 +15,40 @@ Training goes through the same layers with an `Attend` of its own: see `train/le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from unspool.model.beside import DenseAndExperts, TokenInput, TokenInputs
 from unspool.model.config import ModelConfig
-from unspool.model.positions import sinusoidal
+from unspool.model.feed import Experts, FeedForward
+from unspool.model.mixers import Mixer, new_mixer
+from unspool.model.parts import HeadTransform, Norm, norm_or_not, turn, unit
+from unspool.model.positions import Rotary, sinusoidal
 
 # Attention looks at this many queries at a time, so that a long prompt needs no giant table.
 QUERIES_AT_ONCE = 256
 
 
 class Cache:
-    """Keys and values of the tokens so far, one pair of tensors a layer."""
+    """Keys and values of the tokens so far, a pair of tensors for each layer that has them; what
+    recurrent layers have instead cannot go back."""
 
     def __init__(
         self, config: ModelConfig, capacity: int, batch: int, dtype: torch.dtype, device: str
     ) -> None:
-        shape = (batch, config.kv_heads, capacity, config.head_width)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.keys: dict[int, Tensor] = {}
+        for layer in config.kv_layers:
+            heads, width = config.kv_shape(layer)
+            shape = (batch, heads, capacity, width)
+            self.keys[layer] = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = {layer: torch.zeros_like(keys) for layer, keys in self.keys.items()}
+        floats = [config.state_floats(layer) for layer in range(config.layers)]
+        self.states = [torch.zeros(batch, count, device=device) for count in floats]
         self.capacity = capacity
         self.length = 0
 
@@ -45,38 +56,28 @@ class Cache:
         """Forget every token from position `length` on; what lies behind is overwritten."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind {self.length} tokens to {length}")
+        if 0 < length < self.length and any(state.numel() for state in self.states):
+            raise ValueError("what a recurrent layer has read cannot be taken back, only all of it")
+        if length == 0:
+            for state in self.states:
+                state.zero_()
         self.length = length
 
 
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm, computed in 32 bits whatever the weights are in."""
+class Angles(NamedTuple):
+    """How a layer turns queries and keys by their positions."""
 
-    def __init__(self, config: ModelConfig, size: int, kind: str) -> None:
-        super().__init__()
-        self.eps, self.plus_one = config.norm_eps, config.norm_plus_one
-        self.centred = kind == "layer"
-        self.weight = nn.Parameter(torch.full((size,), 0.0 if self.plus_one else 1.0))
-        has_bias = self.centred and config.norm_bias
-        self.bias = nn.Parameter(torch.zeros(size)) if has_bias else None
+    cosine: Tensor
+    sine: Tensor
+    query_scale: Tensor | None = None  # [positions, 1]: how much longer queries are far along
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        if self.centred:
-            wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        weight = self.weight.float()
-        wide = wide * (1 + weight if self.plus_one else weight)
-        if self.bias is not None:
-            wide = wide + self.bias.float()
-        return wide.to(x.dtype)
+    def to(self, x: Tensor) -> Angles:
+        """The same where `x` lies and as exact."""
+        return Angles(*(None if part is None else part.to(x) for part in self))  # type: ignore[arg-type]
 
 
-def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate pairs of numbers (one of each half) by their angle; what is left over passes."""
-    width = cosine.shape[-1] * 2
-    first, second = x[..., : width // 2], x[..., width // 2 : width]
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+# Keys and values of the layers before, for those that have none of their own.
+Shared = dict[int, tuple[Tensor, Tensor]]
 
 
 class Attention(nn.Module):
@@ -86,36 +87,52 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config, self.layer, self.window = config, layer, config.window(layer)
-        width, out, shared = config.width, config.heads * config.head_width, config.kv_width
+        self.shape, self.source = config.shape(layer), config.kv_source(layer)
+        width, out, shared = config.width, self.shape.out_width, self.shape.kv_width
+        own = self.source == layer  # has keys and values, and does not read another layer's
         self.q = nn.Linear(width, out, bias=config.qkv_bias)
-        self.k = nn.Linear(width, shared, bias=config.qkv_bias)
-        self.v = nn.Linear(width, shared, bias=config.qkv_bias)
+        if own:
+            self.k = nn.Linear(width, shared, bias=config.qkv_bias)
+        if own and config.has_values(layer):
+            self.v = nn.Linear(width, shared, bias=config.qkv_bias)
+        self.gate: nn.Linear | None = None
+        if config.attention_gate:
+            self.gate = nn.Linear(width, out, bias=config.qkv_bias)
         self.out = nn.Linear(out, width, bias=config.out_bias)
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if config.qk_norm != "none":
-            whole = config.qk_norm == "whole"
-            self.q_norm = Norm(config, out if whole else config.head_width, "rms")
-            self.k_norm = Norm(config, shared if whole else config.head_width, "rms")
+            whole, head = config.qk_norm == "whole", self.shape.head_width
+            self.q_norm = Norm(config, out if whole else head, "rms")
+            self.k_norm = Norm(config, shared if whole else head, "rms") if own else None
 
     def forward(
         self,
         x: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
+        angles: Angles | None,
         cache: Cache | None,
         attend: Attend | None = None,
+        shared: Shared | None = None,
     ) -> Tensor:
         batch, count, _ = x.shape
-        query, key, value = self.project(x, angles)
+        query = self.queries(x, angles)
+        if self.source == self.layer:
+            key, value = self.keys_values(x, angles)
+            if shared is not None:
+                shared[self.layer] = key, value
+        else:
+            assert shared is not None, "a layer that reads the keys of another"
+            key, value = shared[self.source]
         if attend is not None:
             mixed = attend(self, query, key, value)
-            return self.out(mixed.transpose(1, 2).reshape(batch, count, -1))
+            return self.finish(mixed.transpose(1, 2).reshape(batch, count, -1), x)
         start = 0
         if cache is not None:
             start, end = cache.length, cache.length + count
-            cache.keys[self.layer][:, :, start:end] = key
-            cache.values[self.layer][:, :, start:end] = value
-            key, value = cache.keys[self.layer][:, :, :end], cache.values[self.layer][:, :, :end]
+            keys, values = cache.keys[self.source], cache.values[self.source]
+            if self.source == self.layer:
+                keys[:, :, start:end], values[:, :, start:end] = key, value
+            key, value = keys[:, :, :end], values[:, :, :end]
         mixed = torch.cat(
             [
                 self._attend(query[:, :, at : at + QUERIES_AT_ONCE], key, value, start + at)
@@ -123,24 +140,41 @@ class Attention(nn.Module):
             ],
             dim=2,
         )
-        return self.out(mixed.transpose(1, 2).reshape(batch, count, -1))
+        return self.finish(mixed.transpose(1, 2).reshape(batch, count, -1), x)
 
-    def project(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of tokens, [batch, heads, count, head_width] each."""
-        query, key, value = self.q(x), self.k(x), self.v(x)
-        if self.config.qk_norm == "whole" and self.q_norm and self.k_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (self._heads(part) for part in (query, key, value))
-        if self.config.qk_norm == "head" and self.q_norm and self.k_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if angles is not None:
-            query, key = turn(query, *angles), turn(key, *angles)
-        return query, key, value
+    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """What the heads found, back in the width of `x`, which went in."""
+        if self.gate is not None:
+            mixed = mixed * torch.sigmoid(self.gate(x))
+        found: Tensor = self.out(mixed)
+        return found
+
+    def queries(self, x: Tensor, angles: Angles | None) -> Tensor:
+        """Of tokens, [batch, heads, count, head_width]."""
+        query = self._normed(self.q(x), self.q_norm)
+        if angles is None:
+            return query
+        query = turn(query, angles.cosine, angles.sine)
+        return query if angles.query_scale is None else query * angles.query_scale
+
+    def keys_values(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens, [batch, kv_heads, count, head_width] each."""
+        plain = self.k(x)
+        key = self._normed(plain, self.k_norm)
+        value = self._heads(self.v(x) if self.config.has_values(self.layer) else plain)
+        if self.config.value_norm:
+            value = unit(value, self.config.norm_eps)
+        return (key if angles is None else turn(key, angles.cosine, angles.sine)), value
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """The heads of queries or keys, normalized each by itself or all together."""
+        if norm is None:
+            return self._heads(x)
+        whole = self.config.qk_norm == "whole"
+        return self._heads(norm(x)) if whole else cast(Tensor, norm(self._heads(x)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.shape.head_width)).transpose(1, 2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, start: int) -> Tensor:
         """Softmax-weighted values for queries at positions `start`, `start + 1`, ..."""
@@ -153,7 +187,7 @@ class Attention(nn.Module):
         theirs = torch.arange(oldest, newest, device=key.device)
         visible_end = torch.tensor(ends, device=key.device)
         weights = self.weights(query, key, ours, theirs, visible_end).to(value.dtype)
-        group = self.config.heads // self.config.kv_heads
+        group = weights.shape[1] // value.shape[1]
         mixed = weights.unflatten(1, (-1, group)).flatten(2, 3) @ value
         return mixed.unflatten(2, (group, count)).flatten(1, 2)
 
@@ -204,7 +238,7 @@ def attention_weights(
     """`Attention.weights`, for a layer that sees the last `window` tokens (0: all), and as many
     ahead in a model that sees the whole text."""
     # Several query heads share one key head: put them side by side as more queries.
-    group = config.heads // config.kv_heads
+    group = query.shape[1] // key.shape[1]
     grouped = query.unflatten(1, (-1, group)).flatten(2, 3)
     scores = (grouped @ key.transpose(-1, -2)).float() * config.scale
     scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
@@ -220,120 +254,84 @@ def attention_weights(
     return scores.masked_fill(hidden, -math.inf).softmax(-1)
 
 
-def activate(kind: str, x: Tensor) -> Tensor:
-    if kind == "silu":
-        return functional.silu(x)
-    if kind == "relu":
-        return functional.relu(x)
-    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
-class FeedForward(nn.Module):
-    """Each position by itself: widen, bend, and narrow again."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.activation = config.activation
-        width, inner, bias = config.width, config.ff_width, config.ff_bias
-        self.gate = nn.Linear(width, inner, bias=bias) if config.gated else None
-        self.up = nn.Linear(width, inner, bias=bias)
-        self.down = nn.Linear(inner, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(activate(self.activation, self.up(x)))
-        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
-
-
-class Stacked(nn.Module):
-    """The same matrix of every expert, one above the other."""
-
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, rows, columns) * columns**-0.5)
-
-
-class Experts(nn.Module):
-    """Many feed-forwards, of which a router picks a few for each token."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.router = nn.Linear(config.width, config.experts, bias=False)
-        self.gate = Stacked(config.experts, config.expert_width, config.width)
-        self.up = Stacked(config.experts, config.expert_width, config.width)
-        self.down = Stacked(config.experts, config.width, config.expert_width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        chances = self.router(tokens).float().softmax(-1)
-        weights, chosen = chances.topk(self.config.experts_per_token, dim=-1)
-        if self.config.normalize_experts:
-            weights = weights / weights.sum(-1, keepdim=True)
-        total = torch.zeros_like(tokens)
-        for expert in chosen.unique().tolist():  # only the experts that somebody asked for
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            picked = tokens[rows]
-            bent = activate(self.config.activation, picked @ self.gate.weight[expert].t())
-            answer = (bent * (picked @ self.up.weight[expert].t())) @ self.down.weight[expert].t()
-            total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
-        return total.view_as(x)
-
-
-def norm_or_not(config: ModelConfig, wanted: bool) -> nn.Module:
-    return Norm(config, config.width, config.norm) if wanted else nn.Identity()
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each adding to the vector that passes through."""
+    """Attention (or a recurrence), then feed-forward, each adding to the vector that passes through."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.parallel, self.norm_sums = config.parallel, config.norm_sums
+        self.residual_scale = config.residual_scale
         after = config.norm_after or config.norm_sums
         self.attention_norm = norm_or_not(config, config.normed_attention(layer))
-        self.attention = Attention(config, layer)
+        self.layer, self.mixer = layer, None
+        if config.mixer(layer) == "attention":
+            self.attention = Attention(config, layer)
+        else:
+            self.mixer: Mixer | None = new_mixer(config, layer)
         self.attention_post_norm = norm_or_not(config, after)
-        self.feed_norm = norm_or_not(config, config.norm_before)
-        self.feed = Experts(config) if config.has_experts(layer) else FeedForward(config)
+        self.feed_norm = norm_or_not(config, config.normed_feed(layer))
+        self.feed = self._feed(config, layer)
         self.feed_post_norm = norm_or_not(config, after)
+        self.token_input = TokenInput(config) if config.token_width else None
+        self.scale = nn.Parameter(torch.ones(1)) if config.layer_scale else None
+
+    @staticmethod
+    def _feed(config: ModelConfig, layer: int) -> nn.Module:
+        if not config.has_experts(layer):
+            return FeedForward(config, config.shape(layer).ff_width)
+        if not config.dense_beside_experts:
+            return Experts(config)
+        dense = FeedForward(config, config.shape(layer).ff_width)
+        return DenseAndExperts(config, dense, Experts(config))
 
     def forward(
         self,
         x: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
+        angles: Angles | None,
         cache: Cache | None,
         attend: Attend | None = None,
+        shared: Shared | None = None,
+        token: Tensor | None = None,
     ) -> Tensor:
-        attended = self.attention(self.attention_norm(x), angles, cache, attend)
+        normed = self.attention_norm(x)
+        if self.mixer is not None:
+            attended = self._recurred(self.mixer, normed, cache, attend)
+        else:
+            attended = self.attention(normed, angles, cache, attend, shared)
         between = self.with_attended(x, attended)
-        return self.with_fed(x, between)
+        return self.with_fed(x, between, token)
+
+    def _recurred(
+        self, mixer: Mixer, x: Tensor, cache: Cache | None, attend: Attend | None
+    ) -> Tensor:
+        if attend is not None:  # whole rows of text, some of several documents
+            return mixer.whole(x, getattr(attend, "documents", None))
+        parts = mixer.project(x)
+        state = cache.states[self.layer] if cache else mixer.fresh(len(x), x.device)
+        mixed, state = mixer.recur(parts, state)
+        if cache is not None:
+            cache.states[self.layer] = state
+        return mixer.finish(mixed, parts)
 
     def with_attended(self, x: Tensor, attended: Tensor) -> Tensor:
         """The vector with what attention found."""
         return self._sum(x, attended, self.attention_post_norm)
 
-    def with_fed(self, x: Tensor, between: Tensor) -> Tensor:
-        """That with what the feed-forward says to it, or (`parallel`) to the layer's own input."""
+    def with_fed(self, x: Tensor, between: Tensor, token: Tensor | None = None) -> Tensor:
+        """That with what the feed-forward says to it, or (`parallel`) to the layer's own input;
+        and with what the layer is told of the `token` itself, where it is."""
         fed = self.feed(self.feed_norm(x if self.parallel else between))
-        return self._sum(between, fed, self.feed_post_norm)
+        after = self._sum(between, fed, self.feed_post_norm)
+        if self.token_input is not None and token is not None:
+            after = after + self.token_input(after, token)
+        return after if self.scale is None else after * self.scale
 
     def _sum(self, x: Tensor, more: Tensor, norm: nn.Module) -> Tensor:
-        summed: Tensor = norm(x + more) if self.norm_sums else x + norm(more)
-        return summed
-
-
-class HeadTransform(nn.Module):
-    """One more matrix between the layers and the last norm, as BERT has it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.activation = config.activation
-        self.norm = norm_or_not(config, config.norm_before)
-        self.dense = nn.Linear(config.width, config.width, bias=config.head_transform_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return activate(self.activation, self.dense(self.norm(x)))
+        if self.norm_sums:
+            return cast(Tensor, norm(x + more))
+        return x + (norm(more) if self.residual_scale == 1 else norm(more) * self.residual_scale)
 
 
 class Transformer(nn.Module):
@@ -347,6 +345,7 @@ class Transformer(nn.Module):
         if config.positions == "learned":
             self.position_embed = nn.Embedding(config.context, config.width)
         self.embed_norm = norm_or_not(config, config.embedding_norm)
+        self.token_inputs = TokenInputs(config) if config.token_width else None
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.layers))
         self.transform = HeadTransform(config) if config.head_transform else None
         self.norm = Norm(config, config.width, config.norm)
@@ -371,8 +370,9 @@ class Transformer(nn.Module):
         positions = np.arange(start, start + count)
         angles = self.angles(positions, cache.capacity if cache else count)
         x = self.embedded(tokens, positions)
+        told, shared = self.told(tokens, x), Shared()
         for index, layer in enumerate(self.layers):
-            x = layer(x, angles[index], cache)
+            x = layer(x, angles[index], cache, None, shared, told[index])
         if cache is not None:
             cache.length = start + count
         return self.logits(x[:, -1:] if last_only else x)
@@ -385,6 +385,8 @@ class Transformer(nn.Module):
             scores = self.head(x)
         else:
             scores = functional.linear(x, self.embed.weight, self.head_bias)
+        if self.config.logit_scale != 1:
+            scores = scores * self.config.logit_scale
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
             scores = torch.tanh(scores / cap) * cap
@@ -404,17 +406,24 @@ class Transformer(nn.Module):
         normed: Tensor = self.embed_norm(x)
         return normed
 
+    def told(self, tokens: Tensor, x: Tensor) -> Sequence[Tensor | None]:
+        """What each layer is told of the tokens beside the vector `x` that they begin with."""
+        if self.token_inputs is None:
+            return [None] * self.config.layers
+        return cast(Tensor, self.token_inputs(tokens, x)).unbind(-2)
+
     def angles(
         self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], length: int
-    ) -> list[tuple[Tensor, Tensor] | None]:
-        """Cosine and sine for each layer; layers that turn alike share one pair of tables."""
-        weight, made = self.embed.weight, {}
-        for rotary in {self.config.layer_rotary(layer) for layer in range(self.config.layers)}:
-            if rotary is not None:
-                cosine, sine = rotary.tables(positions, length)
-                made[rotary] = (
-                    torch.from_numpy(cosine).to(weight),
-                    torch.from_numpy(sine).to(weight),
-                )
-        turning = (self.config.layer_rotary(layer) for layer in range(self.config.layers))
+    ) -> list[Angles | None]:
+        """How each layer turns; layers that turn alike share one set of tables."""
+        like, made = self.embed.weight, dict[Rotary, Angles]()
+        config, query_scale = self.config, None
+        if config.query_growth:
+            far = np.log1p(positions // config.query_span) * config.query_growth
+            query_scale = torch.from_numpy(1 + far)[:, None].to(like)
+        turning = [config.layer_rotary(layer) for layer in range(config.layers)]
+        for rotary in set(turning) - {None}:
+            assert rotary is not None
+            cosine, sine = (torch.from_numpy(t).to(like) for t in rotary.tables(positions, length))
+            made[rotary] = Angles(cosine, sine, query_scale)
         return [made[rotary] if rotary is not None else None for rotary in turning]

@@ -11,16 +11,18 @@ import ctypes
 import mmap
 import os
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from unspool.backends.base import StepLimits
 from unspool.backends.cpu.adapters import CpuAdapters
+from unspool.backends.cpu.recurrent_look import RecurrentLook
 from unspool.backends.cpu.structures import (
     BatchStructure,
     KeyValues,
+    LayerPages,
     RotaryTable,
     TapList,
     address,
@@ -28,7 +30,7 @@ from unspool.backends.cpu.structures import (
     functions,
 )
 from unspool.backends.cpu.threads import FORKED
-from unspool.backends.memory import free_memory, pages_in
+from unspool.backends.memory import free_memory, pages_and_states
 from unspool.backends.step import (
     BlockTable,
     Done,
@@ -55,16 +57,25 @@ _FIRST_ANGLES = 512  # positions whose angles are worked out at first; then twic
 _FAULTS = {
     1: "there is not enough memory for a batch of {count} tokens; allow less at once",
     2: "the system gave no more threads; ask for fewer with threads=1",
-    3: "the batch names a token, a position or a page that does not exist",
+    3: "the batch names a token, a position, a page or a state that does not exist",
 }
 
 
-def page_bytes(config: ModelConfig, kv_bits: int) -> int:
-    """Keys and values of sixteen tokens in all layers."""
-    filled = -(-config.head_width // LANES) * LANES
-    scales = 4 * PAGE_SIZE if kv_bits == 8 else 0
-    head = PAGE_SIZE * filled * kv_bits // 8 + scales
-    return 2 * config.layers * config.kv_heads * head
+def page_layout(config: ModelConfig, kv_bits: int) -> tuple[Any, int]:
+    """Where each layer's keys and values lie in a page of sixteen tokens, and the page's bytes.
+
+    A layer that shares those of another has the other's place, one that has none no heads.
+    """
+    layers, size = (LayerPages * config.layers)(), 0
+    for layer in config.kv_layers:
+        heads, width = config.kv_shape(layer)
+        layers[layer] = LayerPages(size, heads, width)
+        filled = -(-width // LANES) * LANES
+        scales = 4 * PAGE_SIZE if kv_bits == 8 else 0
+        size += 2 * heads * (PAGE_SIZE * filled * kv_bits // 8 + scales)
+    for layer in range(config.layers):
+        layers[layer] = layers[config.kv_source(layer)]
+    return layers, size
 
 
 class Runner(Protocol):
@@ -94,27 +105,29 @@ class CpuBackend:
 
     limits = StepLimits()
     overlaps = False
-    echoes = True
-    state_bytes = state_count = 0
 
     def __init__(self, model: PlannedModel, *, memory: int | None, context: int) -> None:
         config = model.config
         self.model = model
         self.page_size = PAGE_SIZE
-        self.page_bytes = page_bytes(config, model.kv_bits)
+        layers, self.page_bytes = page_layout(config, model.kv_bits)
         if memory is None:
             memory = min(2 << 30, free_memory() // 4)
-        self.page_count = pages_in(memory, self.page_bytes)
+        self.state_bytes = config.state_bytes
+        self.echoes = not self.state_bytes  # a token's state is that of its own row
+        self.page_count, self.state_count = pages_and_states(
+            memory, self.page_bytes, self.state_bytes
+        )
         self.vocab_size = config.vocab_size
         self.context = context
         self._memory = _untouched(self.page_count * self.page_bytes)
+        self._states = _untouched(max(1, self.state_count * self.state_bytes))
         self._kv = KeyValues(
             data=address(self._memory),
             pages=self.page_count,
+            page_bytes=self.page_bytes,
+            layers=layers,
             bits=model.kv_bits,
-            heads=config.kv_heads,
-            head_width=config.head_width,
-            layers=config.layers,
         )
         self._runner = model.new_runner()
         self._angles = _Angles(model, context)
@@ -167,6 +180,8 @@ class CpuBackend:
             lines = contiguous(batch.echoes[:, 1])
             starts = contiguous(np.searchsorted(batch.echoes[:, 0], np.arange(count + 1)))
             structure.echo_starts, structure.echo_lines = address(starts), address(lines)
+        if self.state_bytes:
+            states = self._put_states(structure, batch)
         logits = self._room_for(picked, asked)
         watch = _Watch(self.model, batch, batch.look) if batch.look else None
         status = functions().unspool_run(
@@ -184,6 +199,23 @@ class CpuBackend:
             return StepResult(no_ints(), _NO_LOGPROBS, logits[picked:], inside)
         found = pick(logits[:picked], batch.pick, self.model.threads)
         return StepResult(found.tokens, found.logprobs, logits[picked:], inside, found.failures)
+
+    def _put_states(self, structure: BatchStructure, batch: StepBatch) -> tuple[Ints, ...]:
+        """The slots of recurrent states into what the library gets; the arrays must outlive it."""
+        rows, count = len(batch.starts) - 1, len(batch.tokens)
+        tokens = batch.captures[:, 0]
+        ordered = len(tokens) == 0 or (0 <= tokens[0] and tokens[-1] < count)
+        if batch.states.shape != (rows, 2) or not ordered or (np.diff(tokens) < 0).any():
+            raise UnspoolError(_FAULTS[3])
+        states = contiguous(batch.states)
+        structure.state_data, structure.state_slots = address(self._states), self.state_count
+        structure.state_floats, structure.states = self.state_bytes // 4, address(states)
+        if not len(tokens):
+            return (states,)
+        slots = contiguous(batch.captures[:, 1])
+        starts = contiguous(np.searchsorted(tokens, np.arange(count + 1)))
+        structure.capture_starts, structure.capture_slots = address(starts), address(slots)
+        return states, slots, starts
 
     def _room_for(self, picked: int, asked: int) -> Floats:
         """Memory for logits: new where they are given away, and otherwise that of the last step."""
@@ -276,7 +308,12 @@ class _Watch:
             address(self._where) if len(taps.attention) else None,
             address(self._weights),
             None if self._places is None else address(self._places),
+            config.heads,
         )
+        self._recurrent = None
+        if config.state_bytes:
+            self._recurrent = RecurrentLook(config, taps, len(batch.tokens))
+            self._recurrent.put(self.list)
 
     def inside(self) -> Inside:
         residuals = parts = None
@@ -293,4 +330,5 @@ class _Watch:
                 self._starts[:-1], self._starts[1:], self._past.tolist(), strict=True
             )
         ]
-        return Inside(residuals, attention, parts)
+        recurrent = self._recurrent.seen() if self._recurrent else []
+        return Inside(residuals, attention, parts, recurrent=recurrent)

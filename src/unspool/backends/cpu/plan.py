@@ -22,7 +22,11 @@ from unspool.backends.cpu.structures import (
     BOTH_WAYS,
     CENTRED,
     GATED,
+    KEYS_AS_VALUES,
     KINDS,
+    NORM_VALUES,
+    SIGMOID_ROUTER,
+    TILED_HEADS,
     NORMALIZE,
     PREPARE,
     QUERIES_ONLY,
@@ -44,6 +48,7 @@ class Operation:
     matrices: tuple[str, ...] = ()  # those with the same input; for experts, "name[e]"
     offset: int = 0
     width: int = 0
+    heads: int = 0  # of queries; for a norm the parts that it takes each by itself
     vector: str = ""
     second_vector: str = ""
     layer: int = 0
@@ -57,6 +62,14 @@ class Operation:
     centred: bool = False
     normalize: bool = False
     queries_only: bool = False
+    keys_as_values: bool = False
+    norm_values: bool = False
+    sigmoid_router: bool = False
+    other: str = ""  # one more buffer that is read
+    state: int = 0  # where in a text's state that of the operation begins
+    key_heads: int = 0
+    value_width: int = 0
+    tiled_heads: bool = False
     experts: int = 0
     chosen: int = 0
     scale: float = 1.0
@@ -73,7 +86,7 @@ class Operation:
         if self.prepare != "as is":
             words.append(self.prepare)
         words.append(self.source)
-        if self.kind == "place":
+        if self.kind == "place" and not self.queries_only:
             words.append(f"-> pages of layer {self.layer}")
         if self.window:
             words.append(f"(last {self.window:,}{' and next' * self.both_ways})")
@@ -117,7 +130,9 @@ class Plan:
         ops = []
         for o in self.operations:
             flags = ADD * o.add | GATED * o.gated | CENTRED * o.centred | NORMALIZE * o.normalize
-            flags |= QUERIES_ONLY * o.queries_only
+            flags |= QUERIES_ONLY * o.queries_only | KEYS_AS_VALUES * o.keys_as_values
+            flags |= NORM_VALUES * o.norm_values | SIGMOID_ROUTER * o.sigmoid_router
+            flags |= TILED_HEADS * o.tiled_heads
             ops.append(
                 Op(
                     kind=KINDS[o.kind],
@@ -126,6 +141,7 @@ class Plan:
                     target=buffers.get(o.target, -1),
                     offset=o.offset,
                     width=o.width,
+                    heads=o.heads,
                     matrix=len(matrices),
                     matrix_count=len(o.matrices) // max(1, o.experts),
                     vector=vectors.get(o.vector, -1),
@@ -138,6 +154,10 @@ class Plan:
                     flags=flags | BOTH_WAYS * o.both_ways,
                     experts=o.experts,
                     chosen=o.chosen,
+                    other=buffers.get(o.other, -1),
+                    state=o.state,
+                    key_heads=o.key_heads,
+                    value_width=o.value_width,
                     scale=o.scale,
                     cap=o.cap,
                     epsilon=o.epsilon,
@@ -167,7 +187,7 @@ def _bias_of(config: ModelConfig, matrix: str) -> str:
         has = config.out_bias
     elif ".attention." in matrix:
         has = config.qkv_bias
-    elif ".router." in matrix:
+    elif any(part in matrix for part in (".router.", "token_input", ".mixer.", ".shared")):
         has = False
     else:
         has = config.ff_bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unspool.backends.cpu.plan import Operation, Plan
+from unspool.backends.cpu.plan_recurrent import check_recurrence, recurrent
 from unspool.errors import ModelFileError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
@@ -15,9 +16,11 @@ WIDEST_HEAD = 2048
 
 def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> Plan:
     """The operations of one run, for any model that a config can describe."""
-    if config.heads // config.kv_heads > MOST_SHARING:
+    shapes = [config.shape(layer) for layer in range(config.layers)]
+    sharing = max(shape.heads // shape.kv_heads for shape in shapes)
+    if sharing > MOST_SHARING:
         raise ModelFileError(
-            f"{config.heads // config.kv_heads} heads share one key head, and the native backend "
+            f"{sharing} heads share one key head, and the native backend "
             f"takes {MOST_SHARING}; load the model with backend='torch'"
         )
     if config.head_width > WIDEST_HEAD:
@@ -25,7 +28,8 @@ def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> 
             f"a head is {config.head_width:,} wide, and the native backend takes {WIDEST_HEAD:,}; "
             "load the model with backend='torch'"
         )
-    builder = _Builder(config)
+    check_recurrence(config)
+    builder = Builder(config)
     scale = config.embedding_scale if embedding_scale is None else embedding_scale
     builder.begin(scale)
     for layer in range(config.layers):
@@ -34,23 +38,26 @@ def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> 
     return builder.plan
 
 
-class _Builder:
+class Builder:
     """Adds operations one by one; each method is a part of the model."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.plan = Plan(config)
-        self.heads = config.heads * config.head_width
         self.buffer("x", config.width)
-        self.buffer("qkv", self.heads + 2 * config.kv_width)
-        self.buffer("mixed", self.heads)
         for layer in range(config.layers):
+            shape = config.shape(layer)
+            gates = shape.out_width if config.attention_gate else 0
+            self.buffer("qkv", shape.out_width + 2 * shape.kv_width + gates)
+            self.buffer("mixed", shape.out_width)
             rotary = config.layer_rotary(layer)
             if rotary is not None and rotary not in self.plan.rotary:
                 self.plan.rotary.append(rotary)
 
     def buffer(self, name: str, width: int, rows: str = "tokens") -> str:
-        self.plan.buffers.setdefault(name, (width, rows))
+        """Room under a name, as wide as whoever needs it most."""
+        known = self.plan.buffers.get(name, (0, rows))[0]
+        self.plan.buffers[name] = (max(width, known), rows)
         return name
 
     def add(self, operation: Operation) -> None:
@@ -69,31 +76,40 @@ class _Builder:
         )
         if self.config.embedding_norm:
             self.norm("x", "x", "embed_norm", width=self.config.width)
+        if self.config.token_width:
+            self.token_inputs()
         self.snapshot(0)
 
     def layer(self, layer: int) -> None:
-        self.attention(layer)
+        attends = self.config.mixer(layer) == "attention"
+        out = self.attention(layer) if attends else recurrent(self, layer)
         if self.config.parallel:  # the feed-forward reads x before attention has added to it
             down = self.feed(layer)
-            self.attention_out(layer)
+            self.after(out, layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
         else:
-            self.attention_out(layer)
+            self.after(out, layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
             down = self.feed(layer)
         self.after(down, layer, "feed_post_norm")
+        if self.config.token_width:
+            self.token_input(layer)
+        if self.config.layer_scale:
+            vector = f"layers.{layer}.scale"
+            self.add(Operation(kind="scale", source="x", target="x", vector=vector))
         self.snapshot(2 * layer + 2)
 
-    def attention(self, layer: int) -> None:
-        config, at = self.config, f"layers.{layer}.attention"
-        parts = tuple(f"{at}.{part}.weight" for part in "qkv")
+    def attention(self, layer: int) -> Operation:
+        """Up to what the heads gather; gives the operation that adds it to x."""
+        config, at, shape = self.config, f"layers.{layer}.attention", self.config.shape(layer)
+        own = config.kv_source(layer) == layer
+        parts = ["q"] + ["k"] * own + ["v"] * (own and config.has_values(layer))
+        parts += ["gate"] * config.attention_gate  # only where layers have all the others
         norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
-        self.linear("x", "qkv", parts, norm=norm)
+        self.linear("x", "qkv", tuple(f"{at}.{part}.weight" for part in parts), norm=norm)
         if config.qk_norm == "whole":
-            for part, offset, width in (
-                ("q_norm", 0, self.heads),
-                ("k_norm", self.heads, config.kv_width),
-            ):
+            sizes = {"q_norm": (0, shape.out_width), "k_norm": (shape.out_width, shape.kv_width)}
+            for part, (offset, width) in list(sizes.items())[: 1 + own]:
                 self.norm("qkv", "qkv", f"{at}.{part}", offset=offset, width=width, centred=False)
         by_head = config.qk_norm == "head"
         rotary = config.layer_rotary(layer)
@@ -102,9 +118,15 @@ class _Builder:
                 kind="place",
                 source="qkv",
                 vector=f"{at}.q_norm.weight" if by_head else "",
-                second_vector=f"{at}.k_norm.weight" if by_head else "",
+                second_vector=f"{at}.k_norm.weight" if by_head and own else "",
                 layer=layer,
+                heads=shape.heads,
                 rotary=self.plan.rotary.index(rotary) if rotary is not None else -1,
+                queries_only=not own,
+                keys_as_values=not config.has_values(layer),
+                norm_values=config.value_norm,
+                scale=config.query_growth,
+                cap=config.query_span if config.query_growth else 0,
                 epsilon=config.norm_eps,
             )
         )
@@ -114,56 +136,76 @@ class _Builder:
                 source="qkv",
                 target="mixed",
                 layer=layer,
+                heads=shape.heads,
                 window=config.window(layer),
                 both_ways=config.sight == "whole",
                 scale=config.scale,
                 cap=config.attention_softcap,
             )
         )
-
-    def attention_out(self, layer: int) -> None:
-        out = Operation(
+        if config.attention_gate:
+            gates = Operation(
+                kind="gate", source="qkv", target="mixed", activation="sigmoid",
+                offset=shape.out_width + 2 * shape.kv_width, width=shape.out_width,
+            )  # fmt: skip
+            self.add(gates)
+        return Operation(
             kind="linear",
             source="mixed",
             target="x",
-            matrices=(f"layers.{layer}.attention.out.weight",),
-            width=self.heads,
+            matrices=(f"{at}.out.weight",),
+            width=shape.out_width,
             add=True,
         )
-        self.after(out, layer, "attention_post_norm")
 
     def feed(self, layer: int) -> Operation:
         """The first half of the feed-forward; gives the operation of the second."""
         config, at = self.config, f"layers.{layer}.feed"
+        if config.has_both(layer):
+            return self.dense_and_experts(layer)
         norm = f"layers.{layer}.feed_norm" if config.norm_before else ""
         if config.has_experts(layer):
-            return self.experts(layer, norm)
+            return self.experts(at, norm, norm)
+        return self.dense(at, layer, norm)
+
+    def dense(self, at: str, layer: int, norm: str) -> Operation:
+        config, inner = self.config, self.config.shape(layer).ff_width
         sides = ("gate", "up") if config.gated else ("up",)
-        self.buffer("hidden", config.ff_width * len(sides))
+        self.buffer("hidden", inner * len(sides))
         self.linear("x", "hidden", tuple(f"{at}.{side}.weight" for side in sides), norm=norm)
         return Operation(
             kind="linear",
             source="hidden",
             target="x",
             matrices=(f"{at}.down.weight",),
-            width=config.ff_width,
+            width=inner,
             prepare="activated",
             activation=config.activation,
             gated=config.gated,
             add=True,
         )
 
-    def experts(self, layer: int, norm: str) -> Operation:
-        config, at = self.config, f"layers.{layer}.feed"
+    def experts(
+        self, at: str, norm: str, router_norm: str, scale: float = 1.0, counts: str = ""
+    ) -> Operation:
+        """`scale` is that of the router's scores, `counts` the vector of what each expert counts
+        beside them."""
+        config = self.config
         inner, count = config.expert_width, config.experts
         self.buffer("router", count)
         self.buffer("picked", 2 * inner, "picks")
         self.buffer("answers", config.width, "picks")
-        self.linear("x", "router", (f"{at}.router.weight",), norm=norm)
+        self.linear("x", "router", (f"{at}.router.weight",), norm=router_norm)
+        if scale != 1:
+            self.add(Operation(kind="scale", source="router", target="router", scale=scale))
         self.add(
             Operation(
                 kind="route",
                 source="router",
+                vector=counts,
+                second_vector=f"{at}.selection_bias" if config.selection_bias else "",
+                sigmoid_router=config.router == "sigmoid",
+                scale=config.experts_scale,
                 experts=count,
                 chosen=config.experts_per_token,
                 normalize=config.normalize_experts,
@@ -185,19 +227,114 @@ class _Builder:
                 experts=count,
             )
         )
+        if config.shared_width:
+            self.shared(at, norm)
+            self.add(Operation(kind="combine", source="answers", target="fed", add=True))
+            return Operation(kind="scale", source="fed", target="x", add=True)
         return Operation(kind="combine", source="answers", target="x", add=True)
 
+    def shared(self, at: str, norm: str) -> None:
+        """What the feed-forward beside the experts says, behind its gate."""
+        inner = self.config.shared_width
+        self.buffer("shared", 2 * inner + 1)
+        self.buffer("fed", self.config.width)
+        sides = ("shared.gate", "shared.up", "shared_gate")
+        self.linear("x", "shared", tuple(f"{at}.{side}.weight" for side in sides), norm=norm)
+        self.add(
+            Operation(
+                kind="linear",
+                source="shared",
+                target="fed",
+                matrices=(f"{at}.shared.down.weight",),
+                width=inner,
+                prepare="activated",
+                activation=self.config.activation,
+                gated=True,
+            )
+        )
+        self.add(
+            Operation(
+                kind="gate", source="shared", target="fed", offset=2 * inner, heads=1,
+                activation="sigmoid",
+            )
+        )  # fmt: skip
+
+    def dense_and_experts(self, layer: int) -> Operation:
+        """Both read x, each through norms of its own; their sum is what is added."""
+        at, width = f"layers.{layer}.feed", self.config.width
+        self.buffer("fed", width)
+        self.buffer("out", width)
+        dense = self.dense(f"{at}.dense", layer, f"{at}.dense_norm")
+        self.add(replace(dense, target="fed", add=False))
+        self.norm("fed", "fed", f"{at}.dense_post_norm", width=width)
+        norms = (f"{at}.experts_norm", f"{at}.router_norm")
+        answers = self.experts(f"{at}.experts", *norms, width**-0.5, f"{at}.expert_scale")
+        self.add(replace(answers, target="out", add=False))
+        self.norm("out", "fed", f"{at}.experts_post_norm", width=width, add=True)
+        return Operation(kind="scale", source="fed", target="x", add=True)
+
     def after(self, operation: Operation, layer: int, post_norm: str) -> None:
-        """Add a result to x; the result is normed first, or the sum then, where the model does
-        that."""
+        """Add a result to x; the result is normed or scaled first, or the sum normed then, where
+        the model does that."""
         name, width = f"layers.{layer}.{post_norm}", self.config.width
-        if self.config.norm_after:
+        scale = self.config.residual_scale
+        if self.config.norm_after or scale != 1:
             self.add(replace(operation, target=self.buffer("out", width), add=False))
-            self.norm("out", "x", name, width=width, add=True)
+            if self.config.norm_after:
+                plain = scale == 1
+                self.norm("out", "x" if plain else "out", name, width=width, add=plain)
+            if scale != 1:
+                self.add(Operation(kind="scale", source="out", target="x", scale=scale, add=True))
             return
         self.add(operation)
         if self.config.norm_sums:
             self.norm("x", "x", name, width=width)
+
+    def token_inputs(self) -> None:
+        """What every layer is told of the token: from a table, and from the vector it begins with.
+
+        The products would be scaled by the root of the width; their norm does the same with as much
+        larger an epsilon.
+        """
+        config = self.config
+        every, width = config.layers * config.token_width, config.token_width
+        table = "token_inputs.embed.weight"
+        self.buffer("told", every)
+        self.buffer("made", every)
+        self.add(
+            Operation(kind="embed", target="told", matrices=(table,), scale=(width / 2) ** 0.5)
+        )
+        self.linear("x", "made", ("token_inputs.project.weight",))
+        self.add(
+            Operation(
+                kind="norm",
+                source="made",
+                target="made",
+                width=width,
+                heads=config.layers,
+                vector="token_inputs.norm.weight",
+                epsilon=config.norm_eps * config.width,
+            )
+        )
+        self.add(Operation(kind="scale", source="made", target="told", scale=2**-0.5, add=True))
+
+    def token_input(self, layer: int) -> None:
+        config, at = self.config, f"layers.{layer}.token_input"
+        width = config.token_width
+        self.buffer("gated", width)
+        self.buffer("out", config.width)
+        self.linear("x", "gated", (f"{at}.gate.weight",))
+        self.add(
+            Operation(
+                kind="activate",
+                source="told",
+                target="gated",
+                offset=layer * width,
+                activation=config.activation,
+            )
+        )
+        self.linear("gated", "out", (f"{at}.out.weight",))
+        self.norm("out", "x", f"{at}.norm", width=config.width, add=True)
 
     def end(self) -> None:
         config = self.config
@@ -216,6 +353,13 @@ class _Builder:
             )
         head = "embed.weight" if config.tied else "head.weight"
         self.linear(ready, "logits", (head,), norm="norm", rows="wanted")
+        if config.logit_scale != 1:
+            self.add(
+                Operation(
+                    kind="scale", source="logits", target="logits", rows="wanted",
+                    scale=config.logit_scale,
+                )
+            )  # fmt: skip
         if config.logit_softcap:
             self.add(
                 Operation(kind="softcap", target="logits", rows="wanted", cap=config.logit_softcap)

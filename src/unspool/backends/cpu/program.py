@@ -1,7 +1,7 @@
 """Small programs on the native kernels: a list of operations over buffers that the caller can read
 and write, for what is no model of its own, such as a drafting head.
 
-    program = Program(plan, matrices, vectors, heads=9, threads=4, rows=8, shared=("x", "y"))
+    program = Program(plan, matrices, vectors, threads=4, rows=8, shared=("x", "y"))
     program.buffers["x"][:count] = ...
     program.run(count)                         # operations on `wanted` rows
     program.run_tokens(batch, keys_values)     # ... on tokens, with attention over pages
@@ -22,6 +22,7 @@ from unspool.backends.cpu.structures import (
     ROWS,
     BatchStructure,
     KeyValues,
+    LayerPages,
     ModelSpec,
     Op,
     RotaryTable,
@@ -83,12 +84,10 @@ class PagedFloats:
         return len(self._memory)
 
     def structures(self) -> tuple[KeyValues, RotaryTable]:
-        heads, width = self._shape
         cosine, sine = self._angles
-        kept = KeyValues(
-            data=address(self._memory), pages=self.pages, bits=32, heads=heads, head_width=width,
-            layers=1,
-        )  # fmt: skip
+        layers = (LayerPages * 1)(LayerPages(0, *self._shape))
+        bytes = self._memory[0].nbytes if self.pages else 0
+        kept = KeyValues(address(self._memory), self.pages, bytes, layers, 32)
         return kept, RotaryTable(address(cosine), address(sine), *cosine.shape)
 
 
@@ -101,7 +100,6 @@ class Program:
         matrices: Mapping[str, Packed],
         vectors: Mapping[str, Floats],
         *,
-        heads: int,
         threads: int,
         rows: int,
         shared: Sequence[str],
@@ -126,7 +124,6 @@ class Program:
             buffer_rows=address(kinds),
             buffer_count=len(widths),
             logits_buffer=-1,
-            heads=heads,
             threads=threads,
         )
         given = [address(self.buffers[n]) if n in self.buffers else None for n in plan.buffers]

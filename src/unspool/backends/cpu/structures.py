@@ -28,11 +28,16 @@ KINDS = {
     "softcap": 9,
     "snapshot": 10,
     "activate": 11,
+    "scale": 12,
+    "gate": 13,
+    "conv": 14,
+    "delta": 15,
 }
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
 ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY, BOTH_WAYS = 1, 2, 4, 8, 16, 32  # flags
+KEYS_AS_VALUES, NORM_VALUES, SIGMOID_ROUTER, TILED_HEADS = 64, 128, 256, 512
 
 
 class Op(ctypes.Structure):
@@ -43,6 +48,7 @@ class Op(ctypes.Structure):
         ("target", _i32),
         ("offset", _i32),
         ("width", _i32),
+        ("heads", _i32),
         ("matrix", _i32),
         ("matrix_count", _i32),
         ("vector", _i32),
@@ -55,6 +61,10 @@ class Op(ctypes.Structure):
         ("flags", _i32),
         ("experts", _i32),
         ("chosen", _i32),
+        ("other", _i32),
+        ("state", _i32),
+        ("key_heads", _i32),
+        ("value_width", _i32),
         ("scale", _f32),
         ("cap", _f32),
         ("epsilon", _f32),
@@ -69,14 +79,17 @@ class RotaryTable(ctypes.Structure):
     _fields_ = (("cosine", _pointer), ("sine", _pointer), ("positions", _i64), ("pairs", _i64))
 
 
+class LayerPages(ctypes.Structure):
+    _fields_ = (("offset", _i64), ("heads", _i32), ("head_width", _i32))
+
+
 class KeyValues(ctypes.Structure):
     _fields_ = (
         ("data", _pointer),
         ("pages", _i64),
-        ("bits", _i32),
-        ("heads", _i32),
-        ("head_width", _i32),
-        ("layers", _i32),
+        ("page_bytes", _i64),
+        ("layers", ctypes.POINTER(LayerPages)),
+        ("bits", _i64),
     )
 
 
@@ -97,6 +110,12 @@ class BatchStructure(ctypes.Structure):
         ("adapters", _pointer),
         ("echo_starts", _pointer),
         ("echo_lines", _pointer),
+        ("state_data", _pointer),
+        ("state_slots", _i64),
+        ("state_floats", _i64),
+        ("states", _pointer),
+        ("capture_starts", _pointer),
+        ("capture_slots", _pointer),
     )
 
 
@@ -121,6 +140,10 @@ class TapList(ctypes.Structure):
         ("attention", _pointer),
         ("weights", _pointer),
         ("places", _pointer),
+        ("heads", _i64),
+        ("recurrent", _pointer),
+        ("recurrent_seen", _pointer),
+        ("recurrent_room", _i64),
     )
 
 
@@ -136,7 +159,6 @@ class ModelSpec(ctypes.Structure):
         ("buffer_rows", _pointer),
         ("buffer_count", _i64),
         ("logits_buffer", _i64),
-        ("heads", _i32),
         ("experts", _i32),
         ("chosen", _i32),
         ("threads", _i32),

@@ -33,6 +33,15 @@ def lacking(config: ModelConfig) -> str | None:
         "it has one more matrix before its head": config.head_transform,
         "its norms have no bias": config.norm == "layer" and not config.norm_bias,
         "its head is the table of tokens and has a bias": config.tied and config.head_bias,
+        "its layers differ in their heads": bool(config.shapes),
+        "its layers share keys and values": config.kv_shared > 0,
+        "some of its values are keys": bool(config.keys_as_values),
+        "it normalizes its values": config.value_norm,
+        "its queries grow with the position": config.query_growth != 0,
+        "it scales what its layers add": config.residual_scale != 1 or config.layer_scale,
+        "it scales its logits": config.logit_scale != 1,
+        "its layers look up the token": config.token_width > 0,
+        "it has experts beside a feed-forward": config.dense_beside_experts,
         "its windows reach ahead": config.sight == "whole" and any(config.windows),
     }
     return next((words for words, needed in needs.items() if needed), None)

@@ -45,7 +45,7 @@ class NativeHead:
 
         def program(plan: Plan, *shared: str) -> Program:
             return Program(
-                plan, matrices, files.norms, heads=config.heads, threads=model.threads, rows=ROWS,
+                plan, matrices, files.norms, threads=model.threads, rows=ROWS,
                 shared=shared,
             )  # fmt: skip
 

@@ -34,6 +34,8 @@ _PEAKS = {
     "3090": 71e12,
 }
 
+_LOOKED_UP = ("embed.weight", "position_embed.weight", "token_inputs.embed.weight")
+
 
 def compute_parameters(config: ModelConfig) -> int:
     """The numbers that a token is multiplied with: every matrix of its way, the head included.
@@ -44,16 +46,18 @@ def compute_parameters(config: ModelConfig) -> int:
     for name, shape in shapes(config).items():
         if len(shape) == 3:  # the matrices of all experts
             total += math.prod(shape[1:]) * config.experts_per_token
-        elif len(shape) == 2 and name not in ("embed.weight", "position_embed.weight"):
+        elif len(shape) == 2 and name not in _LOOKED_UP:
             total += math.prod(shape)
     return total + config.vocab_size * config.width * config.tied
 
 
 def attention_flops(config: ModelConfig, length: int, *, causal: bool = False) -> float:
     """Forward, of one token on average: what queries do with keys, and weights with values."""
-    seen = (config.window(layer) or length for layer in range(config.layers))
-    per_key = 4 * config.heads * config.head_width
-    return per_key * sum(_seen(min(span, length), length, causal) for span in seen)
+    total = 0.0
+    for layer in range(config.layers):
+        span = min(config.window(layer) or length, length)
+        total += 4 * config.shape(layer).out_width * _seen(span, length, causal)
+    return total
 
 
 def _seen(span: int, length: int, causal: bool) -> float:

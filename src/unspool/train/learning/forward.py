@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unspool.model.config import ModelConfig
-from unspool.model.transformer import Attend, Attention, Transformer
+from unspool.model.transformer import Angles, Attend, Attention, Shared, Transformer
 
 Positions = npt.NDArray[np.int64]
 # Row of the batch, head, query, key -> may this query see this key? Numbers or tensors of numbers.
@@ -60,7 +60,7 @@ class Sight:
         config, mask = attention.config, self.masks[attention.window]
         if config.attention_softcap:
             return _capped(config, query, key, value, mask)
-        grouped = config.heads != config.kv_heads
+        grouped = query.shape[1] != key.shape[1]
         if mask is ALL:
             return functional.scaled_dot_product_attention(
                 query, key, value, scale=config.scale, enable_gqa=grouped
@@ -152,7 +152,7 @@ def _capped(
     config: ModelConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Scores bent by tanh before the softmax, which no ready-made kernel does."""
-    group = config.heads // config.kv_heads
+    group = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, 1) for part in (key, value))
     scores = (query @ key.transpose(-1, -2)).float() * config.scale
     scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
@@ -183,14 +183,15 @@ def residuals(
     if positions is None:
         positions = np.arange(tokens.shape[1])
     x = model.embedded(tokens, positions)
+    told, shared = model.told(tokens, x), Shared()
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     yield x
     each = sight if isinstance(sight, Sequence) else [sight] * model.config.layers
-    for layer, angles, look in zip(
-        model.layers, angle_tables(model, positions, x), each, strict=True
+    for layer, angles, look, token in zip(
+        model.layers, angle_tables(model, positions, x), each, told, strict=True
     ):
-        x = layer(x, angles, None, look)
+        x = layer(x, angles, None, look, shared, token)
         yield x
 
 
@@ -198,10 +199,8 @@ def residuals(
 _TABLES: WeakKeyDictionary[Transformer, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def angle_tables(
-    model: Transformer, positions: Positions, x: Tensor
-) -> list[tuple[Tensor, Tensor] | None]:
-    """Cosine and sine of these positions for each layer, where `x` lies and as exact."""
+def angle_tables(model: Transformer, positions: Positions, x: Tensor) -> list[Angles | None]:
+    """How each layer turns at these positions, where `x` lies and as exact."""
     made = _TABLES.setdefault(model, {})
     key = (positions.tobytes(), x.dtype, x.device)
     if key not in made:
@@ -209,10 +208,10 @@ def angle_tables(
         if len(made) > 8:  # texts of ever other lengths
             made.clear()
         made[key] = [
-            None if pair is None else (pair[0].to(x), pair[1].to(x))
-            for pair in model.angles(positions, length)
+            None if turning is None else turning.to(x)
+            for turning in model.angles(positions, length)
         ]
-    found: list[tuple[Tensor, Tensor] | None] = made[key]
+    found: list[Angles | None] = made[key]
     return found
 
 

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
+from unspool.model.parts import activate, turn
 from unspool.model.positions import Rotary
-from unspool.model.transformer import Transformer, activate, turn
+from unspool.model.transformer import Transformer
 from unspool.train.data.batches import Batch
 from unspool.train.learning.objectives import Loss
 from unspool.train.twins.block import documents_of, kept_halves

@@ -9,7 +9,7 @@ using namespace unspool;
 
 extern "C" {
 
-int32_t unspool_version() { return 4; }
+int32_t unspool_version() { return 6; }
 
 const char* unspool_isa() { return chosen_name(); }
 
@@ -43,7 +43,7 @@ int32_t unspool_run_given(void* model, const KeyValues* kv, const RotaryTable* r
 }
 
 void unspool_copy_page(const KeyValues* kv, int64_t source, int64_t target) {
-    const int64_t bytes = 2 * kv->layers * kv->heads * kv_head_bytes(*kv);
+    const int64_t bytes = kv->page_bytes;
     std::memcpy(kv->data + target * bytes, kv->data + source * bytes, bytes);
 }
 

@@ -17,7 +17,6 @@ struct ModelSpec {
     const int32_t* buffer_rows;  // see Rows
     int64_t buffer_count;
     int64_t logits_buffer;  // this one is given with each run
-    int32_t heads;
     int32_t experts;
     int32_t chosen;  // experts of a token
     int32_t threads;

@@ -26,12 +26,16 @@ enum Kind : int32_t {
     kGather = 8,     // target = the rows whose logits are wanted
     kSoftcap = 9,    // target = cap * tanh(target / cap)
     kSnapshot = 10,  // copy the rows somebody looks at; nothing when nobody does
-    kActivate = 11,  // target = activated target
+    kActivate = 11,  // target = activated target (times a part of the source)
+    kScale = 12,     // target = scale * source (times a vector's one number), or grows by it
+    kGate = 13,      // target *= the sigmoid (or activation) of a part of the source
+    kConv = 14,      // target = each channel's sum over the last tokens, from state to state
+    kDelta = 15,     // target = what queries find in the heads' matrices, from state to state
 };
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
 enum Prepare : int32_t { kAsIs = 0, kNormed = 1, kActivated = 2 };
-enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSigmoid = 4 };
 enum Flags : int32_t {
     kAddToTarget = 1,
     kGated = 2,    // the source's rows are [gate | up]
@@ -39,6 +43,10 @@ enum Flags : int32_t {
     kNormalizeExperts = 8,
     kQueriesOnly = 16,  // kPlace: the source has no keys and values, and none are written
     kBothWays = 32,     // kAttend: the window reaches as far ahead as back
+    kKeysAsValues = 64, // kPlace: the source has no values; keys before their norm and turn are
+    kNormValues = 128,  // kPlace: values are normed, without a weight
+    kSigmoidRouter = 256,  // kRoute: weights are sigmoids of the scores, not their softmax
+    kTiledHeads = 512,     // kDelta: value head h has key head h % key_heads, not its neighbours'
 };
 
 struct Op {
@@ -48,9 +56,11 @@ struct Op {
     int32_t target;
     int32_t offset;  // kNorm: where in a row the normed part begins ...
     int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
+    int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself;
+                     // kGate: 1: the row has one gate for all; kDelta: of values
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;         // norm weight, or the table of positions; -1: none
+    int32_t vector;  // norm weight, table of positions, or what each expert counts; -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
@@ -60,8 +70,12 @@ struct Op {
     int32_t flags;
     int32_t experts;  // kRoute: how many there are
     int32_t chosen;   // kRoute: how many each token gets
-    float scale;
-    float cap;
+    int32_t other;    // kDelta: the buffer whose rows end in [b | a]
+    int32_t state;    // kConv, kDelta: where in a text's state this begins, in floats
+    int32_t key_heads;    // kDelta; `heads` are those of values, `width` is that of a key
+    int32_t value_width;  // kDelta
+    float scale;  // kPlace: by how much queries grow (see cap)
+    float cap;    // kPlace: ... with every so many positions; 0: they do not
     float epsilon;
 };
 
@@ -78,6 +92,13 @@ struct RotaryTable {
     int64_t pairs;
 };
 
+// Where the keys and values of a layer lie in each page. Layers that share them have the same.
+struct LayerPages {
+    int64_t offset;  // from the page's beginning, in bytes
+    int32_t heads;   // of keys; 0: the layer has none
+    int32_t head_width;
+};
+
 // Keys and values: [page][layer][keys, values][kv head][bytes of a page's head].
 // Keys of a page lie as [head_width][16 tokens], values as [16 tokens][head_width], where the head
 // is filled up to a multiple of 16. With 8 bits, sixteen floats follow: what each token's numbers
@@ -85,10 +106,9 @@ struct RotaryTable {
 struct KeyValues {
     uint8_t* data;
     int64_t pages;
-    int32_t bits;  // 8, 16 or 32
-    int32_t heads;
-    int32_t head_width;
-    int32_t layers;
+    int64_t page_bytes;
+    const LayerPages* layers;
+    int64_t bits;  // 8, 16 or 32
 };
 
 // What an adapter adds to one matrix: up * (down * row), its scale multiplied into `up`.
@@ -125,7 +145,16 @@ struct Batch {
     // own position: token t into echo_lines[echo_starts[t] ... echo_starts[t + 1]].
     const int64_t* echo_starts;  // [count + 1]; null: none are
     const int64_t* echo_lines;
+    // Recurrent states: `state_floats` numbers a slot. A row reads one (-1: zeros) and writes one,
+    // [rows, 2]; the state behind token t goes to capture_slots[capture_starts[t] ...] as well.
+    float* state_data;
+    int64_t state_slots;
+    int64_t state_floats;
+    const int64_t* states;
+    const int64_t* capture_starts;  // [count + 1]; null: none are kept on the way
+    const int64_t* capture_slots;
 
+    float* state(int64_t slot) const { return state_data + slot * state_floats; }
     const int64_t* pages(int64_t row) const { return table + slots[row] * table_columns; }
 };
 
@@ -137,6 +166,12 @@ struct TapList {
     const int64_t* attention;  // [count]: for each token where its weights go, or -1
     float* weights;            // a token's weights: [layers, heads, past], at attention[token]
     const int64_t* places;  // [snapshots of the plan]: where each goes, -1: nowhere; null: in order
+    int64_t heads;          // of the layer that has most
+    // Recurrent layers: [count]: where a token's numbers go, or -1; null: the model has none. Those
+    // of a layer begin at layer * recurrent_room.
+    const int64_t* recurrent;
+    float* recurrent_seen;
+    int64_t recurrent_room;
 };
 
 struct Buffer {
@@ -174,7 +209,6 @@ struct Run {
     const RotaryTable* rotary;
     const Buffer* buffers;
     KeyValues kv;
-    int32_t heads;  // of queries
     Batch batch;
     const TapList* taps;    // null: nobody looks
     const int32_t* row_of;  // [count]: the batch's row of each token
@@ -186,6 +220,23 @@ struct Run {
     int64_t partial_room;    // in floats
 };
 
+// Calls f with every slot that takes the state behind a token: those that keep it on the way, and
+// the row's own behind its last token.
+template <class F>
+inline void each_state_slot(const Batch& batch, int64_t row, int64_t token, F f) {
+    if (batch.capture_starts != nullptr)
+        for (int64_t i = batch.capture_starts[token]; i < batch.capture_starts[token + 1]; ++i)
+            f(batch.state(batch.capture_slots[i]));
+    if (token + 1 == batch.starts[row + 1]) f(batch.state(batch.states[2 * row + 1]));
+}
+
+// Where what is seen of a token in a recurrent layer goes; null: nobody looks.
+inline float* seen_of(const Run& run, const Op& op, int64_t token) {
+    if (run.taps == nullptr || run.taps->recurrent == nullptr) return nullptr;
+    const int64_t at = run.taps->recurrent[token];
+    return at < 0 ? nullptr : run.taps->recurrent_seen + at + op.layer * run.taps->recurrent_room;
+}
+
 inline int64_t rows_of(const Run& run, const Op& op) {
     if (op.rows == kWanted) return run.batch.wanted_count;
     if (op.rows == kPicks) return run.batch.count * run.picks.chosen;
@@ -193,18 +244,20 @@ inline int64_t rows_of(const Run& run, const Op& op) {
 }
 
 // A head's numbers, filled up (with zeros) to whole registers.
-inline int64_t filled_width(const KeyValues& kv) {
-    return (kv.head_width + kLanes - 1) / kLanes * static_cast<int64_t>(kLanes);
+inline int64_t filled_width(int64_t head_width) {
+    return (head_width + kLanes - 1) / kLanes * static_cast<int64_t>(kLanes);
 }
 
-inline int64_t kv_head_bytes(const KeyValues& kv) {
-    return kPage * filled_width(kv) * kv.bits / 8 + (kv.bits == 8 ? kPage * 4 : 0);
+inline int64_t kv_head_bytes(const KeyValues& kv, int64_t layer) {
+    const int64_t filled = filled_width(kv.layers[layer].head_width);
+    return kPage * filled * kv.bits / 8 + (kv.bits == 8 ? kPage * 4 : 0);
 }
 
 // The memory of one head in one page; `which` is 0 for keys and 1 for values.
 inline uint8_t* kv_page(const KeyValues& kv, int64_t layer, int which, int64_t head, int64_t page) {
-    return kv.data +
-           (((page * kv.layers + layer) * 2 + which) * kv.heads + head) * kv_head_bytes(kv);
+    const LayerPages& its = kv.layers[layer];
+    return kv.data + page * kv.page_bytes + its.offset +
+           (which * its.heads + head) * kv_head_bytes(kv, layer);
 }
 
 }  // namespace unspool

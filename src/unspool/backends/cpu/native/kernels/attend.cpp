@@ -59,7 +59,7 @@ inline float* tapped(const Tile& tile, int64_t row) {
     const int64_t at = run.taps->attention[tile.first_token + row / tile.group];
     if (at < 0) return nullptr;
     const int64_t head = tile.kv_head * tile.group + row % tile.group;
-    return run.taps->weights + at + (tile.op->layer * run.heads + head) * (tile.visible(row) + 1);
+    return run.taps->weights + at + (tile.op->layer * run.taps->heads + head) * (tile.visible(row) + 1);
 }
 
 inline void keep_scores(const Tile& tile, int64_t first, int64_t last) {
@@ -86,7 +86,7 @@ inline void scores_to_weights(const Tile& tile, int64_t row, const Gathered& who
 template <class Kind>
 inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
     const KeyValues& kv = tile.run->kv;
-    const int64_t filled = tile.filled;
+    const int64_t filled = tile.filled, bytes = kv_head_bytes(kv, tile.op->layer);
     const int64_t newest = tile.newest();
     int64_t first = segment * kSegment;
     if (tile.oldest(0) > first) first = tile.oldest(0) / kPage * kPage;
@@ -106,7 +106,7 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
         for (int p = 0; p < (whole ? kPages : 1); ++p) pages[p] = keys_at(start + p * kPage);
         const int64_t next = start + (whole ? kPages : 1) * kPage;
         for (int64_t at = next; at < last && at < next + kPages * kPage; at += kPage)
-            fetch(keys_at(at), kv);
+            fetch(keys_at(at), bytes);
         const auto score = [&](auto kind, const uint8_t* const* keys) {
             using Keys = decltype(kind);
             by_rows<Keys>(tile.rows, [&](int64_t row, auto count) {
@@ -158,7 +158,8 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
             kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage]);
         const int64_t slots = last - start < kPage ? last - start : kPage;
         if (start + kPage < last)
-            fetch(kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage + 1]), kv);
+            fetch(kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage + 1]),
+                  bytes);
         const auto gather = [&](auto kind, const uint8_t* values) {
             by_rows<decltype(kind)>(tile.rows, [&](int64_t row, auto count) {
                 constexpr int R = decltype(count)::value;
@@ -196,9 +197,9 @@ Tile open_tile(const Run& run, const Op& op, int64_t token, int64_t tokens, int6
     tile.first_token = token;
     tile.tokens = tokens;
     tile.kv_head = kv_head;
-    tile.group = run.heads / run.kv.heads;
-    tile.width = run.kv.head_width;
-    tile.filled = filled_width(run.kv);
+    tile.group = op.heads / run.kv.layers[op.layer].heads;
+    tile.width = run.kv.layers[op.layer].head_width;
+    tile.filled = filled_width(tile.width);
     tile.rows = tokens * tile.group;
     tile.first_position = run.batch.positions[token];
     tile.last = 0;
@@ -241,7 +242,8 @@ void attend_alone(const Tile& tile) {
 
 void attend(const Run& run, const Op& op, Worker& worker) {
     const Batch& batch = run.batch;
-    const int64_t group = run.heads / run.kv.heads, width = run.kv.head_width;
+    const LayerPages& its = run.kv.layers[op.layer];
+    const int64_t kv_heads = its.heads, group = op.heads / kv_heads, width = its.head_width;
     const int64_t per_tile = group >= kTileRows ? 1 : kTileRows / group;
     int64_t tiles = 0, segments = 0;
     for (int64_t row = 0; row < batch.rows; ++row) {
@@ -251,12 +253,12 @@ void attend(const Run& run, const Op& op, Worker& worker) {
     }
     // Few queries with long pasts: one task for each segment, merged afterwards.
     const bool spread = worker.count > 1 && tiles == batch.count && segments > tiles &&
-                        tiles * run.kv.heads < 4 * worker.count &&
-                        segments * run.kv.heads * group * (width + 2) <= run.partial_room;
+                        tiles * kv_heads < 4 * worker.count &&
+                        segments * kv_heads * group * (width + 2) <= run.partial_room;
     if (!spread) {
-        worker.each(0, tiles * run.kv.heads, [&](int64_t task) {
-            const int64_t kv_head = task % run.kv.heads;
-            int64_t number = task / run.kv.heads, row = 0;
+        worker.each(0, tiles * kv_heads, [&](int64_t task) {
+            const int64_t kv_head = task % kv_heads;
+            int64_t number = task / kv_heads, row = 0;
             for (;; ++row) {  // which text the tile belongs to
                 const int64_t count = batch.starts[row + 1] - batch.starts[row];
                 const int64_t its = (count + per_tile - 1) / per_tile;
@@ -271,10 +273,10 @@ void attend(const Run& run, const Op& op, Worker& worker) {
         return;
     }
     const int64_t partial = group * (width + 2);  // floats of one segment's share
-    worker.each(0, segments * run.kv.heads, [&](int64_t task) {
-        int64_t segment = task / run.kv.heads, token = 0;
+    worker.each(0, segments * kv_heads, [&](int64_t task) {
+        int64_t segment = task / kv_heads, token = 0;
         while (segment >= segments_of(batch, token)) segment -= segments_of(batch, token++);
-        const Tile tile = open_tile(run, op, token, 1, task % run.kv.heads, worker.scratch);
+        const Tile tile = open_tile(run, op, token, 1, task % kv_heads, worker.scratch);
         Gathered found[kTileRows * 4];
         if (segment < tile.oldest(0) / kSegment || segment > tile.newest() / kSegment) {
             for (int64_t row = 0; row < group; ++row)
@@ -289,15 +291,15 @@ void attend(const Run& run, const Op& op, Worker& worker) {
             for (int64_t i = 0; i < width; ++i) to[2 + i] = found[row].values[i];
         }
     });
-    worker.each(1, batch.count * run.kv.heads, [&](int64_t task) {
-        const int64_t token = task / run.kv.heads, kv_head = task % run.kv.heads;
+    worker.each(1, batch.count * kv_heads, [&](int64_t task) {
+        const int64_t token = task / kv_heads, kv_head = task % kv_heads;
         int64_t before = 0;
         for (int64_t other = 0; other < token; ++other) before += segments_of(batch, other);
         const Tile tile = open_tile(run, op, token, 1, kv_head, worker.scratch);
         for (int64_t row = 0; row < group; ++row) {
             Gathered whole{kNothing, 0.0f, tile.sums};
             for (int64_t s = 0; s < segments_of(batch, token); ++s) {
-                float* from = run.partial + ((before + s) * run.kv.heads + kv_head) * partial +
+                float* from = run.partial + ((before + s) * kv_heads + kv_head) * partial +
                               row * (width + 2);
                 merge(whole, {from[0], from[1], from + 2}, width);
             }

@@ -188,8 +188,7 @@ UNSPOOL_INLINE const uint8_t* as_floats(const uint8_t* page, int64_t count, floa
 }
 
 // Asks for a page's head before it is needed: pages lie anywhere, so no processor can guess.
-UNSPOOL_INLINE void fetch(const uint8_t* page, const KeyValues& kv) {
-    const int64_t bytes = kv_head_bytes(kv);
+UNSPOOL_INLINE void fetch(const uint8_t* page, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) prefetch(page + line);
 }
 

@@ -1,5 +1,7 @@
 // Queries and keys are normed by head where the model does that, turned by their position, and
 // keys and values written into their page.
+#include <cmath>
+
 #include "prepare.h"
 #include "table.h"
 
@@ -20,9 +22,8 @@ void turn(float* x, const float* cosine, const float* sine, int64_t pairs) {
 constexpr float kLargestHalf = 65504.0f;
 
 // One head's numbers into its page: number i of the token in `slot` goes to first + i * step.
-void write_head(const KeyValues& kv, uint8_t* page, const float* x, int64_t first, int64_t step,
-                int64_t slot) {
-    const int64_t width = kv.head_width;
+void write_head(const KeyValues& kv, int64_t width, uint8_t* page, const float* x, int64_t first,
+                int64_t step, int64_t slot) {
     if (kv.bits == 32) {
         float* to = reinterpret_cast<float*>(page);
         for (int64_t i = 0; i < width; ++i) to[first + i * step] = x[i];
@@ -48,23 +49,35 @@ void write_head(const KeyValues& kv, uint8_t* page, const float* x, int64_t firs
             for (int64_t lane = 0; lane < kLanes && i + lane < width; ++lane)
                 to[first + (i + lane) * step] = bytes[lane];
         }
-        reinterpret_cast<float*>(page + kPage * filled_width(kv))[slot] = most / 127.0f + broken;
+        reinterpret_cast<float*>(page + kPage * filled_width(width))[slot] = most / 127.0f + broken;
     }
+}
+
+// How much longer queries are at a position.
+inline float grown(const Op& op, int64_t position) {
+    if (!(op.cap > 0.0f)) return 1.0f;
+    return 1.0f + op.scale * std::log(1.0f + std::floor(static_cast<float>(position) / op.cap));
 }
 
 }  // namespace
 
 void place(const Run& run, const Op& op, Worker& worker) {
     const KeyValues& kv = run.kv;
+    const Batch& batch = run.batch;
     const Buffer& qkv = run.buffers[op.source];
-    const int64_t width = kv.head_width, group = run.heads / kv.heads;
-    each_row(worker, 0, run.batch.count * kv.heads, [&](int64_t task) {
-        const int64_t token = task / kv.heads, head = task % kv.heads;
-        const int64_t position = run.batch.positions[token];
+    const int64_t heads = kv.layers[op.layer].heads, width = kv.layers[op.layer].head_width;
+    const int64_t group = op.heads / heads;
+    each_row(worker, 0, batch.count * heads, [&](int64_t task) {
+        const int64_t token = task / heads, head = task % heads;
+        const int64_t position = batch.positions[token];
         float* query = qkv.row(token) + head * group * width;
         const bool with_keys = !(op.flags & kQueriesOnly);
-        float* key = qkv.row(token) + (run.heads + head) * width;
-        const float* value = qkv.row(token) + (run.heads + kv.heads + head) * width;
+        float* key = qkv.row(token) + (op.heads + head) * width;
+        float* value = qkv.row(token) + (op.heads + heads + head) * width;
+        if (op.flags & kKeysAsValues && with_keys)
+            for (int64_t i = 0; i < width; ++i) value[i] = key[i];
+        if (op.flags & kNormValues && with_keys)
+            norm_row(value, width, nullptr, nullptr, false, op.epsilon, value);
         if (op.vector >= 0) {
             for (int64_t i = 0; i < group; ++i)
                 norm_row(query + i * width, width, run.vectors[op.vector].data, nullptr, false,
@@ -80,13 +93,15 @@ void place(const Run& run, const Op& op, Worker& worker) {
             for (int64_t i = 0; i < group; ++i) turn(query + i * width, cosine, sine, table.pairs);
             if (with_keys) turn(key, cosine, sine, table.pairs);
         }
+        const float longer = grown(op, position);
+        if (longer != 1.0f)
+            for (int64_t i = 0; i < group * width; ++i) query[i] *= longer;
         if (!with_keys) return;
-        const Batch& batch = run.batch;
         const auto write = [&](const int64_t* pages) {
             const int64_t page = pages[position / kPage], slot = position % kPage;
-            write_head(kv, kv_page(kv, op.layer, 0, head, page), key, slot, kPage, slot);
-            write_head(kv, kv_page(kv, op.layer, 1, head, page), value, slot * filled_width(kv), 1,
-                       slot);
+            write_head(kv, width, kv_page(kv, op.layer, 0, head, page), key, slot, kPage, slot);
+            write_head(kv, width, kv_page(kv, op.layer, 1, head, page), value,
+                       slot * filled_width(width), 1, slot);
         };
         write(batch.pages(run.row_of[token]));
         if (batch.echo_starts == nullptr) return;

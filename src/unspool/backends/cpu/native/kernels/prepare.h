@@ -38,7 +38,7 @@ inline void norm_row(const float* x, int64_t width, const float* weight, const f
     for (int64_t i = 0; i < width; i += kLanes) {
         const int64_t left = width - i;
         F32x16 part = mul(sub(load_first(x + i, left, 0.0f), mean), factor);
-        part = mul(part, load_first(weight + i, left, 0.0f));
+        if (weight != nullptr) part = mul(part, load_first(weight + i, left, 0.0f));
         if (bias != nullptr) part = add(part, load_first(bias + i, left, 0.0f));
         store_first(out + i, left, part);
     }
@@ -50,6 +50,8 @@ inline F32x16 activate(int32_t kind, F32x16 x) {
             return div(x, add(set1(1.0f), exp16(sub(zero(), x))));
         case kRelu:
             return vmax(zero(), x);
+        case kSigmoid:
+            return div(set1(1.0f), add(set1(1.0f), exp16(sub(zero(), x))));
         case kGeluTanh: {
             const F32x16 cube = mul(mul(x, x), x);
             const F32x16 inner = mul(set1(0.7978845608f), fma(set1(0.044715f), cube, x));

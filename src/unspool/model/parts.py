@@ -1,0 +1,71 @@
+"""The small parts that layers are made of: norms, turns, activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unspool.model.config import ModelConfig
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm, computed in 32 bits whatever the weights are in."""
+
+    def __init__(self, config: ModelConfig, size: int, kind: str, *, eps: float = 0.0) -> None:
+        super().__init__()
+        self.eps, self.plus_one = eps or config.norm_eps, config.norm_plus_one
+        self.centred = kind == "layer"
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if self.plus_one else 1.0))
+        has_bias = self.centred and config.norm_bias
+        self.bias = nn.Parameter(torch.zeros(size)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        if self.centred:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        weight = self.weight.float()
+        wide = wide * (1 + weight if self.plus_one else weight)
+        if self.bias is not None:
+            wide = wide + self.bias.float()
+        return wide.to(x.dtype)
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """Normalized without a weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate pairs of numbers (one of each half) by their angle; what is left over passes."""
+    width = cosine.shape[-1] * 2
+    first, second = x[..., : width // 2], x[..., width // 2 : width]
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+
+
+def activate(kind: str, x: Tensor) -> Tensor:
+    if kind == "silu":
+        return functional.silu(x)
+    if kind == "relu":
+        return functional.relu(x)
+    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def norm_or_not(config: ModelConfig, wanted: bool) -> nn.Module:
+    return Norm(config, config.width, config.norm) if wanted else nn.Identity()
+
+
+class HeadTransform(nn.Module):
+    """One more matrix between the layers and the last norm, as BERT has it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.norm = norm_or_not(config, config.norm_before)
+        self.dense = nn.Linear(config.width, config.width, bias=config.head_transform_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return activate(self.activation, self.dense(self.norm(x)))
