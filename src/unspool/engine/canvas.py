@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from unspool.backends.step import Logits
+from unspool.engine.branch import Branch
 from unspool.engine.canvas_pass import Pass
 from unspool.engine.engine import Engine
 from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
-from unspool.engine.tree import Branch
 from unspool.errors import ContextError, SettingsError, UnspoolError
 
 Result = TypeVar("Result")

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from unspool.engine.branch import Branch
 from unspool.engine.request import DraftTree
 from unspool.engine.scheduler import Task
-from unspool.engine.tree import Branch, Tree
+from unspool.engine.tree import Tree
 from unspool.sampling import SamplingSettings
 from unspool.sampling.picker import Ints, history_range
 
@@ -181,7 +182,9 @@ def add_side_rows(guesses: Guesses, text: Text, tree: Tree, most: int, *, echoes
         assert run.parent is not None
         if run.parent.row is None:
             continue
-        twin = tree.twin(branch, [*known, *run.before(), *run.tokens]) if most else None
+        guessed_tokens = [*run.before(), *run.tokens]
+        guessed = len(guessed_tokens)
+        twin = tree.twin(branch, [*known, *guessed_tokens], guessed) if most else None
         if twin is None:
             return
         row = run.row = SideRow(text, run, twin)
