@@ -52,32 +52,49 @@ void make_gates(const Run& run, const Op& op, float* beta, float* decay) {
     }
 }
 
+// A row of S in 32 columns.
+struct Row {
+    F32x16 a, b;
+};
+UNSPOOL_INLINE Row load_row(const float* at) { return {load(at), load(at + kLanes)}; }
+UNSPOOL_INLINE Row add_row(const Row& x, const Row& y) { return {add(x.a, y.a), add(x.b, y.b)}; }
+// x * by + to
+UNSPOOL_INLINE Row fma_row(const Row& x, const F32x16& by, const Row& to) {
+    return {fma(x.a, by, to.a), fma(x.b, by, to.b)};
+}
+UNSPOOL_INLINE Row mul_row(const Row& x, const F32x16& by) { return {mul(x.a, by), mul(x.b, by)}; }
+
+// The second half of a token in one row of S: it fades, is corrected and read.
+UNSPOOL_INLINE Row correct(float* at, const Row& wrong, F32x16 stays, float key, float query,
+                           const Row& read) {
+    const Row now = fma_row(wrong, set1(key), mul_row(load_row(at), stays));
+    store(at, now.a);
+    store(at + kLanes, now.b);
+    return fma_row(now, set1(query), read);
+}
+
 // One token: found = k S, S = decay S + k (beta (v - decay found)), o = q S, in 32 columns of S.
 // Even and odd rows are summed each by themselves, so that no sum waits for the one before it.
-UNSPOOL_INLINE void step(float* columns, int64_t rows, const float* key, const float* query,
-                         float decay, float beta, const F32x16* value, F32x16* out) {
-    F32x16 found[2][2] = {{zero(), zero()}, {zero(), zero()}};
-    for (int64_t i = 0; i < rows; ++i) {
-        const F32x16 k = set1(key[i]);
-        for (int part = 0; part < 2; ++part)
-            found[i & 1][part] =
-                fma(load(columns + i * kColumns + part * kLanes), k, found[i & 1][part]);
+UNSPOOL_INLINE Row step(float* columns, int64_t rows, const float* key, const float* query,
+                        float decay, float beta, const Row& value) {
+    const Row nothing = {zero(), zero()};
+    Row even = nothing, odd = nothing;
+    int64_t i = 0;
+    for (; i + 1 < rows; i += 2) {
+        even = fma_row(load_row(columns + i * kColumns), set1(key[i]), even);
+        odd = fma_row(load_row(columns + (i + 1) * kColumns), set1(key[i + 1]), odd);
     }
-    F32x16 wrong[2], read[2][2] = {{zero(), zero()}, {zero(), zero()}};
-    const F32x16 stays = set1(decay), strength = set1(beta);
-    for (int part = 0; part < 2; ++part)
-        wrong[part] = mul(sub(value[part], mul(stays, add(found[0][part], found[1][part]))),
-                          strength);
-    for (int64_t i = 0; i < rows; ++i) {
-        const F32x16 k = set1(key[i]), q = set1(query[i]);
-        for (int part = 0; part < 2; ++part) {
-            float* at = columns + i * kColumns + part * kLanes;
-            const F32x16 now = fma(k, wrong[part], mul(load(at), stays));
-            store(at, now);
-            read[i & 1][part] = fma(now, q, read[i & 1][part]);
-        }
+    if (i < rows) even = fma_row(load_row(columns + i * kColumns), set1(key[i]), even);
+    const F32x16 stays = set1(decay);
+    const Row found = mul_row(add_row(even, odd), stays);
+    const Row wrong = mul_row({sub(value.a, found.a), sub(value.b, found.b)}, set1(beta));
+    even = odd = nothing;
+    for (i = 0; i + 1 < rows; i += 2) {
+        even = correct(columns + i * kColumns, wrong, stays, key[i], query[i], even);
+        odd = correct(columns + (i + 1) * kColumns, wrong, stays, key[i + 1], query[i + 1], odd);
     }
-    for (int part = 0; part < 2; ++part) out[part] = add(read[0][part], read[1][part]);
+    if (i < rows) even = correct(columns + i * kColumns, wrong, stays, key[i], query[i], even);
+    return add_row(even, odd);
 }
 
 float squares_of(const float* columns, int64_t rows) {
@@ -112,12 +129,12 @@ void delta_block(const Run& run, const Op& op, int64_t row, int64_t head, int64_
         const float* decay = beta + shape.heads;
         const float* value = from + 2 * shape.keys + head * shape.value + first;
         float* to = run.buffers[op.target].row(token) + head * shape.value + first;
-        F32x16 values[2] = {load_first(value, left[0], 0.0f), zero()}, out[2];
-        if (left[1] > 0) values[1] = load_first(value + kLanes, left[1], 0.0f);
-        step(columns, shape.key, from + shape.keys + key_head * shape.key,
-             from + key_head * shape.key, decay[head], beta[head], values, out);
-        store_first(to, left[0], out[0]);
-        if (left[1] > 0) store_first(to + kLanes, left[1], out[1]);
+        Row values = {load_first(value, left[0], 0.0f), zero()};
+        if (left[1] > 0) values.b = load_first(value + kLanes, left[1], 0.0f);
+        const Row out = step(columns, shape.key, from + shape.keys + key_head * shape.key,
+                             from + key_head * shape.key, decay[head], beta[head], values);
+        store_first(to, left[0], out.a);
+        if (left[1] > 0) store_first(to + kLanes, left[1], out.b);
         each_state_slot(batch, row, token, [&](float* state) {
             for (int64_t i = 0; i < shape.key; ++i)
                 for (int part = 0; part < 2; ++part)
