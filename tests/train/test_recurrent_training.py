@@ -3,12 +3,14 @@ knows of another, and what is learned is learned through the state."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from recurrent_texts import SHAPES
 from paged_texts import config
 
+from recurrent_texts import SHAPES
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.train.data.batches import Batch
 from unspool.train.learning.forward import Sight, hidden, inside
@@ -50,7 +52,7 @@ def test_no_document_knows_of_another(name: str):
     with torch.no_grad():
         together = hidden(model, tokens, sight)
         changed = tokens.clone()
-        for first, end in zip(starts[:-1], starts[1:], strict=True):
+        for first, end in pairwise(starts.tolist()):
             changed[0, :first] = (tokens[0, :first] + 1) % 67
             alone = hidden(model, changed, sight)
             assert (alone[0, first:end] - together[0, first:end]).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""Feed-forwards: what a layer makes of each position by itself, and experts of which a few do it."""
+"""Feed-forwards: what a layer makes of each position by itself; experts, of which a few do it."""
 
 from __future__ import annotations
 

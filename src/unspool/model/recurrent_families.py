@@ -152,11 +152,7 @@ RECURRENT = (
         rules=rules(
             _CONV_RULES,
             experts("feed_forward", "w1", "w3", "w2"),
-            (
-                Rule(
-                    IN_LAYER + "feed_forward.expert_bias", ("layers.{i}.feed.selection_bias",)
-                ),
-            ),
+            (Rule(IN_LAYER + "feed_forward.expert_bias", ("layers.{i}.feed.selection_bias",)),),
         ),
     ),
     like_llama(

@@ -254,10 +254,8 @@ def attention_weights(
     return scores.masked_fill(hidden, -math.inf).softmax(-1)
 
 
-
-
 class Layer(nn.Module):
-    """Attention (or a recurrence), then feed-forward, each adding to the vector that passes through."""
+    """Attention or a recurrence, then feed-forward, each adding to the vector that passes."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

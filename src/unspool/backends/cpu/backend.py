@@ -180,8 +180,7 @@ class CpuBackend:
             lines = contiguous(batch.echoes[:, 1])
             starts = contiguous(np.searchsorted(batch.echoes[:, 0], np.arange(count + 1)))
             structure.echo_starts, structure.echo_lines = address(starts), address(lines)
-        if self.state_bytes:
-            states = self._put_states(structure, batch)
+        kept = self._put_states(structure, batch) if self.state_bytes else ()
         logits = self._room_for(picked, asked)
         watch = _Watch(self.model, batch, batch.look) if batch.look else None
         status = functions().unspool_run(
@@ -192,6 +191,7 @@ class CpuBackend:
             ctypes.addressof(watch.list) if watch else None,
             address(logits),
         )
+        del kept
         if status:
             raise UnspoolError(_FAULTS[status].format(count=count))
         inside = watch.inside() if watch else None
@@ -204,7 +204,7 @@ class CpuBackend:
         """The slots of recurrent states into what the library gets; the arrays must outlive it."""
         rows, count = len(batch.starts) - 1, len(batch.tokens)
         tokens = batch.captures[:, 0]
-        ordered = len(tokens) == 0 or (0 <= tokens[0] and tokens[-1] < count)
+        ordered = len(tokens) == 0 or (tokens[0] >= 0 and tokens[-1] < count)
         if batch.states.shape != (rows, 2) or not ordered or (np.diff(tokens) < 0).any():
             raise UnspoolError(_FAULTS[3])
         states = contiguous(batch.states)

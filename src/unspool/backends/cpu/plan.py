@@ -25,12 +25,12 @@ from unspool.backends.cpu.structures import (
     KEYS_AS_VALUES,
     KINDS,
     NORM_VALUES,
-    SIGMOID_ROUTER,
-    TILED_HEADS,
     NORMALIZE,
     PREPARE,
     QUERIES_ONLY,
     ROWS,
+    SIGMOID_ROUTER,
+    TILED_HEADS,
     Op,
 )
 from unspool.model.config import ModelConfig

@@ -36,9 +36,7 @@ class TorchModel:
 
     def backend(self, *, memory: int | None, context: int) -> TorchBackend:
         pages, states = room_for(self.transformer, memory)
-        return TorchBackend(
-            self.transformer, page_count=pages, state_count=states, context=context
-        )
+        return TorchBackend(self.transformer, page_count=pages, state_count=states, context=context)
 
     def logits(self, vectors: Floats) -> Floats:
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Recurrent states in slots: what rows read before their first token and write behind their last."""
+"""Recurrent states in slots: a row reads one before its first token, writes one behind its last."""
 
 from __future__ import annotations
 

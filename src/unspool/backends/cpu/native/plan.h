@@ -41,10 +41,10 @@ enum Flags : int32_t {
     kGated = 2,    // the source's rows are [gate | up]
     kCentred = 4,  // the norm takes the mean away first (LayerNorm)
     kNormalizeExperts = 8,
-    kQueriesOnly = 16,  // kPlace: the source has no keys and values, and none are written
-    kBothWays = 32,     // kAttend: the window reaches as far ahead as back
-    kKeysAsValues = 64, // kPlace: the source has no values; keys before their norm and turn are
-    kNormValues = 128,  // kPlace: values are normed, without a weight
+    kQueriesOnly = 16,     // kPlace: the source has no keys and values, and none are written
+    kBothWays = 32,        // kAttend: the window reaches as far ahead as back
+    kKeysAsValues = 64,    // kPlace: the source has no values; keys before their norm and turn are
+    kNormValues = 128,     // kPlace: values are normed, without a weight
     kSigmoidRouter = 256,  // kRoute: weights are sigmoids of the scores, not their softmax
     kTiledHeads = 512,     // kDelta: value head h has key head h % key_heads, not its neighbours'
 };
@@ -60,7 +60,7 @@ struct Op {
                      // kGate: 1: the row has one gate for all; kDelta: of values
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;  // norm weight, table of positions, or what each expert counts; -1: none
+    int32_t vector;         // norm weight, table of positions, or what each expert counts; -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
@@ -68,14 +68,14 @@ struct Op {
     int32_t prepare;
     int32_t activation;
     int32_t flags;
-    int32_t experts;  // kRoute: how many there are
-    int32_t chosen;   // kRoute: how many each token gets
-    int32_t other;    // kDelta: the buffer whose rows end in [b | a]
-    int32_t state;    // kConv, kDelta: where in a text's state this begins, in floats
+    int32_t experts;      // kRoute: how many there are
+    int32_t chosen;       // kRoute: how many each token gets
+    int32_t other;        // kDelta: the buffer whose rows end in [b | a]
+    int32_t state;        // kConv, kDelta: where in a text's state this begins, in floats
     int32_t key_heads;    // kDelta; `heads` are those of values, `width` is that of a key
     int32_t value_width;  // kDelta
-    float scale;  // kPlace: by how much queries grow (see cap)
-    float cap;    // kPlace: ... with every so many positions; 0: they do not
+    float scale;          // kPlace: by how much queries grow (see cap)
+    float cap;            // kPlace: ... with every so many positions; 0: they do not
     float epsilon;
 };
 

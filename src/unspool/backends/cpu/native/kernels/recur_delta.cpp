@@ -24,7 +24,10 @@ struct Shape {
     int64_t key, value, keys, heads, blocks;
 
     explicit Shape(const Op& op)
-        : key(op.width), value(op.value_width), keys(op.key_heads * key), heads(op.heads),
+        : key(op.width),
+          value(op.value_width),
+          keys(op.key_heads * key),
+          heads(op.heads),
           blocks((value + kColumns - 1) / kColumns) {}
 };
 

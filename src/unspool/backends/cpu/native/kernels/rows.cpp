@@ -69,7 +69,8 @@ void gate(const Run& run, const Op& op, Worker& worker) {
         for (int64_t i = 0; i < width; i += kLanes) {
             const int64_t left = width - i;
             const F32x16 gate = op.heads == 1 ? set1(by[0]) : load_first(by + i, left, 0.0f);
-            store_first(x + i, left, mul(load_first(x + i, left, 0.0f), activate(op.activation, gate)));
+            store_first(x + i, left,
+                        mul(load_first(x + i, left, 0.0f), activate(op.activation, gate)));
         }
     });
 }
