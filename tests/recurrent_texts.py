@@ -99,7 +99,9 @@ class Shelf:
             text.slot if in_place and text.slot >= 0 else self.slots.pop() for text, _ in parts
         ]
         batch = batch_of(parts, look)
-        batch.states = np.array([(text.slot, to) for (text, _), to in zip(parts, writes, strict=True)])
+        batch.states = np.array(
+            [(text.slot, to) for (text, _), to in zip(parts, writes, strict=True)]
+        )
         batch.captures = np.array(captures, np.int64).reshape(-1, 2)
         ran = self.backend.launch(batch).result()
         for (text, count), slot in zip(parts, writes, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
 
+from recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
 from unspool import native as library
 from unspool.backends.cpu.loaded import CpuModel
 from unspool.backends.step import Floats, Look

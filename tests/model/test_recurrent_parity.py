@@ -9,10 +9,10 @@ from pathlib import Path
 import assets
 import pytest
 import tiny
-import tiny_recurrent
 import torch
 import transformers
 
+import tiny_recurrent
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.weights import parameter_count, shapes
 
