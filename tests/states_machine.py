@@ -212,8 +212,16 @@ class StatesMachine(RuleBasedStateMachine):
         drafter = Guesses(self.next_token, True, 2) if drafts else None
         stream = self.engine.submit(request(prompt, 40, drafter))
         seen = [step.token for step, _ in zip(stream, range(taken), strict=False)]
-        self.check_written(prompt, seen)
         stream.close()
+        self.check_written(prompt, seen)
+        text = list(prompt)
+        for _ in range(taken + 1):  # about as far as it was computed
+            text.append(self.next_token(text))
+        other = self.engine.open([*text, 2, 2])
+        self.texts[other] = [*text, 2, 2]
+        self.check(other, self.engine.extend(other))
+        del self.texts[other]
+        other.release()
         self.longest = max(self.longest, len(prompt) + 44)
 
     @rule(branch=consumes(branches))
