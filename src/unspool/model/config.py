@@ -154,6 +154,8 @@ class ModelConfig:
         self._check_shapes()
         self._check_sight()
         check_mixers(self.mixers, self.recurrence, self.layers)
+        forward = self.sight == "causal" or not self.state_bytes
+        self._need(forward, "sight", "causal for a model with recurrent layers")
         if self.positions == "rotary":
             self._need(self.rotary is not None, "rotary", "given for rotary positions")
         for rotary in (self.rotary, self.local_rotary):
