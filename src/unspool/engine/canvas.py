@@ -58,6 +58,11 @@ class Snapshot:
 def open_canvas(engine: Engine, text: Sequence[int], length: int, kind: CanvasKind) -> Canvas:
     """So many masked places behind a text."""
     _check_room(engine, len(text), length)
+    if engine.tree.states is not None and kind.sight != "causal":
+        raise SettingsError(
+            "a model with recurrent layers reads from left to right; what it fills in any order it "
+            "can only see with causal sight"
+        )
     held = 0 if kind.sight == "whole" else len(text)
     if kind.sight == "block":
         if kind.block < 1:

@@ -178,6 +178,8 @@ def add_side_rows(guesses: Guesses, text: Text, tree: Tree, most: int, *, echoes
     branch = text.row.branch
     known = text.history[branch.computed + text.forgotten :].tolist()
     guesses.runs[0].row = text.row
+    if tree.states is not None:  # nor a state that another text may need
+        most = min(most, tree.states.spare)
     for run in guesses.runs[1:]:
         assert run.parent is not None
         if run.parent.row is None:

@@ -91,7 +91,7 @@ class PrefixIndex:
             if child is None and block and self._size % block:
                 break  # a part of such a page may depend on what lies behind it
             if child is None or len(page) < self._size:
-                best = max(siblings.values(), key=lambda other: _common(other.tokens, page))
+                best = max(siblings.values(), key=lambda other: _fit(other, page, at))
                 return node, best, at + _common(best.tokens, page)
             node, at = child, at + self._size
         return node, None, at
@@ -204,6 +204,13 @@ class PrefixIndex:
             }
             self._candidates = list(fresh.values())
             heapq.heapify(self._candidates)
+
+
+def _fit(node: Node, tokens: tuple[int, ...], at: int) -> tuple[int, int]:
+    """How well a page at this position fits that does not fit as a whole: up to which state, and
+    how many tokens."""
+    shared = _common(node.tokens, tokens)
+    return max((place for place in node.states if place <= at + shared), default=0), shared
 
 
 def _common(stored: tuple[int, ...], tokens: tuple[int, ...]) -> int:

@@ -143,9 +143,8 @@ class Sequence(Task):
             return first
 
     def find_landmarks(self, page_size: int) -> Collection[int]:
-        ends = self.request.limits.end_ids
-        borders = [] if self.forgotten else message_ends(self.request.prompt, ends)
-        return {self.branch.length - 1, *borders}
+        prompt = () if self.forgotten else self.request.prompt
+        return {self.branch.length - 1, *message_ends(prompt, self.request.limits.end_ids)}
 
     def complete(self) -> None:
         """The text is computed to its end: take what the backend picked."""

@@ -4,7 +4,7 @@ A text can only be taken back to where a state of it is kept; what lies between 
 one that is wanted is computed again. States are large, so they are kept densely where texts are
 mostly taken back to, near their end, and the further apart the further away: of the last pages one
 each, then at every second page border, every fourth, and so on. So taking back n tokens costs at
-most about a quarter of n, and a text of n tokens needs about 4 log2(n) states.
+most about a third of n, and on average a tenth; of n pages about 4 log2(n) states are kept.
 
 Besides these, states are marked where texts are known to part: at the end of a prompt, between the
 messages of a chat, at forks, and where a text was taken back to or left another one before.

@@ -77,6 +77,11 @@ class StatePool:
     def used(self) -> int:
         return self.count - len(self._free)
 
+    @property
+    def spare(self) -> int:
+        """Slots that running texts do not need, even if each writes another than it reads."""
+        return max(0, self.count - 2 * self.texts)
+
     # -- the next step ---------------------------------------------------------------------------
 
     def plan(

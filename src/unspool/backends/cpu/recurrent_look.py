@@ -33,6 +33,8 @@ class RecurrentLook:
     def seen(self) -> list[Floats]:
         """Of each token [layers, 3, heads]; not a number where a layer has none."""
         count, config = len(self._sums), self._config
+        if not count:
+            return []
         found = np.full((count, config.layers, RECURRENT_LOOK, self._heads), np.nan, np.float32)
         for layer in range(config.layers):
             sums = self._sums[:, layer]
