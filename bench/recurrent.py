@@ -7,8 +7,8 @@ llama.cpp is the one in xllamacpp (`pip install xllamacpp`).
 decode   a prompt of 32 tokens, 64 greedy tokens; tokens a second after the first
 prompt   a prompt of 512 tokens; its tokens a second up to the first one written
 batch    16 texts at once, prompts of 32, 32 new tokens each; new tokens a second of all together
-rewind   ours only: by 1, 100 and 1,000 tokens of a text of 1,600, then a token: seconds, and how
-         many tokens were computed again (--rewinds: others, such as 1,100,10000)
+
+What a rewind costs is measured by `bench/engine.py states`.
 """
 
 from __future__ import annotations
@@ -169,28 +169,6 @@ def measured(write: Write, rng: np.random.Generator) -> dict[str, float]:
     }
 
 
-def rewinds(model: Path, threads: int, lengths: list[int]) -> list[dict[str, float]]:
-    """How long the next token takes after a rewind, and how many tokens are computed for it."""
-    import unspool
-
-    lm = unspool.load(model, device="cpu", threads=threads, progress=False)
-    whole = max(lengths) + 600
-    tokens = np.random.default_rng(1).integers(0, 200_000, whole).tolist()
-    found = []
-    for back in lengths:
-        with lm.opened(tokens) as branch:
-            lm.engine.extend(branch)
-            computed = lm.engine.stats().computed
-            begun = time.perf_counter()
-            lm.engine.rewind(branch, whole - back)
-            branch.append([7])
-            lm.engine.extend(branch)
-            taken = time.perf_counter() - begun
-            again = lm.engine.stats().computed - computed
-        found.append({"back": back, "seconds": taken, "tokens": again})
-    return found
-
-
 def child(engine: str, model: Path, threads: int, seed: int) -> dict[str, float]:
     command = [sys.executable, __file__, "--engine", engine, "--model", str(model)]
     done = subprocess.run(
@@ -209,7 +187,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--model", type=Path, default=Path("/tmp/qwen35-0.8b-random.gguf"))
-    parser.add_argument("--rewinds", default="1,100,1000")
     parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -229,11 +206,6 @@ def main() -> None:
             statistics.median(round[work] for round in speeds[engine]) for engine in ENGINES
         )
         print(f"{work:<8} {ours:8.1f} tokens/s  llama.cpp {theirs:8.1f}  ratio {ours / theirs:.2f}")
-    for found in rewinds(given.model, given.threads, [int(n) for n in given.rewinds.split(",")]):
-        print(
-            f"rewind {found['back']:>7,.0f}: {found['seconds'] * 1000:8.1f} ms, "
-            f"{found['tokens']:,.0f} tokens computed"
-        )
 
 
 if __name__ == "__main__":
