@@ -5,6 +5,7 @@ ahead     the same one step ahead of a device, as on a GPU, at 256 texts of 128 
 host      the same with the GPU's backend, whose kernels are left out (no GPU needed)
 batch     tokens a second at 1, 4 and 16 texts at once, beside transformers (same weights, fp32)
 tree      what a fork and a rewind cost, against the length of the text (should be flat)
+states    recurrent models: what a rewind computes again, and what the states of a text take
 reuse     time to the first token of the second turn of a chat, against the first
 guard     how often the default model loops under greedy decoding, and how often it is repaired
 
@@ -56,7 +57,7 @@ class Nothing:
     """
 
     page_size, page_bytes, overlaps, echoes = 16, 1, False, False
-    limits = StepLimits()
+    limits, state_bytes, state_count = StepLimits(), 0, 0
 
     def __init__(
         self, rows: int, picks: bool = True, pages: int = 20_000, context: int = 120_000
@@ -283,6 +284,69 @@ def tree() -> None:
         engine.close()
 
 
+def states() -> None:
+    """Random models of the kinds of LFM2 and Qwen3.5, smaller than these."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from paged_texts import RandomCheckpoint, config
+
+    from unspool.backends.cpu.loaded import CpuModel
+    from unspool.model.recurrence import Recurrence
+
+    delta = Recurrence(conv_kernel=4, key_heads=8, value_heads=8, key_width=128, value_width=128)
+    kinds: dict[str, dict[str, Any]] = {
+        "convolutions (LFM2)": {
+            "mixers": ("conv", "conv", "attention", "conv") * 2,
+            "recurrence": Recurrence(conv_kernel=3),
+        },
+        "gated DeltaNet (Qwen3.5)": {
+            "mixers": ("delta", "delta", "delta", "attention") * 2,
+            "recurrence": delta,
+        },
+    }
+    length, chance = 12_000, np.random.default_rng(0)
+    for name, layers in kinds.items():
+        shape = config(
+            layers=8, width=512, ff_width=1536, heads=8, kv_heads=2, head_width=64,
+            vocab_size=4096, context=16_384, **layers,
+        )  # fmt: skip
+        model = CpuModel(RandomCheckpoint(shape, "Q8_0"), store=None, threads=2, kv_bits=16)
+        backend: Any = model.backend(memory=1 << 30, context=16_384)
+        read, launch = 0, backend.launch
+
+        def counted(batch: StepBatch, launch: Any = launch) -> Any:
+            nonlocal read
+            read += len(batch.tokens)
+            return launch(batch)
+
+        backend.launch = counted
+        engine = Engine(backend)
+        pool = engine.tree.states
+        assert pool is not None
+        branch = engine.open(chance.integers(0, 4096, length).tolist())
+        whole = seconds(partial(engine.extend, branch))
+        state, page = backend.state_bytes / 2**20, backend.page_bytes / 2**20
+        print(
+            f"{name}: a state {state:.2f} MiB, a page of 16 tokens {page:.3f}, {pool.count} slots; "
+            f"{length:,} tokens read in {whole:.1f} s, {pool.used} states kept "
+            f"({pool.used * state:.1f} MiB, beside {engine.tree.pool.used * page:.1f} of pages)"
+        )
+        for back in (1, 100, 10_000):
+            took, again = list[float](), list[int]()
+            for _ in range(5):
+                fork = branch.fork()
+                place = length - back - int(chance.integers(0, 1 + back // 10))
+                fork.rewind(place)
+                read = 0
+                took.append(seconds(partial(engine.extend, fork, [7])))
+                again.append(read - 1)
+                fork.release()
+            print(
+                f"  taken back {back:>6,} tokens: {statistics.median(again):6,.0f} computed again "
+                f"({min(again):,} to {max(again):,}), {statistics.median(took) * 1e3:8.1f} ms"
+            )
+        engine.close()
+
+
 def reuse() -> None:
     from unspool.conversation import Conversation
 
@@ -331,6 +395,7 @@ PARTS = {
     "ahead": ahead,
     "host": host,
     "tree": tree,
+    "states": states,
     "batch": batch,
     "reuse": reuse,
     "guard": guard,

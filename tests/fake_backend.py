@@ -23,6 +23,7 @@ class FakeBackend:
     limits = StepLimits()
     overlaps = False
     echoes = True
+    state_bytes = state_count = 0
 
     def __init__(self, probabilities: Any, *, page_count: int = 512, context: int = 64) -> None:
         with np.errstate(divide="ignore"):

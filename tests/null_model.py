@@ -43,7 +43,7 @@ class NullModel:
         self.limits = limits
         self.page_size, self.page_count, self.page_bytes = page_size, pages, 1
         self.vocab_size, self.context, self.overlaps = vocab_size, context, overlaps
-        self.echoes = echoes
+        self.echoes, self.state_bytes, self.state_count = echoes, 0, 0
         self.slots = np.full((pages, page_size), -1, np.int64)
         self.table = BlockTable()
         self.runs: list[list[int]] = []  # how many tokens each row of each step brought

@@ -23,11 +23,12 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _named(name: str, **changes: Any) -> Callable[[], Any]:
+def named(name: str, **changes: Any) -> Callable[[], Any]:
     def build() -> Any:
         import transformers
 
-        config_name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(name, name)
+        texts = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
+        config_name = f"{name}Text" if name in texts else name
         config = getattr(transformers, f"{config_name}Config")(**{**_SHAPE, **changes})
         config._attn_implementation = "eager"  # the one implementation that knows soft-capping
         model_name = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
@@ -41,15 +42,15 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "gpt2": _named("GPT2", n_embd=48, n_layer=4, n_head=6, n_positions=128),
-    "llama": _named("Llama"),
-    "llama-tied-bias": _named(
+    "gpt2": named("GPT2", n_embd=48, n_layer=4, n_head=6, n_positions=128),
+    "llama": named("Llama"),
+    "llama-tied-bias": named(
         "Llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=12
     ),
-    "llama-linear": _named("Llama", **_rope("linear", factor=4.0)),
-    "llama-dynamic": _named("Llama", **_rope("dynamic", factor=4.0)),
-    "llama-yarn": _named("Llama", **_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
-    "llama-llama3": _named(
+    "llama-linear": named("Llama", **_rope("linear", factor=4.0)),
+    "llama-dynamic": named("Llama", **_rope("dynamic", factor=4.0)),
+    "llama-yarn": named("Llama", **_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "llama-llama3": named(
         "Llama",
         **_rope(
             "llama3",
@@ -59,13 +60,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             original_max_position_embeddings=32,
         ),
     ),
-    "mistral": _named("Mistral", sliding_window=7),
-    "qwen2": _named("Qwen2"),
-    "qwen2-window": _named("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=2),
-    "qwen3": _named("Qwen3", head_dim=16, tie_word_embeddings=True),
-    "gemma2": _named("Gemma2", head_dim=16, sliding_window=7, query_pre_attn_scalar=20),
-    "gemma2-file": _named("Gemma2", head_dim=16, sliding_window=7, query_pre_attn_scalar=16),
-    "gemma3": _named(
+    "mistral": named("Mistral", sliding_window=7),
+    "qwen2": named("Qwen2"),
+    "qwen2-window": named("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=2),
+    "qwen3": named("Qwen3", head_dim=16, tie_word_embeddings=True),
+    "gemma2": named("Gemma2", head_dim=16, sliding_window=7, query_pre_attn_scalar=20),
+    "gemma2-file": named("Gemma2", head_dim=16, sliding_window=7, query_pre_attn_scalar=16),
+    "gemma3": named(
         "Gemma3",
         tie_word_embeddings=True,
         num_hidden_layers=7,
@@ -77,8 +78,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
-    "phi3": _named("Phi3", sliding_window=9),
-    "phi3-longrope": _named(
+    "phi3": named("Phi3", sliding_window=9),
+    "phi3-longrope": named(
         "Phi3",
         original_max_position_embeddings=32,
         rope_parameters={
@@ -90,12 +91,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             "original_max_position_embeddings": 32,
         },
     ),
-    "gpt-neox": _named("GPTNeoX", rotary_pct=0.5),
-    "gpt-neox-sequential": _named("GPTNeoX", use_parallel_residual=False),
-    "olmo2": _named("Olmo2"),
-    "smollm3": _named("SmolLM3"),
-    "mixtral": _named("Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": _named(
+    "gpt-neox": named("GPTNeoX", rotary_pct=0.5),
+    "gpt-neox-sequential": named("GPTNeoX", use_parallel_residual=False),
+    "olmo2": named("Olmo2"),
+    "smollm3": named("SmolLM3"),
+    "mixtral": named("Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": named(
         "Qwen3Moe",
         head_dim=16,
         num_experts=6,
@@ -147,12 +148,12 @@ def _gemma4(word: str, **changes: Any) -> Callable[[], Any]:
         "head_dim": 8, "global_head_dim": 16, "sliding_window": 7,
         "vocab_size_per_layer_input": 259, "hidden_size_per_layer_input": 0,
     }  # fmt: skip
-    return _named("Gemma4", **{**usual, **_kinds(word), **changes})
+    return named("Gemma4", **{**usual, **_kinds(word), **changes})
 
 
 # Families of 2025 and 2026, and the corners of their settings. Our GPU kernels do not run them yet.
 TODAY: dict[str, Callable[[], Any]] = {
-    "ministral3": _named(
+    "ministral3": named(
         "Ministral3",
         head_dim=12,
         **_rope(
@@ -196,7 +197,7 @@ TODAY: dict[str, Callable[[], Any]] = {
             "patch_size": 2,
         },
     ),
-    "granite": _named(
+    "granite": named(
         "Granite",
         embedding_multiplier=12.0,
         attention_multiplier=0.2,
@@ -204,8 +205,8 @@ TODAY: dict[str, Callable[[], Any]] = {
         logits_scaling=3.0,
         mlp_bias=True,
     ),
-    "olmo3": _named("Olmo3", sliding_window=7, rope_parameters=_PER_KIND, **_kinds("sssfs")),
-    "mellum": _named(
+    "olmo3": named("Olmo3", sliding_window=7, rope_parameters=_PER_KIND, **_kinds("sssfs")),
+    "mellum": named(
         "Mellum",
         head_dim=12,
         sliding_window=7,
@@ -215,7 +216,7 @@ TODAY: dict[str, Callable[[], Any]] = {
         rope_parameters=_PER_KIND,
         **_kinds("sffs"),
     ),
-    "gemma": _named("Gemma", head_dim=16),
+    "gemma": named("Gemma", head_dim=16),
     "gemma4-shared": _gemma4(  # E2B and E4B
         "ssfsfsfsf",
         num_kv_shared_layers=4,
@@ -256,7 +257,9 @@ NEWEST = ("ministral3", "granite", "gemma4-all")
 def make(name: str, seed: int = 0) -> Any:
     """A random model of the family, its norms and biases random too, so that none is a no-op."""
     torch.manual_seed(seed)
-    return filled({**FAMILIES, **TODAY}[name]())
+    import tiny_recurrent
+
+    return filled({**FAMILIES, **TODAY, **tiny_recurrent.FAMILIES}[name]())
 
 
 def filled(model: Any) -> Any:
@@ -266,6 +269,8 @@ def filled(model: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.7, 1.2)
+            if name.endswith("expert_bias"):  # which experts are chosen
+                buffer.add_(torch.randn_like(buffer) * 0.2)
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -37,6 +37,7 @@ class NullDevice:
     """A backend that needs a while and gives tokens that nobody computed."""
 
     page_size, page_bytes, overlaps, echoes = 16, 1, True, False
+    state_bytes = state_count = 0
     page_count, context, vocab_size = 200_000, CONTEXT, VOCABULARY
     limits = StepLimits(max_rows=256, prefill_tokens=8192, prefill_beside_decode=2048)
 

@@ -65,7 +65,8 @@ def load(
     dtype      float32, bfloat16 or float16. By default quantized weights keep the file's own
                numbers, others too on a CPU; on a GPU they are bfloat16. Torch has float32 on a CPU.
     context    limits, or extends, how many tokens a text may have.
-    memory     bytes that keys and values of all texts may take; by default a share of what is free.
+    memory     bytes that keys and values of all texts, and recurrent states, may take; by default a
+               share of what is free.
     quantize   4 or 8: pack the weights into so many bits while loading (native and cuda).
     kv_bits    16, or 8: of a number in keys and values (native backend).
     threads    how many work; by default one for each core (native backend).

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from unspool.backends.base import Loaded
 from unspool.backends.torch.available import check_torch
+from unspool.engine.branch import Branch
 from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
@@ -31,7 +32,6 @@ from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
-from unspool.engine.tree import Branch
 from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig

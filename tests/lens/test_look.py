@@ -143,6 +143,19 @@ def test_for_json(tiny_lm):
     np.testing.assert_allclose(whole["attention"], seen.attention, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
+def test_recurrent_layers_have_no_attention_but_a_state(family_lm, name: str):
+    seen = look(family_lm(name), TOKENS, 3)
+    recurrent = [layer for layer in range(4) if layer not in seen.attending]
+    assert len(recurrent) == 3 and not seen.attention[recurrent].any()
+    np.testing.assert_allclose(seen.attention_mean.sum(), 1, atol=1e-4)
+    assert [state["layer"] - 1 for state in seen.states] == recurrent
+    for state in json.loads(json.dumps(seen.to_dict()))["states"]:
+        assert state["state_norm"] > 0 and state["gate"] > 0
+        assert (0 < state["decay"] < 1) == (state["mixer"] == "delta")
+    assert "no tokens" in seen._repr_html_()
+
+
 @pytest.mark.real
 def test_on_the_default_model(lm):
     seen = look(lm, "The capital of Germany is")

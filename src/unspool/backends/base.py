@@ -5,7 +5,8 @@ lenses read what they need of its weights, without saying how they are kept.
 
 A backend owns the memory of the pages (keys and values of `page_size` tokens each, in every layer)
 and runs ragged batches over them: some rows bring a chunk of a prompt, others a single next token.
-What crosses is in `step.py`.
+Of a model with recurrent layers it also owns the slots, each with room for one state of a text: all
+that these layers know of it at one place. What crosses is in `step.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Backend(Protocol):
     page_size: int  # tokens
     page_count: int
     page_bytes: int
+    state_bytes: int  # of one slot; 0: the model has no recurrent layers
+    state_count: int  # slots
     vocab_size: int
     context: int
     limits: StepLimits
@@ -65,7 +68,8 @@ class Loaded(Protocol):
         """Where they lie: cpu, cuda:0, ..."""
 
     def backend(self, *, memory: int | None, context: int) -> Backend:
-        """Pages for keys and values in so many bytes (None: a share of what is free)."""
+        """Pages for keys and values, and slots for states, in so many bytes (None: a share of what
+        is free)."""
 
     def logits(self, vectors: Floats) -> Floats:
         """What final norm and head make of vectors: [n, width] to [n, vocabulary]."""

@@ -31,6 +31,9 @@ Logits: TypeAlias = "Floats | Tensor"  # rows of a vocabulary each, where the ba
 _LARGEST_TABLE = 1 << 28  # entries
 
 
+RECURRENT_LOOK = 3  # numbers of a head in `Inside.recurrent`
+
+
 _FEW = 64  # numbers: Python goes through so many in less time than numpy takes to begin
 
 
@@ -71,11 +74,16 @@ class Inside:
     # [layers + 1, tokens, width]: the vector before the first layer and after each; or those that
     # were asked for, in their order
     residuals: Floats | None = None
-    # for each token looked at: [layers, heads, how far it may see]
+    # for each token looked at: [layers, heads, how far it may see]; zeros in recurrent layers,
+    # which have no attention
     attention: list[Floats] = field(default_factory=list)
     # [layers, 2, tokens, width]: what attention and feed-forward added
     parts: Floats | None = None
     first: int = 0  # position of the first token that was looked at
+    # for each token whose attention is looked at, of a model with recurrent layers: [layers, 3,
+    # heads], the gate (how much is written, or let out), the decay of what was known, and the norm
+    # of the state behind it; not a number where a layer has attention instead
+    recurrent: list[Floats] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,14 @@ class StepBatch:
     # Tokens that belong to several rows but are computed in one: token, line of the block table
     # into which its keys and values are written too, at the same position; in the order of tokens.
     echoes: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    # Of models with recurrent layers, [rows, 2]: the slot with the state before the row's first
+    # token (-1: there is none yet, all zeros), and the slot that takes the state behind its last.
+    # Both may be the same. Otherwise nobody reads a slot that is written in the same step, and
+    # nobody else writes it; any number of rows may read one.
+    states: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    # States to be kept on the way: token, slot that takes the state right behind it; in the order
+    # of tokens.
+    captures: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 @dataclass(slots=True)

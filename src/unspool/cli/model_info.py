@@ -56,6 +56,8 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
     }
     if config.sight != "causal" or config.mask_id is not None:
         rows["mask token"] = _mask(config, tokenizer)
+    if config.state_bytes:
+        rows["recurrent state"] = f"{config.state_bytes:,} bytes at each place that is kept"
     if config.experts:
         rows["experts"] = f"{config.experts}, {config.experts_per_token} a token"
     if tokenizer is not None:

@@ -76,7 +76,8 @@ def serve(
     cache_memory: Annotated[
         int | None,
         typer.Option(
-            help="Bytes for keys and values of a model; by default a share of what is free.",
+            help="Bytes for keys and values of a model, and for recurrent states; by default a "
+            "share of what is free.",
             rich_help_panel=_OPERATION,
         ),
     ] = None,

@@ -28,7 +28,7 @@ from unspool.decoding.written import (
     weigh,
     whole,
 )
-from unspool.engine.tree import Branch
+from unspool.engine.branch import Branch
 from unspool.errors import SettingsError
 from unspool.session import Session
 

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.decoding.written import Branches, Line, Prompt, blank, weigh, whole
+from unspool.engine.branch import Branch
 from unspool.engine.generation import Generation
-from unspool.engine.tree import Branch
 from unspool.errors import SettingsError
 from unspool.session import Session
 

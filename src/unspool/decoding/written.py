@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.step import Logits
+from unspool.engine.branch import Branch
 from unspool.engine.ending import Ending
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation, texts_html
 from unspool.engine.picking import joined
 from unspool.engine.steps import Step, explained_step
-from unspool.engine.tree import Branch
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import Candidate, Pick, Scores, score
 from unspool.session import Session

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from unspool.backends.step import Inside, Look, StepBatch, StepResult, TableUpdates
+from unspool.engine.branch import Branch
 from unspool.engine.drafts import SideRow
 from unspool.engine.scheduler import Task
-from unspool.engine.tree import Branch, Tree
+from unspool.engine.tree import Tree
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, PickRows
 
 _NOTHING = np.empty(0, np.int64)
@@ -125,6 +126,9 @@ class BatchBuilder:
             ints[:, POSITION] += next_places  # behind what is out of view
             history = histories.put(ints) if histories else _NOTHING
             pick = PickRows(self._floats.take(of_picks, 0), ints, history)
+        states = captures = _NO_COPIES
+        if tree.states is not None:
+            states, captures = tree.states.rows([task.branch for task in rows], firsts, starts)
         copies, tree.copies = tree.copies, []
         return StepBatch(
             tokens=np.array(tokens),
@@ -140,6 +144,8 @@ class BatchBuilder:
             look=_look(seen, deep, watched) if seen else None,
             adapters=np.array(adapters) if any(adapters) else _NOTHING,
             echoes=_echoes(rows, starts, sides) if sides else _NO_COPIES,
+            states=states,
+            captures=captures,
         ), shares
 
     def _first_numbers(self, count: int) -> Ints:
@@ -266,4 +272,5 @@ def _part(
             vectors = vectors[[known.index(layer) for layer in task.watch], part]
     deep = slice(deep_start, deep_start + (count if task.look and task.deep else 0))
     parts = None if inside.parts is None else inside.parts[:, :, deep]
-    return Inside(vectors, inside.attention[deep], parts, share.places[0])
+    recurrent = inside.recurrent[deep]
+    return Inside(vectors, inside.attention[deep], parts, share.places[0], recurrent)

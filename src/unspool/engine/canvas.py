@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from unspool.backends.step import Logits
+from unspool.engine.branch import Branch
 from unspool.engine.canvas_pass import Pass
 from unspool.engine.engine import Engine
 from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
-from unspool.engine.tree import Branch
 from unspool.errors import ContextError, SettingsError, UnspoolError
 
 Result = TypeVar("Result")
@@ -58,6 +58,11 @@ class Snapshot:
 def open_canvas(engine: Engine, text: Sequence[int], length: int, kind: CanvasKind) -> Canvas:
     """So many masked places behind a text."""
     _check_room(engine, len(text), length)
+    if engine.tree.states is not None and kind.sight != "causal":
+        raise SettingsError(
+            "a model with recurrent layers reads from left to right; what it fills in any order it "
+            "can only see with causal sight"
+        )
     held = 0 if kind.sight == "whole" else len(text)
     if kind.sight == "block":
         if kind.block < 1:

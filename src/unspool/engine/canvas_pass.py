@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from unspool.backends.step import Logits
+from unspool.engine.branch import Branch
 from unspool.engine.engine import Engine
 from unspool.engine.picking import joined
 from unspool.engine.scheduler import Task
-from unspool.engine.tree import Branch
 
 
 class Pass(Task):

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from unspool.engine.branch import Branch
 from unspool.engine.request import DraftTree
 from unspool.engine.scheduler import Task
-from unspool.engine.tree import Branch, Tree
+from unspool.engine.tree import Tree
 from unspool.sampling import SamplingSettings
 from unspool.sampling.picker import Ints, history_range
 
@@ -177,11 +178,15 @@ def add_side_rows(guesses: Guesses, text: Text, tree: Tree, most: int, *, echoes
     branch = text.row.branch
     known = text.history[branch.computed + text.forgotten :].tolist()
     guesses.runs[0].row = text.row
+    if tree.states is not None:  # nor a state that another text may need
+        most = min(most, tree.states.spare)
     for run in guesses.runs[1:]:
         assert run.parent is not None
         if run.parent.row is None:
             continue
-        twin = tree.twin(branch, [*known, *run.before(), *run.tokens]) if most else None
+        guessed_tokens = [*run.before(), *run.tokens]
+        guessed = len(guessed_tokens)
+        twin = tree.twin(branch, [*known, *guessed_tokens], guessed) if most else None
         if twin is None:
             return
         row = run.row = SideRow(text, run, twin)

@@ -21,13 +21,14 @@ from typing import TypeVar
 from unspool.backends.base import Backend
 from unspool.backends.step import Inside, Logits
 from unspool.engine.adapters import EngineAdapters
+from unspool.engine.branch import Branch
 from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
 from unspool.engine.request import ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.sequence import Sequence as WrittenText
 from unspool.engine.stream import StepQueue, StepStream
-from unspool.engine.tree import Branch, Tree
+from unspool.engine.tree import Tree
 from unspool.errors import BusyError, ContextError, SettingsError, UnspoolError
 
 Result = TypeVar("Result")

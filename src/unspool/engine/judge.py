@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from unspool.backends.step import Logits
+from unspool.engine.branch import Branch
 from unspool.engine.engine import Engine
 from unspool.engine.request import Request
 from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step
-from unspool.engine.tree import Branch
 from unspool.sampling import Chain, RowInput
 from unspool.sampling import score as score_logits
 from unspool.text.tokenizer.characters import unfinished

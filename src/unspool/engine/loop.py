@@ -20,6 +20,7 @@ from unspool.engine.batch import BatchBuilder, Share, share_out
 from unspool.engine.picking import ChainPicker
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.sequence import Sequence
+from unspool.engine.states import StatePool
 from unspool.engine.thread import SupervisedThread
 from unspool.engine.tree import Tree
 from unspool.errors import BusyError
@@ -42,7 +43,10 @@ class Loop(SupervisedThread):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.backend = backend
-        self.tree = Tree(backend.page_count, backend.page_size)
+        states = StatePool.of(
+            backend.state_count, backend.state_bytes, backend.page_bytes, backend.page_size
+        )
+        self.tree = Tree(backend.page_count, backend.page_size, states)
         self.scheduler = Scheduler(self.tree, backend.limits, echoes=backend.echoes)
         self.steps = 0  # settled so far
         self._batches = BatchBuilder(self.tree)

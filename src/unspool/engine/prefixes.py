@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from unspool.engine.pages import PagePool
+from unspool.engine.standing import State
+from unspool.engine.states import StatePool
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,9 @@ class Node:
     removed: bool = False
     # Where tokens see ahead, what they depend on beyond the page: the rest of its last block.
     ahead: tuple[int, ...] = ()
+    # Of models with recurrent layers: the states in this page that are kept, by how many tokens of
+    # the text they have read.
+    states: dict[int, State] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -45,8 +50,8 @@ class Node:
 class PrefixIndex:
     """Finds and keeps pages by the tokens that lead to them."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
-        self._pool, self._size = pool, page_size
+    def __init__(self, pool: PagePool, page_size: int, states: StatePool | None = None) -> None:
+        self._pool, self._size, self._states = pool, page_size, states
         # What is computed with an adapter serves nobody else, nor what was read in blocks of a
         # size: each has a tree of its own.
         self._roots = {(0, 0): Node((), -1, None, 0, live=1)}
@@ -86,7 +91,7 @@ class PrefixIndex:
             if child is None and block and self._size % block:
                 break  # a part of such a page may depend on what lies behind it
             if child is None or len(page) < self._size:
-                best = max(siblings.values(), key=lambda other: _common(other.tokens, page))
+                best = max(siblings.values(), key=lambda other: _fit(other, page, at))
                 return node, best, at + _common(best.tokens, page)
             node, at = child, at + self._size
         return node, None, at
@@ -176,6 +181,8 @@ class PrefixIndex:
         if not siblings:
             del parent.children[node.tokens[0]]
         node.removed = True
+        if node.states and self._states is not None:
+            self._states.leave_page(node)
         self.pages -= 1
         if not parent.live and not parent.children:
             self._queue(parent)
@@ -197,6 +204,13 @@ class PrefixIndex:
             }
             self._candidates = list(fresh.values())
             heapq.heapify(self._candidates)
+
+
+def _fit(node: Node, tokens: tuple[int, ...], at: int) -> tuple[int, int]:
+    """How well a page at this position fits that does not fit as a whole: up to which state, and
+    how many tokens."""
+    shared = _common(node.tokens, tokens)
+    return max((place for place in node.states if place <= at + shared), default=0), shared
 
 
 def _common(stored: tuple[int, ...], tokens: tuple[int, ...]) -> int:

@@ -11,12 +11,14 @@ only to be preempted again.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from unspool.backends.base import StepLimits
 from unspool.backends.step import Inside, Logits
+from unspool.engine.branch import Branch
 from unspool.engine.pages import OutOfPagesError
-from unspool.engine.tree import Branch, Tree
+from unspool.engine.states import OutOfStatesError
+from unspool.engine.tree import Tree
 from unspool.errors import UnspoolError
 from unspool.sampling.picker import Ints
 
@@ -28,9 +30,31 @@ class Task:
     """A branch to be computed, and what is wanted of it. Subclasses say what becomes of it."""
 
     __slots__ = (
-        "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
-        "logits", "look", "number", "pick_floats", "pick_ints", "pick_number", "picked", "priority",
-        "queued", "sees_history", "splits", "stop", "until", "wanted", "watch",
+        "admitted",
+        "ahead",
+        "branch",
+        "cached",
+        "decoding",
+        "deep",
+        "first",
+        "flights",
+        "inside",
+        "landmarks",
+        "logits",
+        "look",
+        "number",
+        "pick_floats",
+        "pick_ints",
+        "pick_number",
+        "picked",
+        "priority",
+        "queued",
+        "sees_history",
+        "splits",
+        "stop",
+        "until",
+        "wanted",
+        "watch",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
@@ -46,6 +70,7 @@ class Task:
         self.deep = True  # at attention and the layers' parts too, not only at the vectors
         self.watch: tuple[int, ...] = ()  # vectors to be seen of whatever is computed
         self.splits = False  # whether some guesses want rows of their own
+        self.landmarks: Collection[int] = ()  # places to which it may be of use to come back
         self.priority = priority  # higher first
         self.number = 0  # in order of arrival
         self.cached = True  # whether what others computed may be used
@@ -85,6 +110,11 @@ class Task:
     def penalized(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
         """The text that penalties see, and which part of it at each of the next so many picks."""
         raise NotImplementedError
+
+    def find_landmarks(self, page_size: int) -> Collection[int]:
+        """Where a recurrent state is worth keeping: before what is computed whenever the same is
+        asked for again."""
+        return {self.branch.length - max(1, self.wanted)} if self.left >= page_size else ()
 
     # -- what everybody asks ------------------------------------------------------------------
 
@@ -143,6 +173,9 @@ class Scheduler:
         self.waiting: list[Task] = []
         self._of: dict[Branch, Task] = {}
         self.preemptions = 0  # how often memory made a task wait and start over
+        # A text whose guesses were wrong goes back to its last state: it may be so far behind and
+        # still be writing.
+        self._behind = SMALLEST_CHUNK if tree.states is not None else 0
         self._count = 0
 
     def __len__(self) -> int:
@@ -172,6 +205,8 @@ class Scheduler:
         self._count += 1
         task.number = self._count
         self._of[branch], task.queued = task, True
+        if self.tree.states is not None:
+            task.landmarks = task.find_landmarks(self.tree.page_size)
         insort(self.waiting, task, key=_order)
 
     def remove(self, task: Task) -> None:
@@ -179,7 +214,7 @@ class Scheduler:
             task.queued = False
             del self._of[task.branch]
             (self.running if task.admitted else self.waiting).remove(task)
-            task.admitted = False
+            self._set_running(task, False)
 
     def change_branch(self, task: Task, branch: Branch) -> None:
         """Let a task go on with another branch; the one it had is not needed any more."""
@@ -187,6 +222,7 @@ class Scheduler:
         self.tree.close(task.branch, store=False)
         task.branch = branch
         self._of[branch] = task
+        self._set_running(task, task.admitted)
 
     def check_fits(self, length: int) -> None:
         """A text that could not even run alone is refused at once."""
@@ -212,7 +248,7 @@ class Scheduler:
             if task.flights:
                 if not self._runs_ahead(task):
                     continue
-            elif not task.decoding or branch.length - branch.computed > task.wanted:
+            elif not task.decoding or branch.length - branch.computed > task.wanted + self._behind:
                 prompts.append(task)
                 continue
             # Most often the page at hand has room: no need to ask for more.
@@ -221,13 +257,16 @@ class Scheduler:
             if end <= room or self._reserve(task, end, rows):
                 task.first = launched if task.flights else branch.computed
                 task.until = end if branch.twin is None else branch.step_end(task.first, end)
+                if branch.state is not None and not self._slots(task, rows):
+                    continue
                 rows.append(task)
                 if task.splits:
                     splitting.append(task)
         if prompts:
             budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
             for task, count in _shares(prompts, budget)[: limits.max_rows - len(rows)]:
-                if task.admitted and self._reserve(task, self._chunk_end(task, count), rows):
+                end = self._chunk_end(task, count)
+                if task.admitted and self._reserve(task, end, rows) and self._slots(task, rows):
                     rows.append(task)
         for task in splitting:  # when everybody else has what they need
             rows += task.side_rows(limits.max_rows - max(len(rows), len(self.running)))
@@ -247,6 +286,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Let those in that fit, in the order of their turn."""
         # What the running ones still need for their prompts, and a page for each to grow into.
+        states = self.tree.states
         promised = sum(1 + (0 if t.decoding else self._pages(t)) for t in self.running)
         for task in self.waiting[:_LOOKED_AT]:
             if len(self.running) >= self.limits.max_rows:
@@ -258,13 +298,20 @@ class Scheduler:
             pages = self._pages(task)
             if self.running and pages + promised > self.tree.available:
                 return
+            if states is not None and 2 * len(self.running) >= states.count:
+                return  # each reads one state and may have to write another
             promised += 1 + pages
             self._enter(task)
 
     def _enter(self, task: Task) -> None:
         self.waiting.remove(task)
         insort(self.running, task, key=_order)
-        task.admitted = True
+        self._set_running(task, True)
+
+    def _set_running(self, task: Task, running: bool) -> None:
+        task.admitted = running
+        if self.tree.states is not None and not task.branch.closed:
+            self.tree.states.run(task.branch, running)
 
     def _pages(self, task: Task) -> int:
         branch, size = task.branch, self.tree.page_size
@@ -282,6 +329,22 @@ class Scheduler:
                 # A borrowed page may have been lost, and more is to be computed then than was said.
                 first = task.branch.computed
                 task.first, task.until = first, min(task.goal, task.branch.step_end(first, until))
+                return True
+
+    def _slots(self, task: Task, rows: list[Task]) -> bool:
+        """Get slots for a row's recurrent states, the same way."""
+        states, branch = self.tree.states, task.branch
+        if states is None:
+            return True
+        drafted = task.decoding and branch.provisional is None
+        guessed = min(task.wanted, task.until - task.first) - 1 if drafted else 0
+        while True:
+            try:
+                states.plan(branch, task.until, task.landmarks, guessed, split=task.splits)
+            except OutOfStatesError:
+                if not self._preempt_last(task, rows):
+                    return False
+            else:
                 return True
 
     def _preempt_last(self, task: Task, rows: list[Task]) -> bool:
@@ -302,7 +365,7 @@ class Scheduler:
         if task.admitted:
             self.running.remove(task)
             insort(self.waiting, task, key=_order)
-            task.admitted = False
+            self._set_running(task, False)
             self.preemptions += 1
         self.tree.preempt(task.branch)
         task.picked.clear()
@@ -321,4 +384,5 @@ class Scheduler:
         if not first.admitted:
             self._enter(first)
         count = min(first.left, max(SMALLEST_CHUNK, first.wanted))
-        return [first] if self._reserve(first, self._chunk_end(first, count), []) else []
+        fits = self._reserve(first, self._chunk_end(first, count), []) and self._slots(first, [])
+        return [first] if fits else []

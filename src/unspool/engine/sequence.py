@@ -14,7 +14,7 @@ chain (`picking.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,14 +22,15 @@ from time import perf_counter
 import numpy as np
 
 from unspool.backends.step import Logits
+from unspool.engine.branch import Branch
 from unspool.engine.drafts import Guesses, Run, SideRow, Text, add_side_rows, as_runs, shortened
 from unspool.engine.ending import Ending
 from unspool.engine.endless import told
 from unspool.engine.request import Drafter, ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
+from unspool.engine.state_policy import message_ends
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
-from unspool.engine.tree import Branch
 from unspool.sampling import GrammarState, Pick, RowInput, StageState, next_state
 from unspool.sampling.guards import GuardRun
 from unspool.sampling.picker import (
@@ -140,6 +141,10 @@ class Sequence(Task):
         except Exception as error:
             self._without_drafter(error)
             return first
+
+    def find_landmarks(self, page_size: int) -> Collection[int]:
+        prompt = () if self.forgotten else self.request.prompt
+        return {self.branch.length - 1, *message_ends(prompt, self.request.limits.end_ids)}
 
     def complete(self) -> None:
         """The text is computed to its end: take what the backend picked."""

@@ -8,124 +8,31 @@ text is. Computing what was appended is the engine's work; `computed` says how f
 Tokens may be provisional: they can be computed and replaced as often as one likes, and become part
 of what others can find only when they are committed. The tokens of a branch may also see to the end
 of their block: then what is computed of a token holds only as long as its block stays as it is.
+
+Of a model with recurrent layers a branch stands where a state of it is kept (`states.py`): whatever
+takes it back takes it to the last state before that place, and the rest is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from unspool.backends.step import Logits
+from unspool.engine.branch import Branch
 from unspool.engine.pages import OutOfPagesError, PagePool
 from unspool.engine.prefixes import Node, PrefixIndex
-
-
-class Owner(Protocol):
-    """Who computes branches: the engine."""
-
-    def extend(self, branch: Branch, tokens: Sequence[int] = ()) -> Logits: ...
-
-    def fork(self, branch: Branch) -> Branch: ...
-
-    def rewind(self, branch: Branch, length: int) -> None: ...
-
-    def release(self, branch: Branch) -> None: ...
-
-
-class Branch:
-    """A text: its tokens, and the pages that hold what is computed of them."""
-
-    __slots__ = (
-        "adapter", "block", "borrowed", "closed", "computed", "length", "node", "owner", "pages",
-        "provisional", "reused", "slot", "start", "tabled", "tail", "twin",
-    )  # fmt: skip
-
-    def __init__(self, root: Node, adapter: int = 0, block: int = 0) -> None:
-        self.node = root  # the last whole page
-        self.adapter = adapter  # the number of the one it is computed with; 0: none
-        self.twin: int | None = None  # ... and of that of its provisional end, if it is another
-        self.block = block  # each token sees to the end of its block of so many; 0: only back
-        self.start = 0  # how many tokens the whole pages hold
-        self.tail: list[int] = []  # the tokens behind them
-        self.length = 0  # tokens in all
-        self.computed = 0  # tokens whose keys and values are in the pages
-        self.pages: list[int] = []  # the branch's own, from position `start` on
-        self.borrowed: Node | None = None  # whose page holds tail[:computed - start] instead
-        self.provisional: int | None = None  # from which position on tokens may still change
-        self.reused = 0  # tokens that were found computed when the branch was opened
-        self.closed = False
-        self.slot = -1  # its line of the block table
-        self.tabled = 0  # how many pages that line has right
-        self.owner: Owner | None = None
-
-    def __len__(self) -> int:
-        return self.length
-
-    @property
-    def tokens(self) -> list[int]:
-        parts, node = [self.tail], self.node
-        while node.parent is not None:
-            parts.append(list(node.tokens))
-            node = node.parent
-        return [token for part in reversed(parts) for token in part]
-
-    def whole_blocks(self, length: int) -> int:
-        """Of so many tokens, those whose keys and values do not change with what follows."""
-        return length // self.block * self.block if self.block else length
-
-    def step_end(self, first: int, until: int) -> int:
-        """Up to where one step can compute from `first` on, about to `until`: tokens that see each
-        other are computed together."""
-        begin = self.length if self.provisional is None else self.provisional
-        if self.twin is not None and first < begin:
-            until = min(until, begin)
-        if until >= self.length or (first < until <= begin and not self.block):
-            return until
-        if self.block:
-            end = max(self.whole_blocks(until), self.whole_blocks(first) + self.block)
-            return min(end, self.length)
-        return begin if first < begin else self.length
-
-    def pages_from(self, column: int) -> list[int]:
-        """The pages of the block table from a column on."""
-        if column >= self.node.depth:
-            return self.pages[column - self.node.depth :]
-        found, node = [], self.node
-        while node.parent is not None and node.depth > column:
-            found.append(node.page)
-            node = node.parent
-        return found[::-1] + self.pages
-
-    # -- the verbs, for whoever holds a branch ------------------------------------------------
-
-    def append(self, tokens: Sequence[int] = ()) -> Logits:
-        """Put tokens at the end and compute them: the logits of what comes next, [1, V]."""
-        return self._owner().extend(self, tokens)
-
-    def fork(self) -> Branch:
-        """Another branch with the same past; nothing is copied."""
-        return self._owner().fork(self)
-
-    def rewind(self, length: int) -> None:
-        """Drop every token from `length` on."""
-        self._owner().rewind(self, length)
-
-    def release(self) -> None:
-        """Not needed any more."""
-        self._owner().release(self)
-
-    def _owner(self) -> Owner:
-        assert self.owner is not None, "a branch that no engine opened"
-        return self.owner
+from unspool.engine.state_policy import PAGE
+from unspool.engine.states import StatePool
 
 
 class Tree:
     """All branches of one engine, and the pages below them."""
 
-    def __init__(self, page_count: int, page_size: int) -> None:
+    def __init__(self, page_count: int, page_size: int, states: StatePool | None = None) -> None:
         self.page_size = page_size
-        self.pool = PagePool(page_count)
-        self.index = PrefixIndex(self.pool, page_size)
+        self.pool, self.states = PagePool(page_count), states
+        self.index = PrefixIndex(self.pool, page_size, states)
+        if states is not None:
+            states.lost = self._fall_back
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step is run
         self._slots: list[int] = []  # lines of the block table that were given back
         self._slot_count = 0
@@ -139,7 +46,7 @@ class Tree:
         self, tokens: Sequence[int], cached: bool = True, adapter: int = 0, block: int = 0
     ) -> Branch:
         """A branch with these tokens; what was computed of them before is taken over."""
-        branch = Branch(self.index.root(adapter, block), adapter, block)
+        branch = self._new(self.index.root(adapter, block), adapter, block)
         self.index.attach(branch.node)
         branch.tail, branch.length = list(tokens), len(tokens)
         if cached:
@@ -165,6 +72,7 @@ class Tree:
         if partial is not None and length > branch.start:
             self._borrow(branch, partial)
         branch.computed = length
+        self._fall_back(branch)
 
     def append(self, branch: Branch, tokens: Sequence[int], *, provisional: bool = False) -> None:
         """Put tokens behind the branch; they are computed when the engine runs next."""
@@ -174,6 +82,7 @@ class Tree:
             branch.computed = min(branch.computed, branch.whole_blocks(branch.length))
         if branch.provisional is not None:  # what is provisional sees what comes behind it
             branch.computed = min(branch.computed, branch.provisional)
+            self._fall_back(branch, store=False)
         branch.tail.extend(tokens)
         branch.length += len(tokens)
 
@@ -186,6 +95,7 @@ class Tree:
         at = position - branch.start
         branch.tail[at : at + len(tokens)] = tokens
         branch.computed = min(branch.computed, first)
+        self._fall_back(branch, store=False)
 
     def commit(self, branch: Branch, length: int | None = None) -> None:
         """What is provisional, or what of it lies before `length`, stays as it is, and can be found
@@ -199,7 +109,10 @@ class Tree:
         self._store_tail(branch)
         if branch.provisional is not None:
             branch.computed = min(branch.computed, branch.provisional)
-        other = Branch(branch.node, branch.adapter, branch.block)
+        if self.states is not None:
+            self._fall_back(branch)
+            self.states.hold(branch)
+        other = self._new(branch.node, branch.adapter, branch.block)
         self.index.attach(other.node)
         other.start, other.length = branch.start, branch.length
         other.tail = branch.tail.copy()
@@ -209,19 +122,23 @@ class Tree:
         other.owner = branch.owner
         if branch.borrowed is not None:
             self._borrow(other, branch.borrowed)
+        self._fall_back(other)
         return other
 
-    def twin(self, branch: Branch, tokens: Sequence[int]) -> Branch | None:
-        """A branch with what is computed of another, then these tokens, and pages of its own for
-        them; found by nobody. For guesses: None if there is no room. The other one must have its
-        own pages already."""
-        other = Branch(branch.node, branch.adapter)
+    def twin(self, branch: Branch, tokens: Sequence[int], guessed: int) -> Branch | None:
+        """A branch with what is computed of another, then these tokens, the last of them guesses,
+        and pages of its own for them; found by nobody. None if there is no room. The other one must
+        have its own pages already, and a slot that it writes its state into."""
+        other = self._new(branch.node, branch.adapter)
         self.index.attach(other.node)
         other.start, other.computed = branch.start, branch.computed
         other.tail = [*branch.tail[: branch.computed - branch.start], *tokens]
         other.length = branch.computed + len(tokens)
         try:
             self.reserve(other, other.length)
+            if self.states is not None:
+                self.states.stand_beside(other, branch)
+                self.states.plan(other, other.length, guessed=guessed)
         except OutOfPagesError:
             self.close(other, store=False)
             return None
@@ -240,6 +157,7 @@ class Tree:
                 branch.provisional = None
         if branch.block:
             self.recompute(branch, branch.whole_blocks(length))
+        self._fall_back(branch, length, store=store)
         if length < branch.start:
             self._step_back(branch, length, store)
             del branch.tail[length - branch.start :]
@@ -257,15 +175,10 @@ class Tree:
         """Keep the tokens, but have those from `first` on computed again."""
         if branch.computed <= first:
             return
-        if first < branch.start:
-            dropped, length = branch.tokens[first:], branch.length
-            self._step_back(branch, first, True)
-            branch.tail[first - branch.start :] = dropped
-            branch.length = length
+        if self.states is not None:
+            self._fall_back(branch, first)
         else:
-            self._store_tail(branch)
-            branch.computed = min(branch.computed, first)
-            self._trim(branch)
+            self._go_back(branch, first, True)
 
     def close(self, branch: Branch, *, store: bool = True) -> None:
         """The branch is not needed any more; what it computed stays in the index for others."""
@@ -274,6 +187,11 @@ class Tree:
         branch.closed = True
         if store:
             self._store_tail(branch)
+        if self.states is not None:
+            if store:
+                self.states.hold(branch)
+            self.states.stand(branch, None)
+            self.states.run(branch, False)
         self._drop_own(branch)
         self.index.detach(branch.node)
         if branch.slot >= 0:
@@ -294,6 +212,8 @@ class Tree:
         """Take all pages from a branch; it keeps its tokens, and is computed again later. Its
         whole pages stay in the index as long as nobody needs their room."""
         tokens = branch.tokens
+        if self.states is not None:
+            self.states.stand(branch, None)
         self._drop_own(branch)
         self._move(branch, self.index.root(branch.adapter, branch.block))
         branch.tail, branch.computed = tokens, 0
@@ -317,12 +237,15 @@ class Tree:
             if lender is None:
                 raise OutOfPagesError
             self._drop_own(branch)  # the few tokens of the borrowed page are computed again
+            self._fall_back(branch, store=False)
             self.reserve(branch, length)
             return
         if lender is not None:
             branch.borrowed = None
             self.index.detach(lender)
             if takes_over:
+                if self.states is not None:
+                    self.states.take_over(branch, lender)
                 branch.pages.append(self.index.take_out(lender))
             else:
                 branch.pages.append(self.pool.allocate())
@@ -353,9 +276,48 @@ class Tree:
             if node.page != page:  # somebody else had computed the same
                 branch.tabled = min(branch.tabled, branch.node.depth)
             self._move(branch, node)
+            if self.states is not None:
+                self.states.hand_over(branch, node, branch.start)
+        if self.states is not None:
+            self.states.thin(branch, whole)
         del branch.pages[:whole], branch.tail[: whole * size]
 
     # -- below -------------------------------------------------------------------------------
+
+    def _new(self, node: Node, adapter: int, block: int = 0) -> Branch:
+        return Branch(node, adapter, block, stateful=self.states is not None)
+
+    def _fall_back(self, branch: Branch, first: int | None = None, *, store: bool = True) -> None:
+        """Let a branch be computed as far as the last state that is kept of it, and not beyond
+        `first`. If it is worth storing, so is where it stood, and where it was to go."""
+        if self.states is None or branch.state is None:
+            return
+        limit = branch.computed if first is None else min(first, branch.computed)
+        tip = branch.state.tip
+        if limit == branch.computed == (0 if tip is None else tip.length):
+            return
+        if store:
+            self._store_tail(branch)
+            self.states.hold(branch, PAGE)
+        state = self.states.nearest(branch, limit)
+        known = 0 if state is None else state.length
+        if store and limit - known >= self.page_size:
+            branch.state.junction = limit
+        self._go_back(branch, known, False)
+        self.states.stand(branch, state)
+
+    def _go_back(self, branch: Branch, first: int, store: bool) -> None:
+        """Keep the tokens, but nothing of what is computed from `first` on."""
+        if first < branch.start:
+            dropped, length = branch.tokens[first:], branch.length
+            self._step_back(branch, first, store)
+            branch.tail[first - branch.start :] = dropped
+            branch.length = length
+        else:
+            if store:
+                self._store_tail(branch)
+            branch.computed = min(branch.computed, first)
+            self._trim(branch)
 
     def _move(self, branch: Branch, node: Node) -> None:
         """Let the branch stand at another node."""
@@ -403,7 +365,10 @@ class Tree:
         if filled <= 0 or not branch.pages or (branch.block and self.page_size % branch.block):
             return
         chunk = tuple(branch.tail[: min(filled, self.page_size)])
-        self._borrow(branch, self.index.insert(branch.node, chunk, branch.pages[0]))
+        node = self.index.insert(branch.node, chunk, branch.pages[0])
+        self._borrow(branch, node)
+        if self.states is not None:
+            self.states.hand_over(branch, node, branch.start + len(chunk))
         self.pool.release(branch.pages[1:])
         branch.pages.clear()
         branch.tabled = min(branch.tabled, branch.node.depth)

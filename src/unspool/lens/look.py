@@ -35,10 +35,13 @@ class Look:
     tokens: tuple[int, ...]  # up to this position, itself included
     texts: tuple[str, ...]  # the same, readable
     picked: int | None  # the token that follows in the text; None at its end
-    attention: Floats  # [layers, heads, past]: each row sums to one
+    attention: Floats  # [layers, heads, past]: each row sums to one; zeros in recurrent layers
     residuals: Floats  # [layers + 1, width]: before the first layer, and after each
     parts: Floats  # [layers, 2, width]: what attention and feed-forward added
     logits: Floats  # [vocabulary]: what the model said comes next
+    mixers: tuple[str, ...] = ()  # of a model with recurrent layers: what each layer has
+    # Of the same: [layers, 3, heads], gate, decay and norm of the state (see `Inside.recurrent`).
+    recurrent: Floats | None = None
 
     def __repr__(self) -> str:
         layers, heads, past = self.attention.shape
@@ -57,7 +60,32 @@ class Look:
             for at in sorted(map(int, most))
         ]
         words = f"attention from {self.texts[-1]!r} at {self.position}, mean over layers and heads"
-        return picture(note(words), table(("position", "token", "attention"), rows))
+        seen = [note(words), table(("position", "token", "attention"), rows)]
+        if states := self.states:
+            cells = [tuple(_shown(value) for value in state.values()) for state in states]
+            words = "recurrent layers look at no tokens: they carry a state (means over heads)"
+            seen += [note(words), table(tuple(states[0]), cells)]
+        return picture(*seen)
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers that have attention."""
+        kinds = self.mixers or ("attention",) * len(self.attention)
+        return [layer for layer, kind in enumerate(kinds) if kind == "attention"]
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """What recurrent layers have instead of attention, each a mean over its heads: the gate
+        (how much the token wrote, or let out), the decay of what was known, the state's norm."""
+        if self.recurrent is None:
+            return []
+        found = []
+        for layer, kind in enumerate(self.mixers):
+            if kind != "attention":
+                gate, decay, norm = np.nanmean(self.recurrent[layer], axis=1).tolist()
+                words = {"gate": gate, "decay": decay, "state_norm": norm}
+                found.append({"layer": layer + 1, "mixer": kind, **words})
+        return found
 
     @property
     def attention_by_layer(self) -> Floats:
@@ -67,12 +95,13 @@ class Look:
     @property
     def attention_by_head(self) -> Floats:
         """The mean over the layers, [heads, past]."""
-        return np.asarray(self.attention.mean(0, dtype=np.float64), np.float32)
+        return np.asarray(self.attention[self.attending].mean(0, dtype=np.float64), np.float32)
 
     @property
     def attention_mean(self) -> Floats:
         """The mean over layers and heads, [past]."""
-        return np.asarray(self.attention.mean((0, 1), dtype=np.float64), np.float32)
+        seen = self.attention[self.attending]
+        return np.asarray(seen.mean((0, 1), dtype=np.float64), np.float32)
 
     @property
     def norms(self) -> Floats:
@@ -104,6 +133,8 @@ class Look:
             "norms": _rounded(self.norms),
             "part_norms": _rounded(self.part_norms),
         }
+        if self.states:
+            found["states"] = self.states
         if heads:
             found["attention"] = _rounded(self.attention)
         return found
@@ -134,7 +165,13 @@ def look(lm: Session, text: Text, position: int = -1) -> Look:
         residuals=inside.residuals[:, 0],
         parts=inside.parts[:, :, 0],
         logits=host(seen.logits)[-1],
+        mixers=lm.config.mixers,
+        recurrent=inside.recurrent[0] if inside.recurrent else None,
     )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _rounded(numbers: Floats) -> Any:

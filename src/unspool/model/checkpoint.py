@@ -30,6 +30,7 @@ from unspool.model.float8 import SCALES, block_of
 from unspool.model.gguf import GGUFFile, part_paths
 from unspool.model.hub_files import PICKLES
 from unspool.model.mask_token import mask_id_in, named_block, says_mask
+from unspool.model.recurrent_config import only_ours
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.stored import Stored
 from unspool.model.weights import Rule, parameter_count, read_weights, shapes, write_weights
@@ -189,14 +190,15 @@ class GGUFCheckpoint:
 
 def rules_for_hf(config: ModelConfig) -> tuple[Rule, ...]:
     """The family's tables; a model of our own is stored under our own names."""
-    if config.family in FAMILIES:
+    if config.family in FAMILIES and not only_ours(config):
         return FAMILIES[config.family].rules
     patterns = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.{i}", n) for n in shapes(config))
     return tuple(Rule(pattern, (pattern,)) for pattern in patterns)
 
 
 def prefixes_for_hf(config: ModelConfig) -> tuple[str, ...]:
-    return FAMILIES[config.family].prefixes if config.family in FAMILIES else ("",)
+    known = config.family in FAMILIES and not only_ours(config)
+    return FAMILIES[config.family].prefixes if known else ("",)
 
 
 def load_transformer(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.positions import SCALINGS, Rotary
+from unspool.model.recurrence import Recurrence, check_mixers
 
 SIGHTS = ("causal", "whole", "block")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -99,6 +101,11 @@ class ModelConfig:
     out_bias: bool = False
     attention_scale: float = 0.0  # 0: one over the root of head_width
     attention_softcap: float = 0.0
+    attention_gate: bool = False  # what the heads found is multiplied with a sigmoid of the input
+
+    # What mixes tokens in each layer: "attention", or a recurrence; empty: attention in all.
+    mixers: tuple[str, ...] = ()
+    recurrence: Recurrence | None = None
     logit_softcap: float = 0.0
 
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
@@ -109,6 +116,10 @@ class ModelConfig:
     expert_width: int = 0
     normalize_experts: bool = True  # the weights of the chosen experts sum to one
     dense_layers: tuple[int, ...] = ()  # layers without experts in a model that has them
+    router: Literal["softmax", "sigmoid"] = "softmax"  # what makes weights of the router's scores
+    selection_bias: bool = False  # added to the weights where experts are chosen, and only there
+    experts_scale: float = 1.0  # what the weights of the chosen experts are multiplied with
+    shared_width: int = 0  # of a feed-forward beside the experts, behind a gate; 0: there is none
     dense_beside_experts: bool = False  # layers with experts have a feed-forward as well
 
     embedding_scale: float = 1.0
@@ -142,6 +153,9 @@ class ModelConfig:
         self._need(self.query_growth == 0 or self.query_span > 0, "query_span", "at least 1")
         self._check_shapes()
         self._check_sight()
+        check_mixers(self.mixers, self.recurrence, self.layers)
+        forward = self.sight == "causal" or not self.state_bytes
+        self._need(forward, "sight", "causal for a model with recurrent layers")
         if self.positions == "rotary":
             self._need(self.rotary is not None, "rotary", "given for rotary positions")
         for rotary in (self.rotary, self.local_rotary):
@@ -158,6 +172,10 @@ class ModelConfig:
                 _is_size(self.experts_per_token, limit), "experts_per_token", f"1 to {limit}"
             )
             self._need(_is_size(self.expert_width, 10_000_000), "expert_width", "1 to 10,000,000")
+            self._need(self.router in ("softmax", "sigmoid"), "router", "softmax or sigmoid")
+            self._need(0 < self.experts_scale < math.inf, "experts_scale", "more than 0")
+            shared = self.shared_width == 0 or _is_size(self.shared_width, 10_000_000)
+            self._need(shared, "shared_width", "0 to 10,000,000")
 
     def _check_shapes(self) -> None:
         self._need(len(self.shapes) in (0, self.layers), "shapes", "one for each layer")
@@ -231,6 +249,27 @@ class ModelConfig:
         """How many last tokens this layer sees; 0 means all."""
         return self.windows[layer] if self.windows else 0
 
+    def mixer(self, layer: int) -> str:
+        """What brings tokens together in this layer: attention, or a kind of recurrence."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    def state_floats(self, layer: int) -> int:
+        """Numbers that this layer carries from token to token; 0: it has attention instead."""
+        if self.recurrence is None:
+            return 0
+        return self.recurrence.state_floats(self.mixer(layer), self.width)
+
+    @property
+    def state_starts(self) -> tuple[int, ...]:
+        """Where in a text's state that of each layer begins; at the end, where all end."""
+        floats = (self.state_floats(layer) for layer in range(self.layers))
+        return tuple(accumulate(floats, initial=0))
+
+    @property
+    def state_bytes(self) -> int:
+        """One whole state of a text; 0: the model has no recurrent layers."""
+        return 4 * self.state_starts[-1] if self.recurrence else 0
+
     def shape(self, layer: int) -> LayerShape:
         """The sizes of this layer."""
         if self.shapes:
@@ -258,7 +297,8 @@ class ModelConfig:
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values."""
-        return tuple(layer for layer in range(self.layers) if self.kv_source(layer) == layer)
+        own = (layer for layer in range(self.layers) if self.kv_source(layer) == layer)
+        return tuple(layer for layer in own if self.mixer(layer) == "attention")
 
     @property
     def kv_numbers(self) -> int:
@@ -325,6 +365,8 @@ class ModelConfig:
             for name in ("rotary", "local_rotary"):
                 if values.get(name) is not None:
                     values[name] = Rotary(**_tuples(values[name]))
+            if values.get("recurrence") is not None:
+                values["recurrence"] = Recurrence(**values["recurrence"])
             shapes = values.get("shapes", ())
             values["shapes"] = tuple(LayerShape(**shape) for shape in shapes)
             return cls(**values)

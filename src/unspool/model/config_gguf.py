@@ -21,6 +21,7 @@ from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
 from unspool.model.gguf_keys import Keys
 from unspool.model.positions import Rotary
+from unspool.model.recurrent_config import recurrent_from_gguf
 from unspool.model.tensor_names import gguf as gguf_rules
 from unspool.model.weights import Rule
 
@@ -31,7 +32,11 @@ _INTERLEAVED = ("llama", "mistral", "ministral3", "mixtral", "smollm3", "granite
 
 def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
     own = FAMILIES[config.family].gguf_rules
-    usual = gguf_rules(interleaved=config.family in _INTERLEAVED, plus_one=config.norm_plus_one)
+    usual = gguf_rules(
+        interleaved=config.family in _INTERLEAVED,
+        plus_one=config.norm_plus_one,
+        gated=config.attention_gate,
+    )
     return (*own, *usual)
 
 
@@ -41,6 +46,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     experts = int(keys.number("expert_count", 0))
     family = today_gguf.family_in_file(family_of_gguf(keys.architecture, experts), keys)
     layers, width = keys.number("block_count"), keys.number("embedding_length")
+    layers -= keys.number("nextn_predict_layers", 0)  # heads that draft, no layers of the model
     heads = keys.first("attention.head_count")
     for name, size in (("block_count", layers), ("embedding_length", width), ("heads", heads)):
         if not isinstance(size, int) or size <= 0:
@@ -74,6 +80,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         **family.fixed,
         **_sight(file, keys, family, embedding.shape[0]),
     }
+    values.update(recurrent_from_gguf(family, file, keys.number, layers))
     if values.get("positions", "rotary") == "rotary":
         values["rotary"] = _rotary(file, keys, head_width)
     values.update(today_gguf.read_today(family, file, keys, values))

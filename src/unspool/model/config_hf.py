@@ -18,6 +18,7 @@ from unspool.model.families import FAMILIES, family_of_model_type
 from unspool.model.family import Family
 from unspool.model.float8 import is_float8
 from unspool.model.positions import Rotary
+from unspool.model.recurrent_config import only_ours, recurrent_from_hf, recurrent_to_hf
 from unspool.model.today_config import read_today, write_today
 
 Raw = Mapping[str, Any]
@@ -121,6 +122,7 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     values["windows"] = _windows(family, full, values["layers"])
     values["end_ids"] = _end_ids(raw)
     values.update(_sight(family, raw, values))
+    values.update(recurrent_from_hf(family, full, values))
     values.update(read_today(family, full, values))
     if values.get("positions", "rotary") == "rotary":
         values.update(_rotations(family, full, values))
@@ -129,7 +131,7 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
         values["attention_scale"] = full["query_pre_attn_scalar"] ** -0.5
     if family.name == "smollm3":
         values["unrotated_layers"] = _unrotated(full, values["layers"])
-    if family.name == "qwen3-moe":
+    if family.name in ("qwen3-moe", "qwen3-next"):
         values["dense_layers"] = _dense_layers(full, values["layers"])
     if family.name == "roberta":
         values["context"] -= ROBERTA_RESERVED
@@ -316,7 +318,7 @@ def longrope_attention(factor: float, original: int) -> float:
 
 def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     """A config.json from which transformers builds the same model."""
-    if config.family not in FAMILIES:
+    if config.family not in FAMILIES or only_ours(config):
         return {"model_type": OUR_MODEL_TYPE, "settings": config.to_dict()}
     family = FAMILIES[config.family]
     raw: dict[str, Any] = {
@@ -356,7 +358,7 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         raw["no_rope_layers"] = [
             int(i not in config.unrotated_layers) for i in range(config.layers)
         ]
-    if family.name == "qwen3-moe":
+    if family.name in ("qwen3-moe", "qwen3-next"):
         raw["mlp_only_layers"] = list(config.dense_layers)
     for key, value in write_today(config).items():
         raw[key] = {**raw[key], **value} if key == "rope_parameters" else value
@@ -364,6 +366,7 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         raw[family.keys["context"]] = config.context + ROBERTA_RESERVED
     if family.name in ("bert", "roberta"):
         raw["type_vocab_size"] = 1  # the table of positions holds the type's vector already
+    raw.update(recurrent_to_hf(config))
     raw.update({key: v for key, v in family.only.items() if v is not None})
     if config.sight != "causal" or config.mask_id is not None:
         raw["unspool"] = {name: getattr(config, name) for name in _SIGHT}

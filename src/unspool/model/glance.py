@@ -30,11 +30,13 @@ class Glance:
     kv_bytes: int = 0  # that a token leaves in keys and values
     context: int = 0
     problem: str = ""
+    state_bytes: int = 0  # of one recurrent state of a text
 
     @property
     def needs(self) -> int:
         """About how much memory it takes to run."""
-        return memory_needed(self.bytes, self.kind, memory_of_text(self.kv_bytes, self.context))
+        text = memory_of_text(self.kv_bytes, self.context, self.state_bytes)
+        return memory_needed(self.bytes, self.kind, text)
 
 
 def glance(path: Path, kind: str | None = None) -> Glance:
@@ -104,7 +106,7 @@ def _folder(path: Path, size: int) -> Glance:
     raw = read_json(path / "config.json")
     config = config_from_hf(raw)
     kv_bytes = 2 * config.kv_numbers
-    return Glance(size, _dtype(raw), kv_bytes, config.context)
+    return Glance(size, _dtype(raw), kv_bytes, config.context, state_bytes=config.state_bytes)
 
 
 def _dtype(raw: dict[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from unspool.model.kinds import in_memory
 
 PLANNED_CONTEXT = 4096  # tokens of text that a model should have room for
+PLANNED_STATES = 8  # recurrent states of it
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _PROGRAM = 100_000_000  # bytes that the program and its buffers take beside the model
 
@@ -47,9 +48,10 @@ def memory_needed(size: int, kind: str | None, text: int | None = None) -> int:
     return weights + (weights // 10 if text is None else text) + _PROGRAM
 
 
-def memory_of_text(kv_bytes: int, context: int) -> int:
-    """Keys and values of a text of some length, where a token leaves `kv_bytes`."""
-    return kv_bytes * min(context, PLANNED_CONTEXT)
+def memory_of_text(kv_bytes: int, context: int, state_bytes: int = 0) -> int:
+    """Keys and values of a text of some length, where a token leaves `kv_bytes`; and a few states
+    to come back to, if the model has recurrent layers."""
+    return kv_bytes * min(context, PLANNED_CONTEXT) + PLANNED_STATES * state_bytes
 
 
 def in_words(size: int) -> str:

@@ -77,11 +77,12 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 LLAMA = rules(ENDS, ATTENTION, NORMS_BEFORE, FEED)
 
 
-def gguf(*, interleaved: bool, plus_one: bool) -> tuple[Rule, ...]:
+def gguf(*, interleaved: bool, plus_one: bool, gated: bool = False) -> tuple[Rule, ...]:
     """llama.cpp's names, the same for every family.
 
     `interleaved`: rows of queries and keys are ordered for a rotation of neighbours.
     `plus_one`: norm weights are stored with the one already added.
+    `gated`: rows of a head's gate stand behind those of its queries.
     """
     turned: Layout = "interleaved" if interleaved else "plain"
     norm: Layout = "plus_one" if plus_one else "plain"
@@ -96,7 +97,9 @@ def gguf(*, interleaved: bool, plus_one: bool) -> tuple[Rule, ...]:
             Rule("output.bias", ("head_bias",)),
         ),
         layer("blk.{i}.attn_norm", "attention_norm", layout=norm),
-        layer("blk.{i}.attn_q", "attention.q", layout=turned),
+        layer("blk.{i}.attn_q", "attention.q", "attention.gate", layout="gated_heads")
+        if gated
+        else layer("blk.{i}.attn_q", "attention.q", layout=turned),
         layer("blk.{i}.attn_k", "attention.k", layout=turned),
         layer("blk.{i}.attn_v", "attention.v"),
         layer("blk.{i}.attn_qkv", "attention.q", "attention.k", "attention.v"),
@@ -117,4 +120,31 @@ def gguf(*, interleaved: bool, plus_one: bool) -> tuple[Rule, ...]:
         layer("blk.{i}.ffn_gate.{e}", "feed.gate"),  # files from before experts were stacked
         layer("blk.{i}.ffn_up.{e}", "feed.up"),
         layer("blk.{i}.ffn_down.{e}", "feed.down"),
+        GGUF_RECURRENT,
+        layer("blk.{i}.post_attention_norm", "feed_norm", layout=norm),  # Qwen3-Next and later
     )
+
+
+GGUF_RECURRENT = rules(
+    layer("blk.{i}.shortconv.in_proj", "mixer.b", "mixer.c", "mixer.x"),
+    layer("blk.{i}.shortconv.conv", "mixer.conv", layout="channels"),
+    layer("blk.{i}.shortconv.out_proj", "mixer.out"),
+    layer("blk.{i}.attn_qkv", "mixer.qkv"),
+    layer("blk.{i}.attn_gate", "mixer.z"),
+    layer("blk.{i}.ssm_beta", "mixer.b"),
+    layer("blk.{i}.ssm_alpha", "mixer.a"),
+    layer("blk.{i}.ssm_ba", "mixer.b", "mixer.a", layout="grouped_values"),
+    layer("blk.{i}.ssm_conv1d", "mixer.conv", layout="channels"),
+    layer("blk.{i}.ssm_out", "mixer.out"),
+    (
+        Rule("blk.{i}.ssm_a", ("layers.{i}.mixer.a_log",), "log_of_minus"),
+        Rule("blk.{i}.ssm_dt.bias", ("layers.{i}.mixer.dt_bias",)),
+        Rule("blk.{i}.ssm_norm.weight", ("layers.{i}.mixer.norm_weight",)),
+        Rule("token_embd_norm.weight", ("norm.weight",)),  # LFM2 calls its last norm so
+        Rule("blk.{i}.exp_probs_b.bias", ("layers.{i}.feed.selection_bias",)),
+    ),
+    layer("blk.{i}.ffn_gate_inp_shexp", "feed.shared_gate"),
+    layer("blk.{i}.ffn_gate_shexp", "feed.shared.gate"),
+    layer("blk.{i}.ffn_up_shexp", "feed.shared.up"),
+    layer("blk.{i}.ffn_down_shexp", "feed.shared.down"),
+)

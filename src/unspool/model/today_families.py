@@ -217,6 +217,8 @@ ALIASES: dict[str, Alias] = {
     "gemma4": ("gemma4", {}),
     "gemma4_unified": _GEMMA4_UNIFIED,
     "gemma4_unified_text": _GEMMA4_UNIFIED,
+    "qwen3_5": ("qwen3.5", {}),
+    "qwen3_5_moe": ("qwen3.5-moe", {}),
     "mistral3": ("mistral", {"sliding_window": None}),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,

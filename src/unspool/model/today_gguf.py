@@ -28,7 +28,9 @@ def layer_shapes(keys: Keys, layers: int, width: int) -> dict[str, Any]:
     """The sizes of heads and feed-forwards: the largest, and each layer's where they differ."""
     heads = keys.per_layer("attention.head_count", layers)
     kv_heads = keys.per_layer("attention.head_count_kv", layers, heads[0])
-    ff_widths = keys.per_layer("feed_forward_length", layers)
+    kv_heads = [count or max(kv_heads) for count in kv_heads]  # recurrent layers have none
+    experts = keys.get("expert_feed_forward_length")  # all that there is, in some
+    ff_widths = keys.per_layer("feed_forward_length", layers, experts)
     wide = keys.number("attention.key_length", width // heads[0])
     near = keys.number("attention.key_length_swa", wide)
     windows = [0] * layers

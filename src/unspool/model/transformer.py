@@ -25,7 +25,9 @@ from torch.nn import functional
 
 from unspool.model.beside import DenseAndExperts, TokenInput, TokenInputs
 from unspool.model.config import ModelConfig
-from unspool.model.parts import HeadTransform, Norm, activate, norm_or_not, turn, unit
+from unspool.model.feed import Experts, FeedForward
+from unspool.model.mixers import Mixer, new_mixer
+from unspool.model.parts import HeadTransform, Norm, norm_or_not, turn, unit
 from unspool.model.positions import Rotary, sinusoidal
 
 # Attention looks at this many queries at a time, so that a long prompt needs no giant table.
@@ -33,7 +35,8 @@ QUERIES_AT_ONCE = 256
 
 
 class Cache:
-    """Keys and values of the tokens so far, a pair of tensors for each layer that has them."""
+    """Keys and values of the tokens so far, a pair of tensors for each layer that has them; what
+    recurrent layers have instead cannot go back."""
 
     def __init__(
         self, config: ModelConfig, capacity: int, batch: int, dtype: torch.dtype, device: str
@@ -44,6 +47,8 @@ class Cache:
             shape = (batch, heads, capacity, width)
             self.keys[layer] = torch.zeros(shape, dtype=dtype, device=device)
         self.values = {layer: torch.zeros_like(keys) for layer, keys in self.keys.items()}
+        floats = [config.state_floats(layer) for layer in range(config.layers)]
+        self.states = [torch.zeros(batch, count, device=device) for count in floats]
         self.capacity = capacity
         self.length = 0
 
@@ -51,6 +56,11 @@ class Cache:
         """Forget every token from position `length` on; what lies behind is overwritten."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind {self.length} tokens to {length}")
+        if 0 < length < self.length and any(state.numel() for state in self.states):
+            raise ValueError("what a recurrent layer has read cannot be taken back, only all of it")
+        if length == 0:
+            for state in self.states:
+                state.zero_()
         self.length = length
 
 
@@ -86,6 +96,9 @@ class Attention(nn.Module):
             self.k = nn.Linear(width, shared, bias=config.qkv_bias)
         if own and config.has_values(layer):
             self.v = nn.Linear(width, shared, bias=config.qkv_bias)
+        self.gate: nn.Linear | None = None
+        if config.attention_gate:
+            self.gate = nn.Linear(width, out, bias=config.qkv_bias)
         self.out = nn.Linear(out, width, bias=config.out_bias)
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
@@ -113,7 +126,7 @@ class Attention(nn.Module):
             key, value = shared[self.source]
         if attend is not None:
             mixed = attend(self, query, key, value)
-            return self.out(mixed.transpose(1, 2).reshape(batch, count, -1))
+            return self.finish(mixed.transpose(1, 2).reshape(batch, count, -1), x)
         start = 0
         if cache is not None:
             start, end = cache.length, cache.length + count
@@ -128,7 +141,14 @@ class Attention(nn.Module):
             ],
             dim=2,
         )
-        return self.out(mixed.transpose(1, 2).reshape(batch, count, -1))
+        return self.finish(mixed.transpose(1, 2).reshape(batch, count, -1), x)
+
+    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """What the heads found, back in the width of `x`, which went in."""
+        if self.gate is not None:
+            mixed = mixed * torch.sigmoid(self.gate(x))
+        found: Tensor = self.out(mixed)
+        return found
 
     def queries(self, x: Tensor, angles: Angles | None) -> Tensor:
         """Of tokens, [batch, heads, count, head_width]."""
@@ -235,68 +255,8 @@ def attention_weights(
     return scores.masked_fill(hidden, -math.inf).softmax(-1)
 
 
-class FeedForward(nn.Module):
-    """Each position by itself: widen, bend, and narrow again."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.activation = config.activation
-        width, inner, bias = config.width, config.shape(layer).ff_width, config.ff_bias
-        self.gate = nn.Linear(width, inner, bias=bias) if config.gated else None
-        self.up = nn.Linear(width, inner, bias=bias)
-        self.down = nn.Linear(inner, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(activate(self.activation, self.up(x)))
-        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
-
-
-class Stacked(nn.Module):
-    """The same matrix of every expert, one above the other."""
-
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, rows, columns) * columns**-0.5)
-
-
-class Experts(nn.Module):
-    """Many feed-forwards, of which a router picks a few for each token."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.router = nn.Linear(config.width, config.experts, bias=False)
-        self.gate = Stacked(config.experts, config.expert_width, config.width)
-        self.up = Stacked(config.experts, config.expert_width, config.width)
-        self.down = Stacked(config.experts, config.width, config.expert_width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        return self.answers(tokens, *self.choose(tokens)).view_as(x)
-
-    def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each of these vectors, and how much each of them counts."""
-        chances = self.router(tokens).float().softmax(-1)
-        weights, chosen = chances.topk(self.config.experts_per_token, dim=-1)
-        if self.config.normalize_experts:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen
-
-    def answers(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What the chosen experts say to each, weighed and summed."""
-        total = torch.zeros_like(tokens)
-        for expert in chosen.unique().tolist():  # only the experts that somebody asked for
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            picked = tokens[rows]
-            bent = activate(self.config.activation, picked @ self.gate.weight[expert].t())
-            answer = (bent * (picked @ self.up.weight[expert].t())) @ self.down.weight[expert].t()
-            total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
-        return total
-
-
 class Layer(nn.Module):
-    """Attention, then feed-forward, each adding to the vector that passes through."""
+    """Attention or a recurrence, then feed-forward, each adding to the vector that passes."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -304,7 +264,12 @@ class Layer(nn.Module):
         self.residual_scale = config.residual_scale
         after = config.norm_after or config.norm_sums
         self.attention_norm = norm_or_not(config, config.normed_attention(layer))
-        self.attention = Attention(config, layer)
+        self.layer = layer
+        self.mixer: Mixer | None = None
+        if config.mixer(layer) == "attention":
+            self.attention = Attention(config, layer)
+        else:
+            self.mixer = new_mixer(config, layer)
         self.attention_post_norm = norm_or_not(config, after)
         self.feed_norm = norm_or_not(config, config.normed_feed(layer))
         self.feed = self._feed(config, layer)
@@ -315,10 +280,11 @@ class Layer(nn.Module):
     @staticmethod
     def _feed(config: ModelConfig, layer: int) -> nn.Module:
         if not config.has_experts(layer):
-            return FeedForward(config, layer)
+            return FeedForward(config, config.shape(layer).ff_width)
         if not config.dense_beside_experts:
             return Experts(config)
-        return DenseAndExperts(config, FeedForward(config, layer), Experts(config))
+        dense = FeedForward(config, config.shape(layer).ff_width)
+        return DenseAndExperts(config, dense, Experts(config))
 
     def forward(
         self,
@@ -329,9 +295,25 @@ class Layer(nn.Module):
         shared: Shared | None = None,
         token: Tensor | None = None,
     ) -> Tensor:
-        attended = self.attention(self.attention_norm(x), angles, cache, attend, shared)
+        normed = self.attention_norm(x)
+        if self.mixer is not None:
+            attended = self._recurred(self.mixer, normed, cache, attend)
+        else:
+            attended = self.attention(normed, angles, cache, attend, shared)
         between = self.with_attended(x, attended)
         return self.with_fed(x, between, token)
+
+    def _recurred(
+        self, mixer: Mixer, x: Tensor, cache: Cache | None, attend: Attend | None
+    ) -> Tensor:
+        if attend is not None:  # whole rows of text, some of several documents
+            return mixer.whole(x, getattr(attend, "documents", None))
+        parts = mixer.project(x)
+        state = cache.states[self.layer] if cache else mixer.fresh(len(x), x.device)
+        mixed, state = mixer.recur(parts, state)
+        if cache is not None:
+            cache.states[self.layer] = state
+        return mixer.finish(mixed, parts)
 
     def with_attended(self, x: Tensor, attended: Tensor) -> Tensor:
         """The vector with what attention found."""

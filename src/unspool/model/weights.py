@@ -17,13 +17,17 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
+from unspool.model.recurrence import Recurrence
 from unspool.model.stored import Stored
 
 if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
-Layout = Literal["plain", "transposed", "per_head", "interleaved", "plus_one"]
+Layout = Literal[
+    "plain", "transposed", "per_head", "interleaved", "plus_one", "gated_heads", "grouped",
+    "grouped_values", "channels", "log_of_minus",
+]  # fmt: skip
 
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -54,18 +58,11 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         at = f"layers.{layer}"
         if config.normed_attention(layer):
             norm(f"{at}.attention_norm")
-        shape, own = config.shape(layer), config.kv_source(layer) == layer
-        linear(f"{at}.attention.q", shape.out_width, width, config.qkv_bias)
-        if own:
-            linear(f"{at}.attention.k", shape.kv_width, width, config.qkv_bias)
-        if own and config.has_values(layer):
-            linear(f"{at}.attention.v", shape.kv_width, width, config.qkv_bias)
-        if config.qk_norm != "none":
-            whole, head = config.qk_norm == "whole", shape.head_width
-            found[f"{at}.attention.q_norm.weight"] = (shape.out_width if whole else head,)
-            if own:
-                found[f"{at}.attention.k_norm.weight"] = (shape.kv_width if whole else head,)
-        linear(f"{at}.attention.out", width, shape.out_width, config.out_bias)
+        shape = config.shape(layer)
+        if config.mixer(layer) == "attention":
+            found.update(_attention_shapes(config, layer))
+        else:
+            found.update(_mixer_shapes(config, layer))
         if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
         if config.normed_feed(layer):
@@ -80,6 +77,13 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         if config.has_experts(layer):
             count, inner = config.experts, config.expert_width
             found[f"{experts}.router.weight"] = (count, width)
+            if config.selection_bias:
+                found[f"{experts}.selection_bias"] = (count,)
+            if config.shared_width:
+                linear(f"{experts}.shared_gate", 1, width, False)
+                for side in ("gate", "up"):
+                    linear(f"{experts}.shared.{side}", config.shared_width, width, False)
+                linear(f"{experts}.shared.down", width, config.shared_width, False)
             found[f"{experts}.gate.weight"] = (count, inner, width)
             found[f"{experts}.up.weight"] = (count, inner, width)
             found[f"{experts}.down.weight"] = (count, width, inner)
@@ -106,6 +110,50 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
     elif config.head_bias:
         found["head_bias"] = (config.vocab_size,)
     return found
+
+
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    shape, own = config.shape(layer), config.kv_source(layer) == layer
+    rows = {"q": shape.out_width}
+    if config.attention_gate:
+        rows["gate"] = shape.out_width
+    if own:
+        rows["k"] = shape.kv_width
+    if own and config.has_values(layer):
+        rows["v"] = shape.kv_width
+    found: dict[str, Shape] = {}
+    for name, count in rows.items():
+        found[f"{name}.weight"] = (count, config.width)
+        if config.qkv_bias:
+            found[f"{name}.bias"] = (count,)
+    if config.qk_norm != "none":
+        whole, head = config.qk_norm == "whole", shape.head_width
+        found["q_norm.weight"] = (shape.out_width if whole else head,)
+        if own:
+            found["k_norm.weight"] = (shape.kv_width if whole else head,)
+    found["out.weight"] = (config.width, shape.out_width)
+    if config.out_bias:
+        found["out.bias"] = (config.width,)
+    return {f"layers.{layer}.attention.{name}": size for name, size in found.items()}
+
+
+def _mixer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """The weights of a recurrent layer; the taps of its convolution are [tokens, channels]."""
+    recurrence, width, mixer = config.recurrence, config.width, config.mixer(layer)
+    assert recurrence is not None
+    channels = recurrence.channels(mixer, width)
+    heads, values = recurrence.value_heads, recurrence.values
+    if mixer == "conv":
+        found: dict[str, Shape] = {f"{name}.weight": (width, width) for name in "bcx"}
+        values = width
+    else:
+        rows = {"qkv": channels, "z": values, "b": heads, "a": heads}
+        found = {f"{name}.weight": (count, width) for name, count in rows.items()}
+        found |= {"a_log": (heads,), "dt_bias": (heads,)}
+        found["norm_weight"] = (recurrence.value_width,)
+    found["conv.weight"] = (recurrence.conv_kernel, channels)
+    found["out.weight"] = (width, values)
+    return {f"layers.{layer}.mixer.{name}": size for name, size in found.items()}
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -207,7 +255,8 @@ def _fitting(
     for_experts = len(wanted[name]) == 3  # the matrices of all experts
     for rule in rules:
         parts = [part.replace("{i}", layer) for part in rule.ours]
-        if rule.for_experts == for_experts and name in parts and wanted.keys() >= set(parts):
+        fits = rule.for_experts == for_experts or rule.theirs in rule.ours  # our own name
+        if fits and name in parts and wanted.keys() >= set(parts):
             yield rule, rule.theirs.replace("{i}", layer), parts
 
 
@@ -234,6 +283,10 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
         whole = whole.transposed()
     elif rule.layout == "plus_one":
         whole = whole.minus_one()
+    elif rule.layout == "channels":  # a convolution's taps: [channels, (1,) tokens] in files
+        whole = Stored.of(np.ascontiguousarray(whole.float32().reshape(whole.shape[0], -1).T))
+    elif rule.layout == "log_of_minus":
+        whole = Stored.of(np.log(-whole.float32()))
     else:
         order = row_order(rule.layout, whole.shape[0], config)
         if order is not None:
@@ -259,10 +312,17 @@ def _split_experts(whole: Stored, parts: list[Shape]) -> list[Stored]:
 
 def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
     """Which of their rows comes first for us; None: as it is, or their number cannot be right."""
-    if layout not in ("interleaved", "per_head"):
-        return None
+    recurrence = config.recurrence
+    if layout == "grouped" and recurrence is not None:
+        return _grouped_order(recurrence, count)
     if layout == "interleaved":  # llama.cpp pairs neighbours, we pair halves of a head
         shape, axes = (-1, config.head_width // 2, 2), (0, 2, 1)
+    elif layout == "gated_heads":  # query and gate of head 0, then of head 1, ...
+        shape, axes = (config.heads, 2, config.head_width), (1, 0, 2)
+    elif layout == "grouped_values" and recurrence is not None:  # b and a of key head 0, then ...
+        shape, axes = (recurrence.key_heads, 2, -1), (1, 0, 2)
+    elif layout != "per_head":
+        return None
     else:  # q, k and v of head 0, then of head 1, ...
         shape, axes = (config.heads, 3, config.head_width), (1, 0, 2)
     if not shape[1] or count % abs(math.prod(shape)):
@@ -270,10 +330,25 @@ def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np
     return np.arange(count).reshape(shape).transpose(axes).reshape(-1)
 
 
+def _grouped_order(recurrence: Recurrence, count: int) -> npt.NDArray[np.int64] | None:
+    """Queries of all key heads, their keys, values and gates, from rows where each key head has all
+    of its own together."""
+    if count != 2 * (recurrence.keys + recurrence.values):
+        return None
+    key, value = recurrence.key_width, recurrence.values // recurrence.key_heads
+    groups = np.arange(count).reshape(recurrence.key_heads, -1)
+    parts = np.split(groups, np.cumsum((key, key, value)), axis=1)
+    return np.concatenate([part.reshape(-1) for part in parts])
+
+
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
     import torch
 
     whole = torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
+    if rule.layout == "channels":
+        return whole.t()[:, None]
+    if rule.layout == "log_of_minus":
+        return -whole.exp()
     if rule.layout == "transposed" and whole.ndim == 2:
         return whole.t()
     if rule.layout == "plus_one":

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from unspool.backends.base import StepLimits
 from unspool.backends.cpu.adapters import CpuAdapters
+from unspool.backends.cpu.recurrent_look import RecurrentLook
 from unspool.backends.cpu.structures import (
     BatchStructure,
     KeyValues,
@@ -29,7 +30,7 @@ from unspool.backends.cpu.structures import (
     functions,
 )
 from unspool.backends.cpu.threads import FORKED
-from unspool.backends.memory import free_memory, pages_in
+from unspool.backends.memory import free_memory, pages_and_states
 from unspool.backends.step import (
     BlockTable,
     Done,
@@ -56,7 +57,7 @@ _FIRST_ANGLES = 512  # positions whose angles are worked out at first; then twic
 _FAULTS = {
     1: "there is not enough memory for a batch of {count} tokens; allow less at once",
     2: "the system gave no more threads; ask for fewer with threads=1",
-    3: "the batch names a token, a position or a page that does not exist",
+    3: "the batch names a token, a position, a page or a state that does not exist",
 }
 
 
@@ -104,7 +105,6 @@ class CpuBackend:
 
     limits = StepLimits()
     overlaps = False
-    echoes = True
 
     def __init__(self, model: PlannedModel, *, memory: int | None, context: int) -> None:
         config = model.config
@@ -113,10 +113,15 @@ class CpuBackend:
         layers, self.page_bytes = page_layout(config, model.kv_bits)
         if memory is None:
             memory = min(2 << 30, free_memory() // 4)
-        self.page_count = pages_in(memory, self.page_bytes)
+        self.state_bytes = config.state_bytes
+        self.echoes = not self.state_bytes  # a token's state is that of its own row
+        self.page_count, self.state_count = pages_and_states(
+            memory, self.page_bytes, self.state_bytes
+        )
         self.vocab_size = config.vocab_size
         self.context = context
         self._memory = _untouched(self.page_count * self.page_bytes)
+        self._states = _untouched(max(1, self.state_count * self.state_bytes))
         self._kv = KeyValues(
             data=address(self._memory),
             pages=self.page_count,
@@ -175,6 +180,7 @@ class CpuBackend:
             lines = contiguous(batch.echoes[:, 1])
             starts = contiguous(np.searchsorted(batch.echoes[:, 0], np.arange(count + 1)))
             structure.echo_starts, structure.echo_lines = address(starts), address(lines)
+        kept = self._put_states(structure, batch) if self.state_bytes else ()
         logits = self._room_for(picked, asked)
         watch = _Watch(self.model, batch, batch.look) if batch.look else None
         status = functions().unspool_run(
@@ -185,6 +191,7 @@ class CpuBackend:
             ctypes.addressof(watch.list) if watch else None,
             address(logits),
         )
+        del kept
         if status:
             raise UnspoolError(_FAULTS[status].format(count=count))
         inside = watch.inside() if watch else None
@@ -192,6 +199,23 @@ class CpuBackend:
             return StepResult(no_ints(), _NO_LOGPROBS, logits[picked:], inside)
         found = pick(logits[:picked], batch.pick, self.model.threads)
         return StepResult(found.tokens, found.logprobs, logits[picked:], inside, found.failures)
+
+    def _put_states(self, structure: BatchStructure, batch: StepBatch) -> tuple[Ints, ...]:
+        """The slots of recurrent states into what the library gets; the arrays must outlive it."""
+        rows, count = len(batch.starts) - 1, len(batch.tokens)
+        tokens = batch.captures[:, 0]
+        ordered = len(tokens) == 0 or (tokens[0] >= 0 and tokens[-1] < count)
+        if batch.states.shape != (rows, 2) or not ordered or (np.diff(tokens) < 0).any():
+            raise UnspoolError(_FAULTS[3])
+        states = contiguous(batch.states)
+        structure.state_data, structure.state_slots = address(self._states), self.state_count
+        structure.state_floats, structure.states = self.state_bytes // 4, address(states)
+        if not len(tokens):
+            return (states,)
+        slots = contiguous(batch.captures[:, 1])
+        starts = contiguous(np.searchsorted(tokens, np.arange(count + 1)))
+        structure.capture_starts, structure.capture_slots = address(starts), address(slots)
+        return states, slots, starts
 
     def _room_for(self, picked: int, asked: int) -> Floats:
         """Memory for logits: new where they are given away, and otherwise that of the last step."""
@@ -286,6 +310,10 @@ class _Watch:
             None if self._places is None else address(self._places),
             config.heads,
         )
+        self._recurrent = None
+        if config.state_bytes:
+            self._recurrent = RecurrentLook(config, taps, len(batch.tokens))
+            self._recurrent.put(self.list)
 
     def inside(self) -> Inside:
         residuals = parts = None
@@ -302,4 +330,5 @@ class _Watch:
                 self._starts[:-1], self._starts[1:], self._past.tolist(), strict=True
             )
         ]
-        return Inside(residuals, attention, parts)
+        recurrent = self._recurrent.seen() if self._recurrent else []
+        return Inside(residuals, attention, parts, recurrent=recurrent)

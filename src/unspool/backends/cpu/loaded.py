@@ -112,7 +112,8 @@ class CpuModel:
     def _repack(self, checkpoint: Checkpoint, store: str | None) -> None:
         matrices: dict[str, Stored] = {}
         for name, stored in checkpoint.weights():
-            if len(stored.shape) == 1 or name == "position_embed.weight":
+            taps = name.endswith(".conv.weight")
+            if len(stored.shape) == 1 or taps or name == "position_embed.weight":
                 self.vectors[name] = self._vector(name, stored, checkpoint)
             elif len(stored.shape) == 3:
                 parts = stored.slices()
@@ -186,6 +187,8 @@ class CpuModel:
     def effective(self, name: str) -> Floats:
         found = self.vector(name)
         assert found is not None, name
+        if name.endswith(".a_log"):  # the rate at which a head forgets
+            found = -np.exp(found)
         return np.ascontiguousarray(found)
 
     # -- what the lens reads ------------------------------------------------------------------
@@ -310,7 +313,7 @@ def _by_store(
     found: dict[str | None, dict[str, Stored]] = {}
     for name, stored in matrices.items():
         kind = store
-        if store in ("4", "8") and ".router." in name:
+        if store in ("4", "8") and (".router." in name or ".shared_gate." in name):
             kind = None
         elif store == "4" and name in ("embed.weight", "head.weight"):
             kind = "8"

@@ -29,6 +29,8 @@ from unspool.backends.cpu.structures import (
     PREPARE,
     QUERIES_ONLY,
     ROWS,
+    SIGMOID_ROUTER,
+    TILED_HEADS,
     Op,
 )
 from unspool.model.config import ModelConfig
@@ -62,6 +64,12 @@ class Operation:
     queries_only: bool = False
     keys_as_values: bool = False
     norm_values: bool = False
+    sigmoid_router: bool = False
+    other: str = ""  # one more buffer that is read
+    state: int = 0  # where in a text's state that of the operation begins
+    key_heads: int = 0
+    value_width: int = 0
+    tiled_heads: bool = False
     experts: int = 0
     chosen: int = 0
     scale: float = 1.0
@@ -125,7 +133,8 @@ class Plan:
         for o in self.operations:
             flags = ADD * o.add | GATED * o.gated | CENTRED * o.centred | NORMALIZE * o.normalize
             flags |= QUERIES_ONLY * o.queries_only | KEYS_AS_VALUES * o.keys_as_values
-            flags |= NORM_VALUES * o.norm_values
+            flags |= NORM_VALUES * o.norm_values | SIGMOID_ROUTER * o.sigmoid_router
+            flags |= TILED_HEADS * o.tiled_heads
             ops.append(
                 Op(
                     kind=KINDS[o.kind],
@@ -147,6 +156,10 @@ class Plan:
                     flags=flags | BOTH_WAYS * o.both_ways,
                     experts=o.experts,
                     chosen=o.chosen,
+                    other=buffers.get(o.other, -1),
+                    state=o.state,
+                    key_heads=o.key_heads,
+                    value_width=o.value_width,
                     scale=o.scale,
                     cap=o.cap,
                     epsilon=o.epsilon,
@@ -176,7 +189,7 @@ def _bias_of(config: ModelConfig, matrix: str) -> str:
         has = config.out_bias
     elif ".attention." in matrix:
         has = config.qkv_bias
-    elif ".router." in matrix or "token_input" in matrix:
+    elif any(part in matrix for part in (".router.", "token_input", ".mixer.", ".shared")):
         has = False
     else:
         has = config.ff_bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unspool.backends.cpu.plan import Operation, Plan
+from unspool.backends.cpu.plan_recurrent import check_recurrence, recurrent
 from unspool.errors import ModelFileError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
@@ -27,6 +28,7 @@ def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> 
             f"a head is {config.head_width:,} wide, and the native backend takes {WIDEST_HEAD:,}; "
             "load the model with backend='torch'"
         )
+    check_recurrence(config)
     builder = _Builder(config)
     scale = config.embedding_scale if embedding_scale is None else embedding_scale
     builder.begin(scale)
@@ -45,7 +47,8 @@ class _Builder:
         self.buffer("x", config.width)
         for layer in range(config.layers):
             shape = config.shape(layer)
-            self.buffer("qkv", shape.out_width + 2 * shape.kv_width)
+            gates = shape.out_width if config.attention_gate else 0
+            self.buffer("qkv", shape.out_width + 2 * shape.kv_width + gates)
             self.buffer("mixed", shape.out_width)
             rotary = config.layer_rotary(layer)
             if rotary is not None and rotary not in self.plan.rotary:
@@ -78,13 +81,14 @@ class _Builder:
         self.snapshot(0)
 
     def layer(self, layer: int) -> None:
-        self.attention(layer)
+        attends = self.config.mixer(layer) == "attention"
+        out = self.attention(layer) if attends else recurrent(self, layer)
         if self.config.parallel:  # the feed-forward reads x before attention has added to it
             down = self.feed(layer)
-            self.attention_out(layer)
+            self.after(out, layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
         else:
-            self.attention_out(layer)
+            self.after(out, layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
             down = self.feed(layer)
         self.after(down, layer, "feed_post_norm")
@@ -95,10 +99,12 @@ class _Builder:
             self.add(Operation(kind="scale", source="x", target="x", vector=vector))
         self.snapshot(2 * layer + 2)
 
-    def attention(self, layer: int) -> None:
+    def attention(self, layer: int) -> Operation:
+        """Up to what the heads gather; gives the operation that adds it to x."""
         config, at, shape = self.config, f"layers.{layer}.attention", self.config.shape(layer)
         own = config.kv_source(layer) == layer
         parts = ["q"] + ["k"] * own + ["v"] * (own and config.has_values(layer))
+        parts += ["gate"] * config.attention_gate  # only where layers have all the others
         norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
         self.linear("x", "qkv", tuple(f"{at}.{part}.weight" for part in parts), norm=norm)
         if config.qk_norm == "whole":
@@ -137,17 +143,20 @@ class _Builder:
                 cap=config.attention_softcap,
             )
         )
-
-    def attention_out(self, layer: int) -> None:
-        out = Operation(
+        if config.attention_gate:
+            gates = Operation(
+                kind="gate", source="qkv", target="mixed", activation="sigmoid",
+                offset=shape.out_width + 2 * shape.kv_width, width=shape.out_width,
+            )  # fmt: skip
+            self.add(gates)
+        return Operation(
             kind="linear",
             source="mixed",
             target="x",
-            matrices=(f"layers.{layer}.attention.out.weight",),
-            width=self.config.shape(layer).out_width,
+            matrices=(f"{at}.out.weight",),
+            width=shape.out_width,
             add=True,
         )
-        self.after(out, layer, "attention_post_norm")
 
     def feed(self, layer: int) -> Operation:
         """The first half of the feed-forward; gives the operation of the second."""
@@ -194,6 +203,9 @@ class _Builder:
                 kind="route",
                 source="router",
                 vector=counts,
+                second_vector=f"{at}.selection_bias" if config.selection_bias else "",
+                sigmoid_router=config.router == "sigmoid",
+                scale=config.experts_scale,
                 experts=count,
                 chosen=config.experts_per_token,
                 normalize=config.normalize_experts,
@@ -215,7 +227,37 @@ class _Builder:
                 experts=count,
             )
         )
+        if config.shared_width:
+            self.shared(at, norm)
+            self.add(Operation(kind="combine", source="answers", target="fed", add=True))
+            return Operation(kind="scale", source="fed", target="x", add=True)
         return Operation(kind="combine", source="answers", target="x", add=True)
+
+    def shared(self, at: str, norm: str) -> None:
+        """What the feed-forward beside the experts says, behind its gate."""
+        inner = self.config.shared_width
+        self.buffer("shared", 2 * inner + 1)
+        self.buffer("fed", self.config.width)
+        sides = ("shared.gate", "shared.up", "shared_gate")
+        self.linear("x", "shared", tuple(f"{at}.{side}.weight" for side in sides), norm=norm)
+        self.add(
+            Operation(
+                kind="linear",
+                source="shared",
+                target="fed",
+                matrices=(f"{at}.shared.down.weight",),
+                width=inner,
+                prepare="activated",
+                activation=self.config.activation,
+                gated=True,
+            )
+        )
+        self.add(
+            Operation(
+                kind="gate", source="shared", target="fed", offset=2 * inner, heads=1,
+                activation="sigmoid",
+            )
+        )  # fmt: skip
 
     def dense_and_experts(self, layer: int) -> Operation:
         """Both read x, each through norms of its own; their sum is what is added."""

@@ -29,12 +29,15 @@ KINDS = {
     "snapshot": 10,
     "activate": 11,
     "scale": 12,
+    "gate": 13,
+    "conv": 14,
+    "delta": 15,
 }
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
 ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY, BOTH_WAYS = 1, 2, 4, 8, 16, 32  # flags
-KEYS_AS_VALUES, NORM_VALUES = 64, 128
+KEYS_AS_VALUES, NORM_VALUES, SIGMOID_ROUTER, TILED_HEADS = 64, 128, 256, 512
 
 
 class Op(ctypes.Structure):
@@ -58,6 +61,10 @@ class Op(ctypes.Structure):
         ("flags", _i32),
         ("experts", _i32),
         ("chosen", _i32),
+        ("other", _i32),
+        ("state", _i32),
+        ("key_heads", _i32),
+        ("value_width", _i32),
         ("scale", _f32),
         ("cap", _f32),
         ("epsilon", _f32),
@@ -103,6 +110,12 @@ class BatchStructure(ctypes.Structure):
         ("adapters", _pointer),
         ("echo_starts", _pointer),
         ("echo_lines", _pointer),
+        ("state_data", _pointer),
+        ("state_slots", _i64),
+        ("state_floats", _i64),
+        ("states", _pointer),
+        ("capture_starts", _pointer),
+        ("capture_slots", _pointer),
     )
 
 
@@ -128,6 +141,9 @@ class TapList(ctypes.Structure):
         ("weights", _pointer),
         ("places", _pointer),
         ("heads", _i64),
+        ("recurrent", _pointer),
+        ("recurrent_seen", _pointer),
+        ("recurrent_room", _i64),
     )
 
 

@@ -42,6 +42,10 @@ def lacking(config: ModelConfig) -> str | None:
         "it scales its logits": config.logit_scale != 1,
         "its layers look up the token": config.token_width > 0,
         "it has experts beside a feed-forward": config.dense_beside_experts,
+        "it has recurrent layers": config.state_bytes > 0,
+        "its attention has a gate": config.attention_gate,
+        "its router is no softmax": config.router != "softmax" or config.experts_scale != 1,
+        "it has an expert that is shared": config.shared_width > 0,
         "its windows reach ahead": config.sight == "whole" and any(config.windows),
     }
     return next((words for words, needed in needs.items() if needed), None)

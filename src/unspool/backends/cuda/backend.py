@@ -40,6 +40,7 @@ class CudaBackend:
 
     overlaps = True
     echoes = False
+    state_bytes = state_count = 0
     page_size = PAGE_SIZE
 
     @torch.inference_mode(False)  # what it makes is written to in either mode

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.step import Floats
-from unspool.backends.torch.paged import TorchBackend, pages_for
+from unspool.backends.torch.paged import TorchBackend, room_for
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Transformer
 
@@ -35,8 +35,8 @@ class TorchModel:
         return str(self.transformer.embed.weight.device)
 
     def backend(self, *, memory: int | None, context: int) -> TorchBackend:
-        pages = pages_for(self.transformer, memory)
-        return TorchBackend(self.transformer, page_count=pages, context=context)
+        pages, states = room_for(self.transformer, memory)
+        return TorchBackend(self.transformer, page_count=pages, state_count=states, context=context)
 
     def logits(self, vectors: Floats) -> Floats:
         with torch.inference_mode():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from unspool.backends.base import StepLimits
-from unspool.backends.memory import free_memory, pages_in
+from unspool.backends.memory import free_memory, pages_and_states
 from unspool.backends.step import (
     BlockTable,
     Done,
@@ -27,7 +27,9 @@ from unspool.backends.step import (
     no_ints,
 )
 from unspool.backends.torch.adapters import TorchAdapters
+from unspool.backends.torch.states import Piece, StateLook, States, pieces_of
 from unspool.model.adapters import Adapter
+from unspool.model.config import ModelConfig
 from unspool.model.transformer import QUERIES_AT_ONCE, Angles, Attention, Layer, Transformer
 from unspool.sampling.picker import pick
 
@@ -39,17 +41,26 @@ class TorchBackend:
 
     limits = StepLimits()
     overlaps = False
-    echoes = True
 
-    def __init__(self, model: Transformer, *, page_count: int, context: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        page_count: int,
+        state_count: int = 0,
+        context: int | None = None,
+    ) -> None:
         config, weight = model.config, model.embed.weight
         self.model = model
+        self.state_bytes, self.state_count = config.state_bytes, state_count
+        self.echoes = not self.state_bytes  # a token's state is that of its own row
         self.page_size, self.page_count = PAGE_SIZE, page_count
         self.page_bytes = page_bytes(model)
         self.vocab_size = config.vocab_size
         self.context = context or config.context
         self._device = weight.device
         self._table = BlockTable()
+        self._states = States(config, state_count, self._device)
         self._adapters = TorchAdapters(model)
         # One long row of slots for each layer that keeps keys and values: slot = page * page_size
         # + place in the page.
@@ -77,9 +88,11 @@ class TorchBackend:
 
     def _run(self, batch: StepBatch) -> StepResult:
         model, plan = self.model, _Plan(batch, self._table, self.page_size, self._device)
+        if self.state_bytes:
+            plan.pieces = pieces_of(batch, self.state_count)
         angles = model.angles(batch.positions, self.context)
         x = model.embedded(plan.tokens[None], batch.positions)
-        watch = _Watch(batch.look, x, model.config.heads) if batch.look else None
+        watch = _Watch(batch.look, x, model.config) if batch.look else None
         told = model.told(plan.tokens[None], x)
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
@@ -103,8 +116,27 @@ class TorchBackend:
         plan: _Plan,
         watch: _Watch | None,
     ) -> Tensor:
-        attention = layer.attention
         normed = layer.attention_norm(x)
+        attended = self._mixed(layer, normed, angles, plan, watch)
+        between = layer.with_attended(x, attended)
+        after = layer.with_fed(x, between, token)
+        if watch:
+            watch.layer(after, between.float() - x.float(), after.float() - between.float())
+        return after
+
+    def _mixed(
+        self,
+        layer: Layer,
+        normed: Tensor,
+        angles: Angles | None,
+        plan: _Plan,
+        watch: _Watch | None,
+    ) -> Tensor:
+        """What attention, or a recurrence, adds to each token."""
+        if layer.mixer is not None:
+            look = watch.states(plan.ends) if watch else None
+            return self._states.mix(layer.layer, layer.mixer, normed, plan.pieces, look)
+        attention = layer.attention
         query = attention.queries(normed, angles)
         keys, values = self._keys[attention.source], self._values[attention.source]
         if attention.source == attention.layer:
@@ -116,11 +148,7 @@ class TorchBackend:
         mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
         for rows in plan.groups:
             rows.attend(attention, query[0], keys, values, mixed, watch)
-        between = layer.with_attended(x, attention.out(mixed.flatten(1))[None])
-        after = layer.with_fed(x, between, token)
-        if watch:
-            watch.layer(after, between.float() - x.float(), after.float() - between.float())
-        return after
+        return attention.finish(mixed.flatten(1)[None], normed)
 
 
 def _untouched(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -135,15 +163,16 @@ def page_bytes(model: Transformer) -> int:
     return model.config.kv_numbers * PAGE_SIZE * model.embed.weight.element_size()
 
 
-def pages_for(model: Transformer, memory: int | None) -> int:
-    """How many pages fit the memory given, or a quarter of what is free (2 GB at the most)."""
+def room_for(model: Transformer, memory: int | None) -> tuple[int, int]:
+    """How many pages and states fit the memory given, or a quarter of what is free (2 GB at the
+    most)."""
     if memory is None:
         device = model.embed.weight.device
         if device.type == "cuda":
             memory = torch.cuda.mem_get_info(device)[0] // 2
         else:
             memory = min(2 << 30, free_memory() // 4)
-    return pages_in(memory, page_bytes(model))
+    return pages_and_states(memory, page_bytes(model), model.config.state_bytes)
 
 
 class _Plan:
@@ -156,6 +185,8 @@ class _Plan:
         rows = np.repeat(batch.slots, counts)
         slots = table.pages[rows, batch.positions // page_size] * page_size
         self.tokens = torch.from_numpy(batch.tokens).to(device)
+        self.pieces: list[Piece] = []  # of recurrent layers
+        self.ends = batch.visible_end
         self.slots = torch.from_numpy(slots + batch.positions % page_size).to(device)
         self.echoed: Tensor | None = None  # tokens that are written to other rows' slots too
         if len(batch.echoes):
@@ -276,8 +307,9 @@ class _Chunk:
 class _Watch:
     """Keeps what the taps asked for while the layers run."""
 
-    def __init__(self, taps: Look, x: Tensor, heads: int) -> None:
-        device, self._heads = x.device, heads
+    def __init__(self, taps: Look, x: Tensor, config: ModelConfig) -> None:
+        device, self._heads = x.device, config.heads
+        self._states = StateLook(config, taps) if config.state_bytes else None
         self._residual_rows = torch.from_numpy(taps.residuals).to(device)
         self._part_rows = torch.from_numpy(taps.parts).to(device)
         self._attention_rows = {int(token): number for number, token in enumerate(taps.attention)}
@@ -292,6 +324,13 @@ class _Watch:
         if place in self._attention_rows:
             weights = functional.pad(weights, (0, 0, 0, self._heads - len(weights)))
             self._attention[self._attention_rows[place]].append(weights)
+
+    def states(self, ends: Ints) -> StateLook | None:
+        """For a recurrent layer, which has no attention."""
+        for place, number in self._attention_rows.items():
+            none = self._residuals[0].new_zeros(self._heads, int(ends[place]))
+            self._attention[number].append(none)
+        return self._states
 
     def layer(self, after: Tensor, attended: Tensor, fed: Tensor) -> None:
         if len(self._residual_rows):
@@ -310,4 +349,5 @@ class _Watch:
             else None,
             attention=[host(layers) for layers in self._attention],
             parts=host(self._parts) if self._parts else None,
+            recurrent=list(self._states.seen.values()) if self._states else [],
         )

@@ -23,8 +23,8 @@ from unspool.backends.step import Logits
 from unspool.decoding.fill.borders import beginnings, first_token, text_ids
 from unspool.decoding.fill.gaps import Gap
 from unspool.decoding.written import Branches
+from unspool.engine.branch import Branch
 from unspool.engine.picking import joined
-from unspool.engine.tree import Branch
 from unspool.sampling import Chain, RowInput, SamplingSettings
 from unspool.sampling.operations import operations
 from unspool.sampling.scoring import Floats, log_softmax

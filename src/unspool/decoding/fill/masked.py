@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.engine.tree import Branch
+from unspool.engine.branch import Branch
 from unspool.errors import SettingsError
 from unspool.sampling.operations import operations
 from unspool.sampling.scoring import Floats, log_softmax

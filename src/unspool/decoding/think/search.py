@@ -27,12 +27,12 @@ from unspool.decoding.think.judge import Judge, LogprobJudge
 from unspool.decoding.think.judging import Judging
 from unspool.decoding.together import one_by_one
 from unspool.decoding.written import Branches, mean_logprob
+from unspool.engine.branch import Branch
 from unspool.engine.ending import Ending, Limits
 from unspool.engine.generation import Generation
 from unspool.engine.judge import chosen_steps
 from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
-from unspool.engine.tree import Branch
 from unspool.errors import UnspoolError
 from unspool.session import Session
 

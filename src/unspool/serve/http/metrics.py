@@ -117,6 +117,11 @@ class _Engines(Collector):
             "Pages of keys and values: all, used, and held by several texts at once",
             labels=("model", "state"),
         )
+        states = GaugeMetricFamily(
+            "unspool_states",
+            "Recurrent states of texts: room for, used, and forgotten so far to make room",
+            labels=("model", "state"),
+        )
         batches = CounterMetricFamily("unspool_batches", "Runs of the model", labels=("model",))
         aside = CounterMetricFamily(
             "unspool_put_aside", "Texts that had to make room for others", labels=("model",)
@@ -130,8 +135,15 @@ class _Engines(Collector):
                 ("shared", engine.tree.index.shared_pages),
             ):
                 pages.add_metric((served.name, state), count)
+            slots = engine.tree.states
+            if slots is not None:
+                states.add_metric((served.name, "total"), slots.count)
+                states.add_metric((served.name, "used"), slots.used)
+                states.add_metric((served.name, "forgotten"), slots.forgotten)
             batches.add_metric((served.name,), engine.steps)
             aside.add_metric((served.name,), engine.scheduler.preemptions)
         yield pages
+        if states.samples:
+            yield states
         yield batches
         yield aside

@@ -178,6 +178,8 @@ def look_json(
         "norms": _numbers(seen.norms),
         "part_norms": _numbers(seen.part_norms),
     }
+    if seen.states:  # layers that have no attention
+        found["states"] = seen.states
     if "attention" in parts:
         found["tokens"] = [
             {"id": token, "text": text} for token, text in zip(seen.tokens, seen.texts, strict=True)
@@ -275,7 +277,7 @@ def _attention(
     found: dict[str, Any] = {
         "layers": [layer + 1 for layer in layers],
         "heads": [head + 1 for head in heads],
-        "mean": _numbers(part.mean((0, 1), dtype=np.float64)),
+        "mean": _numbers(_mean(seen, layers, heads)),
         "by_layer": _numbers(part.mean(1, dtype=np.float64)),
         "map": _map(part),
         # Many heads rest on the first token when they have nothing to say: the map of the others.
@@ -288,6 +290,12 @@ def _attention(
     if options.heads:
         found["by_head"] = _numbers(part)
     return found
+
+
+def _mean(seen: Look, layers: list[int], heads: list[int]) -> Any:
+    """Over heads and the layers that have attention; of a recurrent one alone there is none."""
+    attending = [layer for layer in layers if layer in seen.attending] or layers
+    return seen.attention[attending][:, heads].mean((0, 1), dtype=np.float64)
 
 
 def _map(rows: Any, first: int = 0) -> dict[str, Any]:

@@ -52,9 +52,13 @@ def compute_parameters(config: ModelConfig) -> int:
 
 
 def attention_flops(config: ModelConfig, length: int, *, causal: bool = False) -> float:
-    """Forward, of one token on average: what queries do with keys, and weights with values."""
+    """Forward, of one token on average: what queries do with keys, and weights with values; or what
+    is done to a recurrent layer's state, to fade, be searched, corrected and read."""
     total = 0.0
     for layer in range(config.layers):
+        if config.mixer(layer) != "attention":
+            total += 7 * config.state_floats(layer)
+            continue
         span = min(config.window(layer) or length, length)
         total += 4 * config.shape(layer).out_width * _seen(span, length, causal)
     return total

@@ -38,11 +38,18 @@ class Sight:
     """Which tokens each token sees, and how that is computed; one mask for each window."""
 
     masks: dict[int, Any]  # window -> None (plain causal), ALL, a tensor, or a GPU's block mask
+    documents: Tensor | None = None  # [batch, length]: what recurrent layers must tell apart
 
     @classmethod
-    def of(cls, config: ModelConfig, tokens: Tensor, allowed: Allowed | None = None) -> Sight:
+    def of(
+        cls,
+        config: ModelConfig,
+        tokens: Tensor,
+        allowed: Allowed | None = None,
+        documents: Tensor | None = None,
+    ) -> Sight:
         """As far as the model looks, or what `allowed` says; layers with a window see no further
-        than that."""
+        than that. `documents` is for layers that do not look but carry a state."""
         allowed = allowed or _ahead(config)
         masks: dict[int, Any] = {}
         rows, length = tokens.shape if allowed is not None else (1, tokens.shape[1])
@@ -54,7 +61,7 @@ class Sight:
             else:
                 whole = _within(window, allowed or causal)
                 masks[window] = looking(whole, rows, length, length, tokens.device, config)
-        return cls(masks)
+        return cls(masks, None if documents is None else documents[:, : tokens.shape[1]])
 
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         config, mask = attention.config, self.masks[attention.window]

@@ -56,7 +56,7 @@ class MitigatedNextToken:
     def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
         tokens, targets = batch.ids[:, :-1], batch.ids[:, 1:]
         allowed = None if batch.documents is None else inside(batch.documents)
-        sight = Sight.of(model.config, tokens, allowed)
+        sight = Sight.of(model.config, tokens, allowed, batch.documents)
         rate = self.scheduled_sampling * self.progress
         read = _with_own_tokens(model, batch, sight, rate, rng) if rate else tokens
         x = hidden(model, read, sight)

@@ -43,7 +43,7 @@ def next_token(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
     """Each token from those before it, inside its document if the batch says where those begin."""
     tokens, targets = batch.ids[:, :-1], batch.ids[:, 1:]
     allowed = None if batch.documents is None else inside(batch.documents)
-    sight = Sight.of(model.config, tokens, allowed)
+    sight = Sight.of(model.config, tokens, allowed, batch.documents)
     summed = summed_loss(model, hidden(model, tokens, sight), targets, batch.counted)
     return _mean(summed, targets.numel() if batch.counted is None else batch.counted.sum())
 

@@ -78,7 +78,7 @@ def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.ndim < 2:
+        if parameter.ndim < 2 or name.endswith(".conv.weight"):
             kind = "vectors"
         elif "embed" in name:
             kind = "embedding"

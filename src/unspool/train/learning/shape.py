@@ -123,7 +123,8 @@ def rates_for(config: ModelConfig) -> Rates:
 # Matrices whose product is added to the residual.
 _ADDING = (
     "attention.out.weight", "feed.down.weight", "feed.dense.down.weight",
-    "feed.experts.down.weight", "token_input.out.weight",
+    "feed.experts.down.weight", "token_input.out.weight", "mixer.out.weight",
+    "feed.shared.down.weight",
 )  # fmt: skip
 
 
@@ -142,12 +143,20 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
     model = Transformer(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(".a_log"):  # heads that forget slowly, and others that do soon
+                weight.uniform_(1.0, 16.0, generator=rng).log_()
+            elif name.endswith(".dt_bias"):  # from 0.001 to 0.1 behind the softplus, as Mamba has
+                weight.uniform_(math.log(1e-3), math.log(0.1), generator=rng).exp_().expm1_().log_()
+            elif name.endswith(".norm_weight"):
+                weight.fill_(1.0)
+            elif name.endswith("bias"):
                 weight.zero_()
             elif weight.ndim == 1:
                 weight.fill_(0.0 if config.norm_plus_one else 1.0)
             elif name.endswith(_ADDING):
                 weight.zero_()
+            elif name.endswith(".conv.weight"):
+                weight.uniform_(-(len(weight) ** -0.5), len(weight) ** -0.5, generator=rng)
             elif "embed" in name or name.startswith("head"):
                 weight.normal_(0.0, 0.02, generator=rng)
             else:

@@ -28,20 +28,25 @@ enum Kind : int32_t {
     kSnapshot = 10,  // copy the rows somebody looks at; nothing when nobody does
     kActivate = 11,  // target = activated target (times a part of the source)
     kScale = 12,     // target = scale * source (times a vector's one number), or grows by it
+    kGate = 13,      // target *= the sigmoid (or activation) of a part of the source
+    kConv = 14,      // target = each channel's sum over the last tokens, from state to state
+    kDelta = 15,     // target = what queries find in the heads' matrices, from state to state
 };
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
 enum Prepare : int32_t { kAsIs = 0, kNormed = 1, kActivated = 2 };
-enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSigmoid = 4 };
 enum Flags : int32_t {
     kAddToTarget = 1,
     kGated = 2,    // the source's rows are [gate | up]
     kCentred = 4,  // the norm takes the mean away first (LayerNorm)
     kNormalizeExperts = 8,
-    kQueriesOnly = 16,   // kPlace: the source has no keys and values, and none are written
-    kBothWays = 32,      // kAttend: the window reaches as far ahead as back
-    kKeysAsValues = 64,  // kPlace: the source has no values; keys before their norm and turn are
-    kNormValues = 128,   // kPlace: values are normed, without a weight
+    kQueriesOnly = 16,     // kPlace: the source has no keys and values, and none are written
+    kBothWays = 32,        // kAttend: the window reaches as far ahead as back
+    kKeysAsValues = 64,    // kPlace: the source has no values; keys before their norm and turn are
+    kNormValues = 128,     // kPlace: values are normed, without a weight
+    kSigmoidRouter = 256,  // kRoute: weights are sigmoids of the scores, not their softmax
+    kTiledHeads = 512,     // kDelta: value head h has key head h % key_heads, not its neighbours'
 };
 
 struct Op {
@@ -51,7 +56,8 @@ struct Op {
     int32_t target;
     int32_t offset;  // kNorm: where in a row the normed part begins ...
     int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
-    int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself
+    int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself;
+                     // kGate: 1: the row has one gate for all; kDelta: of values
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
     int32_t vector;         // norm weight, table of positions, or what each expert counts; -1: none
@@ -62,10 +68,14 @@ struct Op {
     int32_t prepare;
     int32_t activation;
     int32_t flags;
-    int32_t experts;  // kRoute: how many there are
-    int32_t chosen;   // kRoute: how many each token gets
-    float scale;      // kPlace: by how much queries grow (see cap)
-    float cap;        // kPlace: ... with every so many positions; 0: they do not
+    int32_t experts;      // kRoute: how many there are
+    int32_t chosen;       // kRoute: how many each token gets
+    int32_t other;        // kDelta: the buffer whose rows end in [b | a]
+    int32_t state;        // kConv, kDelta: where in a text's state this begins, in floats
+    int32_t key_heads;    // kDelta; `heads` are those of values, `width` is that of a key
+    int32_t value_width;  // kDelta
+    float scale;          // kPlace: by how much queries grow (see cap)
+    float cap;            // kPlace: ... with every so many positions; 0: they do not
     float epsilon;
 };
 
@@ -135,7 +145,16 @@ struct Batch {
     // own position: token t into echo_lines[echo_starts[t] ... echo_starts[t + 1]].
     const int64_t* echo_starts;  // [count + 1]; null: none are
     const int64_t* echo_lines;
+    // Recurrent states: `state_floats` numbers a slot. A row reads one (-1: zeros) and writes one,
+    // [rows, 2]; the state behind token t goes to capture_slots[capture_starts[t] ...] as well.
+    float* state_data;
+    int64_t state_slots;
+    int64_t state_floats;
+    const int64_t* states;
+    const int64_t* capture_starts;  // [count + 1]; null: none are kept on the way
+    const int64_t* capture_slots;
 
+    float* state(int64_t slot) const { return state_data + slot * state_floats; }
     const int64_t* pages(int64_t row) const { return table + slots[row] * table_columns; }
 };
 
@@ -148,6 +167,11 @@ struct TapList {
     float* weights;            // a token's weights: [layers, heads, past], at attention[token]
     const int64_t* places;  // [snapshots of the plan]: where each goes, -1: nowhere; null: in order
     int64_t heads;          // of the layer that has most
+    // Recurrent layers: [count]: where a token's numbers go, or -1; null: the model has none. Those
+    // of a layer begin at layer * recurrent_room.
+    const int64_t* recurrent;
+    float* recurrent_seen;
+    int64_t recurrent_room;
 };
 
 struct Buffer {
@@ -195,6 +219,23 @@ struct Run {
     float* partial;          // room for the segments of attention
     int64_t partial_room;    // in floats
 };
+
+// Calls f with every slot that takes the state behind a token: those that keep it on the way, and
+// the row's own behind its last token.
+template <class F>
+inline void each_state_slot(const Batch& batch, int64_t row, int64_t token, F f) {
+    if (batch.capture_starts != nullptr)
+        for (int64_t i = batch.capture_starts[token]; i < batch.capture_starts[token + 1]; ++i)
+            f(batch.state(batch.capture_slots[i]));
+    if (token + 1 == batch.starts[row + 1]) f(batch.state(batch.states[2 * row + 1]));
+}
+
+// Where what is seen of a token in a recurrent layer goes; null: nobody looks.
+inline float* seen_of(const Run& run, const Op& op, int64_t token) {
+    if (run.taps == nullptr || run.taps->recurrent == nullptr) return nullptr;
+    const int64_t at = run.taps->recurrent[token];
+    return at < 0 ? nullptr : run.taps->recurrent_seen + at + op.layer * run.taps->recurrent_room;
+}
 
 inline int64_t rows_of(const Run& run, const Op& op) {
     if (op.rows == kWanted) return run.batch.wanted_count;

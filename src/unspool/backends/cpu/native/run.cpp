@@ -37,6 +37,21 @@ bool echoes_make_sense(const Batch& batch, const KeyValues& kv) {
     return true;
 }
 
+// Whether every row has slots for its states, and what is kept on the way goes to some.
+bool states_make_sense(const Batch& batch) {
+    if (batch.state_data == nullptr || batch.states == nullptr) return false;
+    for (int64_t row = 0; row < batch.rows; ++row) {
+        const int64_t read = batch.states[2 * row];
+        if (read != -1 && !all_within(&read, 1, batch.state_slots)) return false;
+        if (!all_within(batch.states + 2 * row + 1, 1, batch.state_slots)) return false;
+    }
+    if (batch.capture_starts == nullptr) return true;
+    if (batch.capture_starts[0] != 0) return false;
+    for (int64_t token = 0; token < batch.count; ++token)
+        if (batch.capture_starts[token + 1] < batch.capture_starts[token]) return false;
+    return all_within(batch.capture_slots, batch.capture_starts[batch.count], batch.state_slots);
+}
+
 // Whether a batch stays within the vocabulary, the pages, the tables: what comes from outside is
 // not believed.
 bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
@@ -54,6 +69,11 @@ bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
                 return false;
     int64_t positions = INT64_MAX;
     bool writes = false;  // keys and values
+    for (int64_t i = 0; i < spec.op_count; ++i) {
+        if (spec.ops[i].kind != kConv) continue;
+        if (!states_make_sense(batch)) return false;
+        break;
+    }
     if (embed.vector >= 0) {
         const int64_t known = spec.vectors[embed.vector].count / spec.buffer_widths[embed.target];
         positions = known < positions ? known : positions;
@@ -192,6 +212,12 @@ struct Running {
                 return does.activate(run, op, worker);
             case kScale:
                 return does.scale(run, op, worker);
+            case kGate:
+                return does.gate(run, op, worker);
+            case kConv:
+                return does.conv(run, op, worker);
+            case kDelta:
+                return does.delta(run, op, worker);
             case kSnapshot:
                 return snapshot(run, op, worker);
             default:

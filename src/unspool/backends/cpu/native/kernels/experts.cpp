@@ -9,6 +9,24 @@ namespace ISA {
 
 namespace {
 
+constexpr float kSmallestSum = 1e-6f;  // sigmoids may all be next to nothing
+
+// Scores made positive; gives what they are divided by.
+float weigh(float* scores, int64_t experts, bool sigmoid) {
+    if (sigmoid) {
+        for (int64_t e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+        return 1.0f;
+    }
+    float most = scores[0];
+    for (int64_t e = 1; e < experts; ++e) most = scores[e] > most ? scores[e] : most;
+    float whole = 0.0f;
+    for (int64_t e = 0; e < experts; ++e) {
+        scores[e] = std::exp(scores[e] - most);
+        whole += scores[e];
+    }
+    return whole;
+}
+
 // Picks are sorted by expert, so that an expert's rows are neighbours and its weights read once.
 void sort_picks(const Run& run, const Op& op) {
     const Picks& picks = run.picks;
@@ -16,26 +34,24 @@ void sort_picks(const Run& run, const Op& op) {
     for (int64_t e = 0; e <= experts; ++e) picks.starts[e] = 0;
     for (int64_t token = 0; token < tokens; ++token) {
         float* scores = run.buffers[op.source].row(token);
-        float most = scores[0];
-        for (int64_t e = 1; e < experts; ++e) most = scores[e] > most ? scores[e] : most;
-        float whole = 0.0f;
-        for (int64_t e = 0; e < experts; ++e) {
-            scores[e] = std::exp(scores[e] - most);
-            whole += scores[e];
-        }
-        float kept = 0.0f;
+        const float whole = weigh(scores, experts, op.flags & kSigmoidRouter);
+        const float* bias = op.second_vector >= 0 ? run.vectors[op.second_vector].data : nullptr;
+        const auto wanted = [&](int64_t e) { return bias ? scores[e] + bias[e] : scores[e]; };
+        float kept = op.flags & kSigmoidRouter ? kSmallestSum : 0.0f;
         for (int64_t i = 0; i < chosen; ++i) {
             int64_t best = 0;
             for (int64_t e = 1; e < experts; ++e)
-                if (scores[e] > scores[best]) best = e;
+                if (wanted(e) > wanted(best)) best = e;
             picks.weight[token * chosen + i] = scores[best] / whole;
             picks.place[token * chosen + i] = static_cast<int32_t>(best);  // the expert, for now
             kept += scores[best] / whole;
-            scores[best] = -1.0f;
+            scores[best] = -INFINITY;
             ++picks.starts[best + 1];
         }
         if (op.flags & kNormalizeExperts)
             for (int64_t i = 0; i < chosen; ++i) picks.weight[token * chosen + i] /= kept;
+        if (op.scale != 1.0f)
+            for (int64_t i = 0; i < chosen; ++i) picks.weight[token * chosen + i] *= op.scale;
         if (op.vector >= 0)
             for (int64_t i = token * chosen; i < (token + 1) * chosen; ++i)
                 picks.weight[i] *= run.vectors[op.vector].data[picks.place[i]];

@@ -50,6 +50,8 @@ inline F32x16 activate(int32_t kind, F32x16 x) {
             return div(x, add(set1(1.0f), exp16(sub(zero(), x))));
         case kRelu:
             return vmax(zero(), x);
+        case kSigmoid:
+            return div(set1(1.0f), add(set1(1.0f), exp16(sub(zero(), x))));
         case kGeluTanh: {
             const F32x16 cube = mul(mul(x, x), x);
             const F32x16 inner = mul(set1(0.7978845608f), fma(set1(0.044715f), cube, x));

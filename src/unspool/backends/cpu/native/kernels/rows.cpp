@@ -59,6 +59,22 @@ void activate(const Run& run, const Op& op, Worker& worker) {
     });
 }
 
+void gate(const Run& run, const Op& op, Worker& worker) {
+    const Buffer& target = run.buffers[op.target];
+    const Buffer& source = run.buffers[op.source];
+    each_row(worker, 0, rows_of(run, op), [&](int64_t row) {
+        const float* by = source.row(row) + op.offset;
+        float* x = target.row(row);
+        const int64_t width = op.heads == 1 ? target.width : op.width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const int64_t left = width - i;
+            const F32x16 gate = op.heads == 1 ? set1(by[0]) : load_first(by + i, left, 0.0f);
+            store_first(x + i, left,
+                        mul(load_first(x + i, left, 0.0f), activate(op.activation, gate)));
+        }
+    });
+}
+
 void scale(const Run& run, const Op& op, Worker& worker) {
     const Buffer& source = run.buffers[op.source];
     const Buffer& target = run.buffers[op.target];

@@ -29,6 +29,9 @@ struct Kernels {
     void (*softcap)(const Run&, const Op&, Worker&);
     void (*activate)(const Run&, const Op&, Worker&);
     void (*scale)(const Run&, const Op&, Worker&);
+    void (*gate)(const Run&, const Op&, Worker&);
+    void (*conv)(const Run&, const Op&, Worker&);
+    void (*delta)(const Run&, const Op&, Worker&);
 
     // -- sampling: one row of logits (sample.cpp) -----------------------------------------------
     // The largest logit; NaN if one is among them.

@@ -1,0 +1,130 @@
+"""The operations of recurrent layers: a convolution, or gated DeltaNet (see `native/kernels`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from unspool.backends.cpu.plan import Operation
+from unspool.errors import ModelFileError
+from unspool.model.config import ModelConfig
+
+MOST_TAPS = 8  # of a convolution: the kernels' room for them
+WIDEST_KEY = 256
+
+
+class Building(Protocol):
+    """What is needed of who builds a plan (`plan_builder.py`)."""
+
+    config: ModelConfig
+
+    def buffer(self, name: str, width: int) -> str: ...
+
+    def add(self, operation: Operation) -> None: ...
+
+    def linear(
+        self, source: str, target: str, matrices: tuple[str, ...], *, norm: str = ""
+    ) -> None: ...
+
+
+def check_recurrence(config: ModelConfig) -> None:
+    """Refuse what the kernels have no room for."""
+    recurrence = config.recurrence
+    if recurrence is None:
+        return
+    limits = {
+        "convolution is over {} tokens": (recurrence.conv_kernel, MOST_TAPS),
+        "key is {} wide": (recurrence.key_width, WIDEST_KEY),
+    }
+    for words, (size, most) in limits.items():
+        if size > most:
+            raise ModelFileError(
+                f"a {words.format(size)}, and the native backend takes {most}; load the model "
+                "with backend='torch'"
+            )
+
+
+def recurrent(build: Building, layer: int) -> Operation:
+    """Adds what a recurrent layer does; gives the operation that adds its outcome to x."""
+    config, at = build.config, f"layers.{layer}.mixer"
+    assert config.recurrence is not None
+    norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
+    if config.mixer(layer) == "conv":
+        build.buffer("mix", 3 * config.width)
+        width = config.width
+        build.buffer("recurred", width)
+        build.linear("x", "mix", tuple(f"{at}.{part}.weight" for part in "bcx"), norm=norm)
+        build.add(_convolution(config, layer, "recurred"))
+    else:
+        width = config.recurrence.values
+        _delta(build, layer, norm)
+    return Operation(
+        kind="linear",
+        source="recurred",
+        target="x",
+        matrices=(f"{at}.out.weight",),
+        width=width,
+        add=True,
+    )
+
+
+def _convolution(config: ModelConfig, layer: int, target: str) -> Operation:
+    recurrence, mixer = config.recurrence, config.mixer(layer)
+    assert recurrence is not None
+    return Operation(
+        kind="conv",
+        source="mix",
+        target=target,
+        vector=f"layers.{layer}.mixer.conv.weight",
+        width=recurrence.channels(mixer, config.width),
+        window=recurrence.conv_kernel,
+        gated=mixer == "conv",
+        layer=layer,
+        state=config.state_starts[layer],
+    )
+
+
+def _delta(build: Building, layer: int, norm: str) -> None:
+    config, at, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
+    assert shape is not None
+    channels = shape.channels("delta", config.width)
+    build.buffer("mix", channels + shape.values + 2 * shape.value_heads)
+    build.buffer("convolved", channels)
+    build.buffer("recurred", shape.values)
+    parts = tuple(f"{at}.{part}.weight" for part in ("qkv", "z", "b", "a"))
+    build.linear("x", "mix", parts, norm=norm)
+    build.add(_convolution(config, layer, "convolved"))
+    build.add(
+        Operation(
+            kind="delta",
+            source="convolved",
+            other="mix",
+            target="recurred",
+            offset=channels + shape.values,
+            vector=f"{at}.a_log",
+            second_vector=f"{at}.dt_bias",
+            heads=shape.value_heads,
+            key_heads=shape.key_heads,
+            width=shape.key_width,
+            value_width=shape.value_width,
+            tiled_heads=shape.tiled,
+            layer=layer,
+            state=config.state_starts[layer] + shape.conv_floats("delta", config.width),
+        )
+    )
+    build.add(
+        Operation(
+            kind="norm",
+            source="recurred",
+            target="recurred",
+            vector=f"{at}.norm_weight",
+            width=shape.value_width,
+            heads=shape.value_heads,
+            epsilon=config.norm_eps,
+        )
+    )
+    build.add(
+        Operation(
+            kind="gate", source="mix", target="recurred", offset=channels, width=shape.values,
+            activation="silu",
+        )
+    )  # fmt: skip

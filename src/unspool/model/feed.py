@@ -1,0 +1,86 @@
+"""Feed-forwards: what a layer makes of each position by itself; experts, of which a few do it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unspool.model.config import ModelConfig
+from unspool.model.parts import activate
+
+SMALLEST_SUM = 1e-6  # sigmoids of a router may all be next to nothing
+
+
+class FeedForward(nn.Module):
+    """Each position by itself: widen, bend, and narrow again."""
+
+    def __init__(self, config: ModelConfig, inner: int) -> None:
+        super().__init__()
+        self.activation = config.activation
+        width, bias = config.width, config.ff_bias
+        self.gate = nn.Linear(width, inner, bias=bias) if config.gated else None
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(activate(self.activation, self.up(x)))
+        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
+
+
+class Stacked(nn.Module):
+    """The same matrix of every expert, one above the other."""
+
+    def __init__(self, experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, rows, columns) * columns**-0.5)
+
+
+class Experts(nn.Module):
+    """Many feed-forwards, of which a router picks a few for each token."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.gate = Stacked(config.experts, config.expert_width, config.width)
+        self.up = Stacked(config.experts, config.expert_width, config.width)
+        self.down = Stacked(config.experts, config.width, config.expert_width)
+        self.selection_bias: nn.Parameter | None = None
+        if config.selection_bias:
+            self.selection_bias = nn.Parameter(torch.zeros(config.experts))
+        self.shared: FeedForward | None = None
+        self.shared_gate: nn.Linear | None = None
+        if config.shared_width:
+            self.shared = FeedForward(config, config.shared_width)
+            self.shared_gate = nn.Linear(config.width, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        total = self.answers(tokens, *self.choose(tokens))
+        if self.shared is not None and self.shared_gate is not None:
+            total = total + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)
+        return total.view_as(x)
+
+    def answers(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the chosen experts say to each, weighed and summed."""
+        total = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():  # only the experts that somebody asked for
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            picked = tokens[rows]
+            bent = activate(self.config.activation, picked @ self.gate.weight[expert].t())
+            answer = (bent * (picked @ self.up.weight[expert].t())) @ self.down.weight[expert].t()
+            total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
+        return total
+
+    def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of each token's experts, and their numbers."""
+        config, scores = self.config, self.router(tokens).float()
+        chances = scores.sigmoid() if config.router == "sigmoid" else scores.softmax(-1)
+        wanted = chances if self.selection_bias is None else chances + self.selection_bias.float()
+        chosen = wanted.topk(config.experts_per_token, dim=-1).indices
+        weights = chances.gather(-1, chosen)
+        if config.normalize_experts:
+            whole = weights.sum(-1, keepdim=True)
+            weights = weights / (whole + SMALLEST_SUM if config.router == "sigmoid" else whole)
+        return weights * config.experts_scale, chosen

@@ -1,0 +1,196 @@
+"""Families with recurrent layers, as tables like those in `families.py`."""
+
+from __future__ import annotations
+
+from unspool.model.family import BIASES, like_llama
+from unspool.model.tensor_names import (
+    ENDS,
+    FEED,
+    IN_LAYER,
+    NORMS_BEFORE,
+    experts,
+    layer,
+    rules,
+)
+from unspool.model.weights import Rule
+
+_CONV_KEYS = {"norm_eps": "norm_eps"}
+_CONV_DEFAULTS = {
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 128_000,
+    "conv_L_cache": 3,
+}
+_CONV_RULES = rules(
+    (
+        Rule("{p}embed_tokens.weight", ("embed.weight",)),
+        Rule("{p}embedding_norm.weight", ("norm.weight",)),
+        Rule("lm_head.weight", ("head.weight",)),
+    ),
+    layer(IN_LAYER + "operator_norm", "attention_norm"),
+    layer(IN_LAYER + "ffn_norm", "feed_norm"),
+    layer(IN_LAYER + "self_attn.q_proj", "attention.q"),
+    layer(IN_LAYER + "self_attn.k_proj", "attention.k"),
+    layer(IN_LAYER + "self_attn.v_proj", "attention.v"),
+    layer(IN_LAYER + "self_attn.out_proj", "attention.out"),
+    layer(IN_LAYER + "self_attn.q_layernorm", "attention.q_norm"),
+    layer(IN_LAYER + "self_attn.k_layernorm", "attention.k_norm"),
+    layer(IN_LAYER + "conv.in_proj", "mixer.b", "mixer.c", "mixer.x"),
+    layer(IN_LAYER + "conv.conv", "mixer.conv", layout="channels"),
+    layer(IN_LAYER + "conv.out_proj", "mixer.out"),
+    layer(IN_LAYER + "feed_forward.w1", "feed.gate"),
+    layer(IN_LAYER + "feed_forward.w3", "feed.up"),
+    layer(IN_LAYER + "feed_forward.w2", "feed.down"),
+)
+_DELTA_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_DELTA_FIXED = {"norm_plus_one": True, "qk_norm": "head", "attention_gate": True}
+_GATED_ATTENTION = rules(
+    layer(IN_LAYER + "self_attn.q_proj", "attention.q", "attention.gate", layout="gated_heads"),
+    layer(IN_LAYER + "self_attn.k_proj", "attention.k"),
+    layer(IN_LAYER + "self_attn.v_proj", "attention.v"),
+    layer(IN_LAYER + "self_attn.o_proj", "attention.out"),
+    layer(IN_LAYER + "self_attn.q_norm", "attention.q_norm"),
+    layer(IN_LAYER + "self_attn.k_norm", "attention.k_norm"),
+)
+_DELTA = rules(
+    layer(IN_LAYER + "linear_attn.conv1d", "mixer.conv", layout="channels"),
+    (
+        Rule(IN_LAYER + "linear_attn.A_log", ("layers.{i}.mixer.a_log",)),
+        Rule(IN_LAYER + "linear_attn.dt_bias", ("layers.{i}.mixer.dt_bias",)),
+        Rule(IN_LAYER + "linear_attn.norm.weight", ("layers.{i}.mixer.norm_weight",)),
+    ),
+    layer(IN_LAYER + "linear_attn.out_proj", "mixer.out"),
+)
+_DELTA_INPUTS = rules(
+    layer(IN_LAYER + "linear_attn.in_proj_qkv", "mixer.qkv"),
+    layer(IN_LAYER + "linear_attn.in_proj_z", "mixer.z"),
+    layer(IN_LAYER + "linear_attn.in_proj_b", "mixer.b"),
+    layer(IN_LAYER + "linear_attn.in_proj_a", "mixer.a"),
+)
+_GROUPED_INPUTS = rules(  # Qwen3-Next: each key head has all that belongs to it together
+    layer(IN_LAYER + "linear_attn.in_proj_qkvz", "mixer.qkv", "mixer.z", layout="grouped"),
+    layer(IN_LAYER + "linear_attn.in_proj_ba", "mixer.b", "mixer.a", layout="grouped_values"),
+)
+_SHARED_KEYS = {
+    **BIASES,
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_width": "moe_intermediate_size",
+    "shared_width": "shared_expert_intermediate_size",
+}
+_SHARED_DEFAULTS = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "intermediate_size": 512,  # of layers without experts, of which there are none
+}
+_SHARED_EXPERTS = rules(
+    experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    (
+        Rule(
+            IN_LAYER + "mlp.experts.gate_up_proj",
+            ("layers.{i}.feed.gate.weight", "layers.{i}.feed.up.weight"),
+        ),
+        Rule(IN_LAYER + "mlp.experts.down_proj", ("layers.{i}.feed.down.weight",)),
+    ),
+    layer(IN_LAYER + "mlp.shared_expert.gate_proj", "feed.shared.gate"),
+    layer(IN_LAYER + "mlp.shared_expert.up_proj", "feed.shared.up"),
+    layer(IN_LAYER + "mlp.shared_expert.down_proj", "feed.shared.down"),
+    layer(IN_LAYER + "mlp.shared_expert_gate", "feed.shared_gate"),
+)
+
+RECURRENT = (
+    like_llama(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        keys=_CONV_KEYS,
+        defaults={
+            **_CONV_DEFAULTS,
+            "intermediate_size": 12288,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        only={"conv_bias": False},
+        fixed={"qk_norm": "head"},
+        rules=_CONV_RULES,
+    ),
+    like_llama(
+        "lfm2-moe",
+        "Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        gguf="lfm2moe",
+        keys={
+            **_CONV_KEYS,
+            "experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_width": "moe_intermediate_size",
+            "normalize_experts": "norm_topk_prob",
+            "selection_bias": "use_expert_bias",
+            "experts_scale": "routed_scaling_factor",
+        },
+        defaults={
+            **_CONV_DEFAULTS,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+            "routed_scaling_factor": 1.0,
+            "num_dense_layers": 2,
+        },
+        only={"conv_bias": False},
+        fixed={"qk_norm": "head", "router": "sigmoid"},
+        rules=rules(
+            _CONV_RULES,
+            experts("feed_forward", "w1", "w3", "w2"),
+            (Rule(IN_LAYER + "feed_forward.expert_bias", ("layers.{i}.feed.selection_bias",)),),
+        ),
+    ),
+    like_llama(
+        "qwen3.5",
+        "Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        gguf="qwen35",
+        keys=BIASES,
+        defaults=_DELTA_DEFAULTS,
+        fixed=_DELTA_FIXED,
+        rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, FEED),
+    ),
+    like_llama(
+        "qwen3.5-moe",
+        "Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        gguf="qwen35moe",
+        keys=_SHARED_KEYS,
+        defaults={**_DELTA_DEFAULTS, **_SHARED_DEFAULTS, "num_experts_per_tok": 8},
+        fixed=_DELTA_FIXED,
+        rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, _SHARED_EXPERTS),
+    ),
+    like_llama(
+        "qwen3-next",
+        "Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        gguf="qwen3next",
+        keys={**_SHARED_KEYS, "normalize_experts": "norm_topk_prob"},
+        defaults={
+            **_DELTA_DEFAULTS,
+            **_SHARED_DEFAULTS,
+            "intermediate_size": 5632,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        },
+        fixed=_DELTA_FIXED,
+        rules=rules(
+            ENDS, _GATED_ATTENTION, _GROUPED_INPUTS, _DELTA, NORMS_BEFORE, FEED, _SHARED_EXPERTS
+        ),
+    ),
+)

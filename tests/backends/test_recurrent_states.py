@@ -1,0 +1,163 @@
+"""Recurrent layers in the backends: the same numbers in all, and in the native one the same bits
+however a text is read, from whichever state, and whoever is read beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
+from unspool import native as library
+from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.step import Floats, Look
+from unspool.errors import ModelFileError, UnspoolError
+from unspool.model.recurrence import Recurrence
+
+pytestmark = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+LENGTH = 90
+
+
+def same(ours: Floats, expected: Floats) -> None:
+    assert ours.shape == expected.shape
+    differs = (ours.view(np.uint32) != expected.view(np.uint32)).any(axis=-1)
+    assert not differs.any(), f"tokens {np.flatnonzero(differs)[:10]} of {len(differs)} differ"
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(request: pytest.FixtureRequest) -> tuple[str, Shelf, list[int], Floats]:
+    shelf, tokens = Shelf(native(request.param)), some_tokens(LENGTH)
+    expected = shelf.whole(tokens, LENGTH)
+    assert np.isfinite(expected).all() and expected.std() > 0.2
+    return request.param, shelf, tokens, expected
+
+
+def test_native_is_torch(case):
+    name, shelf, tokens, expected = case
+    theirs = Shelf(plain(name)).whole(tokens, 37)
+    assert np.abs(expected - theirs).max() < 2e-3
+    taps = Look(residuals=np.arange(20), attention=np.array([3, 17]), parts=np.arange(20))
+    seen = []
+    for shelf in (Shelf(native(name)), Shelf(plain(name))):
+        text = shelf.text(tokens)
+        shelf.read([(text, 5)])
+        _, inside = shelf.read([(text, 20)], look=taps)
+        assert inside is not None
+        seen.append(inside)
+    ours, their = seen
+    for a, b in zip(ours.attention, their.attention, strict=True):
+        assert np.abs(a - b).max() < 1e-3
+        has_attention = np.array(SHAPES[name]["mixers"]) == "attention"
+        assert np.abs(a.sum(-1) - has_attention[:, None]).max() < 1e-3, "a recurrent layer has none"
+    for a, b in zip(ours.recurrent, their.recurrent, strict=True):
+        assert np.array_equal(np.isnan(a), np.isnan(b)) and not np.isnan(a).all()
+        assert np.nanmax(np.abs(a - b)) < 1e-3
+        assert (np.isnan(a).all((1, 2)) == has_attention).all()
+    assert np.abs(ours.parts - their.parts).max() < 1e-3
+
+
+def test_in_chunks_and_token_by_token(case):
+    _, shelf, tokens, expected = case
+    same(shelf.whole(tokens, 1), expected)
+    same(shelf.whole(tokens, 37), expected)
+    text = shelf.text(tokens)
+    found = [shelf.read([(text, count)], in_place=True)[0][0] for count in (3, 1, 1, 60, 2, 23)]
+    same(np.concatenate(found), expected)
+
+
+def test_on_one_thread(case):
+    name, _, tokens, expected = case
+    same(Shelf(native(name, threads=1)).whole(tokens, 50), expected)
+
+
+def test_among_others(case):
+    _, shelf, tokens, expected = case
+    chance = np.random.default_rng(1)
+    texts = [shelf.text(some_tokens(int(n), seed=n)) for n in chance.integers(2, 40, 10)]
+    texts.append(shelf.text(tokens))
+    found: dict[int, list[Floats]] = {number: [] for number in range(len(texts))}
+    while left := [n for n, text in enumerate(texts) if text.read < len(text.tokens)]:
+        chosen = chance.permutation(left)[: int(chance.integers(1, 9))].tolist()
+        parts = [
+            (texts[n], min(int(chance.choice([1, 1, 9])), len(texts[n].tokens) - texts[n].read))
+            for n in chosen
+        ]
+        for number, logits in zip(chosen, shelf.read(parts)[0], strict=True):
+            found[number].append(logits)
+    same(np.concatenate(found[10]), expected)
+    same(np.concatenate(found[4]), shelf.whole(texts[4].tokens, 40))
+
+
+def test_forks_read_one_state_and_captures_keep_those_on_the_way(case):
+    _, shelf, tokens, expected = case
+    first = shelf.text(tokens)
+    early, late = shelf.slots.pop(), shelf.slots.pop()
+    shelf.read([(first, 50)], captures=[(9, early), (41, late), (49, shelf.slots.pop())])
+    forks = []
+    for slot, read in ((early, 10), (late, 42), (first.slot, 50), (first.slot, 50)):
+        fork = shelf.text(tokens)
+        fork.pages, fork.slot, fork.read = first.pages, slot, read
+        forks.append(fork)
+    found = shelf.read([(fork, len(tokens) - fork.read) for fork in forks])[0]
+    for fork, logits in zip((10, 42, 50, 50), found, strict=True):
+        same(logits, expected[fork:])
+
+
+@pytest.mark.parametrize("make", [native, plain])
+def test_states_that_do_not_exist_are_refused(make):
+    shelf = Shelf(make("delta"))
+    text = shelf.text(some_tokens(5))
+    for states, captures in (
+        ([[0, shelf.backend.state_count]], []),
+        ([[-2, 0]], []),
+        ([[0, -1]], []),
+        ([], []),
+        ([[0, 1]], [[0, shelf.backend.state_count]]),
+        ([[0, 1]], [[5, 2]]),
+        ([[0, 1]], [[3, 2], [1, 3]]),
+    ):
+        from paged_texts import batch_of
+
+        batch = batch_of([(text, 5)])
+        batch.states = np.array(states, np.int64).reshape(-1, 2)
+        batch.captures = np.array(captures, np.int64).reshape(-1, 2)
+        with pytest.raises(UnspoolError, match="does not exist"):
+            shelf.backend.launch(batch)
+
+
+def test_torch_goes_through_states_as_native_does():
+    shelf, tokens = Shelf(plain("delta")), some_tokens(LENGTH)
+    expected = shelf.whole(tokens, LENGTH)
+    assert np.abs(shelf.whole(tokens, 7) - expected).max() < 1e-4
+    first, slot = shelf.text(tokens), shelf.slots.pop()
+    shelf.read([(first, 50)], captures=[(19, slot)])
+    fork = shelf.text(tokens)
+    fork.pages, fork.slot, fork.read = first.pages, slot, 20
+    other = shelf.text(tokens)
+    found = shelf.read([(fork, 30), (first, 1), (other, 1)])[0]
+    assert np.abs(np.concatenate(found) - expected[[*range(20, 51), 0]]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["conv", "delta"])
+def test_the_recurrence_in_torch_gives_the_same_bits_in_any_pieces(name: str):
+    import torch
+
+    from unspool.model.checkpoint import load_transformer
+
+    model = load_transformer(checkpoint(name))
+    mixer = next(layer.mixer for layer in model.layers if layer.mixer is not None)
+    x = torch.randn(3, 40, model.config.width, generator=torch.Generator().manual_seed(0))
+    parts = mixer.project(x)
+    whole, state = mixer.recur(parts, mixer.fresh(3, x.device))
+    now, found = mixer.fresh(1, x.device), []
+    for start, end in ((0, 1), (1, 2), (2, 19), (19, 40)):
+        piece, now = mixer.recur(tuple(part[1:2, start:end] for part in parts), now)
+        found.append(piece)
+    assert torch.equal(torch.cat(found, 1), whole[1:2]) and torch.equal(now, state[1:2])
+
+
+def test_what_the_kernels_have_no_room_for_is_refused():
+    for changes in ({"conv_kernel": 9}, {"key_width": 300}):
+        shape = {"key_heads": 2, "value_heads": 2, "key_width": 8, "value_width": 8}
+        recurrence = Recurrence(**{"conv_kernel": 4, **shape, **changes})
+        with pytest.raises(ModelFileError, match="backend='torch'"):
+            CpuModel(checkpoint("delta", recurrence=recurrence), store=None, threads=1, kv_bits=16)

@@ -1,0 +1,127 @@
+"""Models with recurrent layers in both backends: whatever is done with a text, it gives the bits of
+a fresh run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from recurrent_texts import checkpoint, native, plain
+from states_machine import StatesMachine
+from unspool import native as library
+from unspool.backends.base import Backend, StepLimits
+from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.one_text import OneText
+from unspool.engine.engine import Engine
+from unspool.language_model import LanguageModel
+from unspool.loading import make_drafter_for
+
+needs_native = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+STATE = checkpoint("delta").config.state_bytes
+KINDS = {"native": native, "torch": plain}
+
+
+def model() -> CpuModel:
+    return CpuModel(checkpoint("delta", context=512), store=None, threads=1, kv_bits=32)
+
+
+class OnModel(StatesMachine):
+    """The same use, of a real model; what is right is said by an engine that reads each text whole,
+    as if for the first time."""
+
+    kind = ("native", "conv")
+
+    def make(self, slots: int, pages: int, cheap: bool, overlaps: bool) -> Any:
+        backend, name = self.kind
+        made: Any = KINDS[backend](name, context=512)
+        self.fresh: Backend = KINDS[backend](name, context=512)
+        made.state_count = min(slots, made.state_count)
+        made.page_count = min(pages, made.page_count)
+        made.limits = StepLimits(8, 24, 8)
+        made.runs = []
+        launch = made.launch
+
+        def counted(batch: Any) -> Any:
+            made.runs.append(np.diff(batch.starts).tolist())
+            return launch(batch)
+
+        made.launch = counted
+        self.error = 1e-4 if backend == "torch" else 0.0  # its products vary with what is beside
+        self.alone = Engine(self.fresh)
+        self.known: dict[tuple[int, ...], Any] = {}
+        return made
+
+    def expected(self, tokens: list[int]) -> Any:
+        key = tuple(tokens)
+        if key not in self.known:
+            self.alone.call(self.alone.tree.index.clear)
+            branch = self.alone.open(tokens)
+            self.known[key] = np.asarray(self.alone.extend(branch))[-1].copy()
+            branch.release()
+        return self.known[key]
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "alone"):
+            self.alone.close()
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("name", ["conv", "delta"])
+def test_bits_of_a_fresh_run(backend: str, name: str):
+    if backend == "native" and library.missing() is not None:
+        pytest.skip(str(library.missing()))
+
+    class Machine(OnModel):
+        kind = (backend, name)
+
+    examples, steps = (8, 12) if backend == "native" else (3, 8)
+    few = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    run_state_machine_as_test(Machine, settings=few)
+
+
+@needs_native
+def test_whatever_is_asked_in_little_memory_gives_the_same():
+    """Samples, scores, drafts, beams and looks with four slots, and with as many as are wanted."""
+    found = []
+    for memory in (16 << 20, 9 * STATE):
+        lm = LanguageModel(model(), None, context=512, memory=memory, make_drafter=make_drafter_for)
+        slots = lm.engine.tree.states
+        assert slots is not None and (slots.count == 4) == (memory < 16 << 20)
+        prompt = [3, 4, 5, 6] * 10
+        samples = lm.samples(prompt, 3, max_tokens=20, seed=1, end=False)
+        ranking = lm.beam(prompt, max_tokens=8, end=False, results=2)
+        drafted = lm.generate(prompt, max_tokens=30, temperature=0, end=False, speculate="lookup")
+        assert drafted.tokens == lm.generate(prompt, max_tokens=30, temperature=0, end=False).tokens
+        look = lm.look(prompt, 11)
+        found.append(
+            (
+                [sample.tokens for sample in samples],
+                lm.score(prompt).logprobs,
+                drafted.tokens,
+                [text.tokens for text in ranking.generations],
+                lm.contrastive(prompt, max_tokens=5, end=False).tokens,
+                look.attention.tolist(),
+            )
+        )
+        assert (slots.forgotten > 0) == (slots.count == 4)
+        lm.close()
+    assert found[0] == found[1]
+
+
+@needs_native
+def test_one_text_alone_is_taken_back_to_anywhere():
+    text, fresh = OneText(model(), 200), [3, 4, 5, 6] * 10
+    text.append(fresh)
+    for length, more in ((40, 5), (39, 1), (44, 2), (7, 30), (30, 1), (20, 3), (0, 4)):
+        text.rewind(min(length, len(text)))
+        fresh = [*fresh[: len(text)], *range(9, 9 + more)]
+        for token in fresh[len(text) :]:
+            logits = np.array(text.append([token]))
+        assert len(text) == len(fresh)
+        alone = OneText(model(), 200)
+        assert np.array_equal(logits, alone.append(fresh))

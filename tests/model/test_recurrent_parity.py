@@ -1,0 +1,106 @@
+"""Families with recurrent layers give the logits that transformers gives, however tokens arrive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import assets
+import pytest
+import tiny
+import torch
+import transformers
+
+import tiny_recurrent
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.weights import parameter_count, shapes
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+CLOSE = 1e-4
+
+
+def some_tokens(count: int = 30) -> torch.Tensor:
+    return torch.randint(3, 259, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.fixture(scope="module", params=tiny_recurrent.FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A family's model in transformers and in Unspool, from the same files."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = tiny.save(request.param, folder)
+    return theirs, load_transformer(open_checkpoint(folder))
+
+
+@torch.no_grad()
+def test_prompt_at_once(pair):
+    theirs, ours = pair
+    tokens = some_tokens(80)  # more than a chunk of theirs
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.1, "a model that says nothing would prove nothing"
+    # transformers reads prompts in chunks, whose sums lose more than those of single tokens.
+    assert difference(ours(tokens), expected) < 10 * CLOSE
+
+
+@torch.no_grad()
+def test_token_by_token(pair):
+    theirs, ours = pair
+    tokens = some_tokens()
+    cache = ours.new_cache(tokens.shape[1])
+    steps = [ours(tokens[:, :5], cache)]
+    steps += [ours(tokens[:, i : i + 1], cache) for i in range(5, tokens.shape[1])]
+    assert difference(torch.cat(steps, 1), theirs(tokens).logits) < CLOSE
+
+
+@torch.no_grad()
+def test_saved_checkpoint_loads_in_transformers(pair, tmp_path: Path):
+    theirs, ours = pair
+    save_checkpoint(ours, tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = some_tokens()
+    assert difference(again(tokens).logits, theirs(tokens).logits) < CLOSE
+    assert difference(load_transformer(open_checkpoint(tmp_path))(tokens), ours(tokens)) == 0
+
+
+def test_names_and_shapes_are_those_of_the_module(pair):
+    _, ours = pair
+    listed = shapes(ours.config)
+    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == listed
+    assert parameter_count(ours.config) == sum(p.numel() for p in ours.parameters())
+
+
+# What a GGUF file cannot say: that weights are not normalized, that a layer has no experts.
+IN_GGUF = tiny_recurrent.FAMILIES.keys() - {"lfm2-moe-no-bias", "qwen3-next-dense"}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every family as a GGUF file, made by llama.cpp's converter."""
+    root = tmp_path_factory.mktemp("gguf")
+    arguments = []
+    for name in IN_GGUF:
+        tiny.save(name, root / name)
+        arguments += [str(root / name), str(root / f"{name}.gguf")]
+    script = Path(__file__).parent.parent / "convert_to_gguf.py"
+    subprocess.run(
+        [sys.executable, str(script), str(assets.llama_cpp_source()), *arguments], check=True
+    )
+    return root
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(IN_GGUF))
+def test_gguf_made_by_llama_cpp(converted: Path, name: str, tmp_path: Path):
+    ours = load_transformer(open_checkpoint(converted / f"{name}.gguf"))
+    tokens = some_tokens()
+    found = ours(tokens)
+    assert difference(found, tiny.make(name)(tokens).logits) < CLOSE
+    save_checkpoint(ours, tmp_path)  # heads in another order than transformers has: in our words
+    assert difference(load_transformer(open_checkpoint(tmp_path))(tokens), found) == 0

@@ -1,0 +1,259 @@
+"""Arbitrary use of the engine on a model with recurrent states: every text as if it were alone, no
+slot lost or mixed up, and not more computed again than the policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+from null_model import logits_after
+
+from recurrent_null import RecurrentNull, spread
+from unspool.backends.base import StepLimits
+from unspool.engine.branch import Branch
+from unspool.engine.ending import Limits
+from unspool.engine.engine import Engine
+from unspool.engine.request import DraftTree, Request
+from unspool.engine.state_policy import most_again
+from unspool.sampling import SamplingSettings
+
+END = 1
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # few kinds: prefixes often meet
+
+
+class Guesses:
+    """A drafter that is sometimes right: it knows what comes next, and errs in places."""
+
+    def __init__(self, next_token: Callable[[list[int]], int], tree: bool, errs: int) -> None:
+        self.next_token, self.tree, self.errs, self.rounds = next_token, tree, errs, 0
+
+    def propose(self, tokens: Any, most: int) -> list[int] | DraftTree:
+        self.rounds += 1
+        text = list(tokens)
+        for _ in range(min(4, most)):
+            text.append(self.next_token(text))
+        guess = text[len(tokens) :]
+        if guess and self.rounds % self.errs == 0:
+            guess[self.rounds % len(guess)] = 3
+        if not self.tree:
+            return guess
+        side = spread(list(tokens), 2)
+        if self.rounds % 2:  # what is right stands in the second run
+            return DraftTree([*side, *guess], [-1, 0, -1, *range(2, 1 + len(guess))])
+        return DraftTree([*guess, *side], [*range(-1, len(guess) - 1), -1, len(guess)])
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> None:
+        return None
+
+
+def request(prompt: list[int], count: int, drafter: Any = None, **options: Any) -> Request:
+    return Request(
+        prompt=tuple(prompt),
+        settings=SamplingSettings(temperature=0),
+        limits=Limits(max_tokens=count, context=512, end_ids=frozenset({END})),
+        drafter=drafter,
+        **options,
+    )
+
+
+class StatesMachine(RuleBasedStateMachine):
+    """Open, append, fork, rewind, look, write with drafts, cancel, evict, in any order, alone and
+    in batches, with enough slots or hardly any."""
+
+    branches = Bundle("branches")
+
+    @initialize(
+        slots=st.sampled_from([2, 3, 5, 9, 200]),
+        pages=st.sampled_from([40, 400]),
+        cheap=st.booleans(),
+        overlaps=st.booleans(),
+    )
+    def begin(self, slots: int, pages: int, cheap: bool, overlaps: bool) -> None:
+        self.backend = self.make(slots, pages, cheap, overlaps)
+        self.engine = Engine(self.backend, lambda token: b"x")
+        self.texts: dict[Branch, list[int]] = {}
+        self.longest = 0
+        self.roomy = slots == 200 and pages == 400
+
+    # -- of which backend, and what it should say ----------------------------------------------
+
+    def make(self, slots: int, pages: int, cheap: bool, overlaps: bool) -> Any:
+        return RecurrentNull(
+            slots,
+            2 if cheap else 1000,
+            pages=pages,
+            overlaps=overlaps,
+            limits=StepLimits(8, 24, 8),
+        )
+
+    def expected(self, tokens: list[int]) -> Any:
+        """The logits of a fresh run."""
+        return logits_after(tokens, self.backend.vocab_size)
+
+    def read(self) -> int:
+        """How many tokens were computed so far."""
+        return sum(map(sum, self.backend.runs))
+
+    error = 0.0  # that is allowed
+
+    def check(self, branch: Branch, logits: Any) -> None:
+        self.compare(np.asarray(logits)[-1], self.texts[branch])
+
+    def compare(self, logits: Any, tokens: list[int]) -> None:
+        assert np.abs(logits - self.expected(tokens)).max() <= self.error
+
+    def next_token(self, tokens: list[int]) -> int:
+        return int(np.argmax(self.expected(tokens)))
+
+    def check_written(self, prompt: list[int], written: list[int]) -> None:
+        """Each token is the likeliest behind those before it."""
+        for place, token in enumerate(written):
+            logits = self.expected([*prompt, *written[:place]])
+            assert logits[token] >= logits.max() - 2 * self.error
+        assert END not in written[:-1]
+
+    # -- what is done with it --------------------------------------------------------------------
+
+    @rule(target=branches, tokens=TOKENS)
+    def open_branch(self, tokens: list[int]) -> Any:
+        if len(self.texts) >= 5:
+            return multiple()
+        branch = self.engine.open(tokens)
+        self.texts[branch] = list(tokens)
+        self.check(branch, self.engine.extend(branch))
+        return branch
+
+    @rule(branch=branches, tokens=TOKENS, wanted=st.integers(1, 6))
+    def append(self, branch: Branch, tokens: list[int], wanted: int) -> None:
+        if branch.length + len(tokens) > 110:
+            return
+        self.texts[branch] += tokens
+        text = self.texts[branch]
+        wanted = min(wanted, len(text))
+        logits = np.asarray(self.engine.extend(branch, tokens, wanted=wanted))
+        for row in range(wanted):
+            self.compare(logits[row], text[: len(text) - wanted + row + 1])
+
+    @rule(branch=branches, others=st.lists(branches, max_size=3), tokens=TOKENS)
+    def append_together(self, branch: Branch, others: list[Branch], tokens: list[int]) -> None:
+        chosen = [b for b in dict.fromkeys([branch, *others]) if b.length < 96]
+        for one in chosen:
+            self.texts[one] += tokens
+        if chosen:
+            found = self.engine.extend_all([(one, tokens) for one in chosen])
+            for one, logits in zip(chosen, found, strict=True):
+                self.check(one, logits)
+
+    @rule(target=branches, branch=branches)
+    def fork(self, branch: Branch) -> Any:
+        if len(self.texts) >= 5:
+            return multiple()
+        other = branch.fork()
+        self.texts[other] = list(self.texts[branch])
+        return other
+
+    @rule(branch=branches, part=st.floats(0, 1), token=st.integers(0, 2))
+    def rewind(self, branch: Branch, part: float, token: int) -> None:
+        length = int(branch.length * part)
+        self.longest = max(self.longest, *map(len, self.texts.values()))
+        branch.rewind(length)
+        del self.texts[branch][length:]
+        before, forgotten = self.read(), self.engine.tree.states.forgotten  # type: ignore[union-attr]
+        self.texts[branch].append(token)
+        self.check(branch, self.engine.extend(branch, [token]))
+        again = self.read() - before - 1
+        states = self.engine.tree.states
+        assert states is not None
+        if self.roomy and forgotten == 0:
+            most = most_again(self.longest - length, self.backend.page_size)
+            assert again <= most, "a text is not read again from further back than is promised"
+
+    @rule(branch=branches, part=st.floats(0, 0.99))
+    def look(self, branch: Branch, part: float) -> None:
+        position = int(branch.length * part)
+        seen = self.engine.look(branch, at=frozenset({position}), deep=False)
+        self.check(branch, seen.logits)
+        assert [inside.first for inside in seen.inside] == [position]
+
+    @rule(
+        prompts=st.lists(TOKENS, min_size=1, max_size=4),
+        tree=st.booleans(),
+        errs=st.integers(1, 3),
+        count=st.integers(1, 12),
+        cached=st.booleans(),
+    )
+    def write(
+        self, prompts: list[list[int]], tree: bool, errs: int, count: int, cached: bool
+    ) -> None:
+        drafters = [Guesses(self.next_token, tree, errs) if n % 2 else None for n in range(4)]
+        streams = [
+            self.engine.submit(request(prompt, count, drafter, cached=cached))
+            for prompt, drafter in zip(prompts, drafters, strict=False)
+        ]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            written = [step.token for step in stream]
+            self.check_written(prompt, written)
+            assert len(written) == count or written[-1] == END
+            self.longest = max(self.longest, len(prompt) + count + 4)
+
+    @rule(prompt=TOKENS, taken=st.integers(0, 5), drafts=st.booleans())
+    def cancel(self, prompt: list[int], taken: int, drafts: bool) -> None:
+        drafter = Guesses(self.next_token, True, 2) if drafts else None
+        stream = self.engine.submit(request(prompt, 40, drafter))
+        seen = [step.token for step, _ in zip(stream, range(taken), strict=False)]
+        stream.close()
+        self.check_written(prompt, seen)
+        text = list(prompt)
+        for _ in range(taken + 1):  # about as far as it was computed
+            text.append(self.next_token(text))
+        other = self.engine.open([*text, 2, 2])
+        self.texts[other] = [*text, 2, 2]
+        self.check(other, self.engine.extend(other))
+        del self.texts[other]
+        other.release()
+        self.longest = max(self.longest, len(prompt) + 44)
+
+    @rule(branch=consumes(branches))
+    def release(self, branch: Branch) -> None:
+        del self.texts[branch]
+        branch.release()
+
+    @rule()
+    def evict(self) -> None:
+        self.engine.call(self.engine.tree.index.clear)
+
+    @invariant()
+    def branches_stand_at_states(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+
+        def check() -> None:
+            for branch in self.texts:
+                assert branch.state is not None and not branch.state.running
+                tip = branch.state.tip
+                assert branch.computed == (0 if tip is None else tip.length)
+                assert not branch.state.kept or max(branch.state.kept) <= branch.computed
+            assert self.engine.tree.states is not None and self.engine.tree.states.texts == 0
+
+        self.engine.call(check)
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            for branch in self.texts:
+                branch.release()
+            self.engine.call(self.engine.tree.index.clear)
+            states = self.engine.tree.states
+            assert states is not None and states.used == 0, "no slot is lost"
+            assert self.engine.tree.pool.used == 0
+            self.engine.close()

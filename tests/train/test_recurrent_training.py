@@ -1,0 +1,89 @@
+"""The trainer's way through recurrent layers: chunks give what single tokens give, no document
+knows of another, and what is learned is learned through the state."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from paged_texts import config
+
+from recurrent_texts import SHAPES
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.train.data.batches import Batch
+from unspool.train.learning.forward import Sight, hidden, inside
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import make_optimizers, parameter_groups
+from unspool.train.learning.shape import new_model, rates_for
+
+
+def model_of(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = new_model(config(layers=3, **SHAPES[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # also those that begin at zero
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+def some_tokens(rows: int, count: int) -> torch.Tensor:
+    return torch.randint(0, 67, (rows, count), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "tiled"])
+def test_chunks_give_what_single_tokens_give(name: str):
+    model, tokens = model_of(name), some_tokens(2, 150)  # three chunks, the last not full
+    with torch.no_grad():
+        chunks = model.logits(hidden(model, tokens, Sight.of(model.config, tokens)))
+        assert (chunks - model(tokens)).abs().max() < 1e-3 and chunks.std() > 0.1
+
+
+@pytest.mark.parametrize("name", ["conv", "delta"])
+def test_no_document_knows_of_another(name: str):
+    model, tokens = model_of(name), some_tokens(1, 150)
+    lengths = [3, 1, 60, 70, 16]  # one ends inside a chunk, another goes over a border
+    documents = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))[None]
+    sight = Sight.of(model.config, tokens, inside(documents), documents)
+    # The same positions, alone: only what lies before it may differ.
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    with torch.no_grad():
+        together = hidden(model, tokens, sight)
+        changed = tokens.clone()
+        for first, end in pairwise(starts.tolist()):
+            changed[0, :first] = (tokens[0, :first] + 1) % 67
+            alone = hidden(model, changed, sight)
+            assert (alone[0, first:end] - together[0, first:end]).abs().max() < 1e-4
+            changed = tokens.clone()
+
+
+@pytest.mark.parametrize("name", ["conv", "delta"])
+def test_it_learns_to_repeat_what_lies_further_back(name: str, tmp_path):
+    """Period 3 is out of sight of a token itself: the convolution or the state must carry it."""
+    torch.manual_seed(0)
+    model = new_model(config(layers=2, **{**SHAPES[name], "mixers": (name, name)}))
+    assert not any("conv.weight" in n for n in _names(model, "matrices"))
+    chosen = make_optimizers(model, rates_for(model.config))
+    rng, losses = torch.Generator().manual_seed(0), []
+    for _ in range(80):
+        start = torch.randint(0, 8, (16, 3), generator=rng)
+        batch = Batch(start.repeat(1, 8), None, None)
+        loss = next_token(model, batch, rng)
+        loss.total.backward()
+        for optimizer in chosen:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.total.item())
+    assert losses[-1] < 1.2, "a model that knows no order comes to ln 8 = 2.08"
+    save_checkpoint(model, tmp_path)
+    again = load_transformer(open_checkpoint(tmp_path))
+    tokens = some_tokens(1, 20)
+    with torch.no_grad():
+        assert torch.equal(again(tokens), model.eval()(tokens))
+
+
+def _names(model: torch.nn.Module, group: str) -> list[str]:
+    found = {id(parameter) for parameter in parameter_groups(model)[group]}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in found]
