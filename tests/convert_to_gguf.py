@@ -26,11 +26,16 @@ def main() -> None:
         hparams.setdefault("n_ctx", hparams.get("n_positions"))
         rope = hparams.get("rope_parameters") or {}
         hparams.setdefault("rotary_pct", rope.get("partial_rotary_factor"))
-        size = hparams["vocab_size"]
+        for told in hparams.get("per_layer_config", {}).values():  # Gemma 4
+            hparams["global_head_dim"] = told["head_dim"]
+            hparams["num_global_key_value_heads"] = told.get("num_key_value_heads")
+        size = {**hparams.get("text_config", {}), **hparams}["vocab_size"]
         vocabulary = {"model": {"vocab": {str(i): i for i in range(size)}}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
         model = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
-        model.set_vocab = lambda self: None
+        inner = [part for part in vars(model).values() if isinstance(part, type)]
+        for each in (model, *inner):
+            each.set_vocab = lambda self: None
         with torch.inference_mode():
             model(folder, gguf.LlamaFileType.ALL_F32, target, hparams=hparams).write()
 

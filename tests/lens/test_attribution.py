@@ -17,7 +17,7 @@ from unspool.lens.look import look
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_parts_sum_to_the_logit(family, family_lm):
     lm = family_lm(family)
     worst = 0.0
@@ -48,6 +48,7 @@ def _uncapped(lm, seen, found):
         weight = head.weight if head is not None else lm.transformer.embed.weight
         bias = head.bias if head is not None else None
         logits = torch.nn.functional.linear(normed, weight, bias).double().numpy()
+    logits = logits * lm.config.logit_scale
     if found.against is None:
         return logits[found.token]
     return logits[found.token] - (

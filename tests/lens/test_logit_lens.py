@@ -16,7 +16,7 @@ from unspool.sampling import log_softmax
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_the_last_layer_is_the_model(family, family_lm):
     lm = family_lm(family)
     seen = look(lm, TOKENS, 6)

@@ -15,7 +15,7 @@ from unspool.lens.look import look
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130, 33, 2, 61, 7, 99, 25, 180, 14, 73, 5]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_attention_is_causal_and_sums_to_one(family, family_lm):
     lm = family_lm(family)
     config = lm.config
@@ -60,7 +60,7 @@ def test_attention_and_residuals_are_those_of_transformers(family, family_lm):
         np.testing.assert_allclose(seen.logits, said.logits[0, position], atol=2e-3)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_parts_add_up_to_the_residuals(family, family_lm):
     seen = look(family_lm(family), TOKENS, 9)
     np.testing.assert_allclose(

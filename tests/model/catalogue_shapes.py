@@ -34,6 +34,23 @@ _QWEN3_MOE = _shape(
     num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
 )  # fmt: skip
 
+_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+}  # fmt: skip
+
+
+def _gemma4(
+    layers: int, width: int, heads: str, inner: int, every: int, keys: int = 0, **more: Any
+) -> dict[str, Any]:
+    """Every so manieth layer sees the whole text; with so many `keys` these are its values too."""
+    far, near = "full_attention", "sliding_attention"
+    kinds = [near if (number + 1) % every else far for number in range(layers)]
+    if keys:
+        more |= {"attention_k_eq_v": True, "num_global_key_value_heads": keys}
+        more |= {"hidden_size_per_layer_input": 0}
+    return _shape("gemma4", layers, width, heads, inner, 262144, layer_types=kinds, **more)
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _shape("llama", 30, 576, "9/3/64", 1536, 49152),
     "smollm2-360m": _shape("llama", 32, 960, "15/5/64", 2560, 49152),
@@ -70,4 +87,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral-7b": _shape("mistral", 32, 4096, "32/8/128", 14336, 32768, **_UNTIED),
     "mistral-nemo-12b": _shape("mistral", 40, 5120, "32/8/128", 14336, 131072, **_UNTIED),
     "mistral-small-24b": _shape("mistral", 40, 5120, "32/8/128", 32768, 131072, **_UNTIED),
+    "gemma4-e2b": _gemma4(
+        35, 1536, "8/1/256", 6144, 5, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "gemma4-e4b": _gemma4(42, 2560, "8/2/256", 10240, 6, num_kv_shared_layers=18),
+    "gemma4-12b": _gemma4(48, 3840, "16/8/256", 15360, 6, keys=1),
+    "gemma4-26b-a4b": _gemma4(30, 2816, "16/8/256", 2112, 6, keys=2, **_EXPERTS),
+    "gemma4-31b": _gemma4(60, 5376, "32/16/256", 21504, 6, keys=4),
+    "ministral3-3b": _shape("ministral3", 26, 3072, "32/8/128", 9216, 131072),
+    "ministral3-8b": _shape("ministral3", 34, 4096, "32/8/128", 14336, 131072, **_UNTIED),
+    "ministral3-14b": _shape("ministral3", 40, 5120, "32/8/128", 16384, 131072, **_UNTIED),
+    "qwen3-vl-4b": _shape("qwen3_vl", 36, 2560, "32/8/128", 9728, 151936),
+    "qwen3-vl-8b": _shape("qwen3_vl", 36, 4096, "32/8/128", 12288, 151936, **_UNTIED),
+    "granite4.1-3b": _shape("granite", 40, 2560, "40/8/64", 8192, 100352),
+    "granite4.1-8b": _shape("granite", 40, 4096, "32/8/128", 12800, 100352),
+    "olmo3-7b": _shape("olmo3", 32, 4096, "32/32/128", 11008, 100278, **_UNTIED),
 }  # fmt: skip

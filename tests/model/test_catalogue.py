@@ -29,7 +29,7 @@ def test_figures_follow_from_the_shapes() -> None:
     for name, entry in catalogue().items():
         config = config_from_hf(SHAPES[name])
         assert (entry.parameters, entry.family) == (parameter_count(config), config.family), name
-        assert entry.kv_bytes == 4 * config.layers * config.kv_width, name
+        assert entry.kv_bytes == 2 * config.kv_numbers, name
 
 
 # Bits a weight of a file of this kind; more where small models keep tables of words in more bits.

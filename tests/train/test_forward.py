@@ -25,7 +25,7 @@ def random_ids(rows: int, length: int, vocabulary: int = 29) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, length), generator=rng())
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_every_family_forward_as_it_runs(family: str, tmp_path: Path):
     tiny.save(family, tmp_path)
     model = load_transformer(open_checkpoint(tmp_path))

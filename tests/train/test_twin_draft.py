@@ -73,7 +73,7 @@ def drafted(
     places = np.arange(first, first + len(text) + len(more))
     tables = model.angles(places, 64)[-1]
     assert tables is not None
-    cosine, sine = tables
+    cosine, sine = tables.cosine, tables.sine
     x = rms(f, head.context_norm, eps)
     keys, values = (
         part(x).view(count, config.kv_heads, config.head_width) for part in (head.k, head.v)

@@ -74,7 +74,9 @@ def looking_at(
     """One layer over one row of tokens that all see each other, and others' keys before them."""
     part: Any = model.layers[layer]
     attention = part.attention
-    query, own_key, own_value = attention.project(part.attention_norm(x), angles)
+    normed = part.attention_norm(x)
+    query = attention.queries(normed, angles)
+    own_key, own_value = attention.keys_values(normed, angles)
     keys, values = torch.cat((key, own_key), 2), torch.cat((value, own_value), 2)
     group = model.config.heads // model.config.kv_heads
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)

@@ -47,15 +47,15 @@ def final_norm(lm: Session) -> FinalNorm:
 
 def head_row(lm: Session, token: int | Literal["mean"]) -> tuple[Doubles, float | None]:
     """What a normalized vector is multiplied with for this token's logit, and the bias added."""
-    bias = lm.model.vector("head.bias")
+    bias, scale = lm.model.vector("head.bias"), lm.config.logit_scale
     if token == "mean":
         total = np.zeros(lm.config.width)
         for rows in _pieces(lm, "head.weight"):
             total += rows.sum(0, dtype=np.float64)
-        mean = None if bias is None else float(bias.mean(dtype=np.float64))
-        return total / lm.config.vocab_size, mean
+        mean = None if bias is None else float(bias.mean(dtype=np.float64)) * scale
+        return total / lm.config.vocab_size * scale, mean
     row = lm.model.rows("head.weight", token, token + 1)[0]
-    return row.astype(np.float64), None if bias is None else float(bias[token])
+    return row.astype(np.float64) * scale, None if bias is None else float(bias[token]) * scale
 
 
 def embeddings(lm: Session) -> Iterator[Floats]:

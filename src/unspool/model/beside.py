@@ -3,6 +3,8 @@ of the token itself for every layer."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,12 +16,15 @@ class DenseAndExperts(nn.Module):
     """A feed-forward for every token, and experts of which a router picks a few; both read the same
     vector, each through norms of its own, and their answers are added."""
 
-    def __init__(self, config: ModelConfig, dense: nn.Module, experts: nn.Module) -> None:
+    def __init__(self, config: ModelConfig, dense: nn.Module, experts: Any) -> None:
         super().__init__()
         width = config.width
-        self.dense, self.experts = dense, experts
+        self.dense = dense
+        self.experts: Any = experts
         self.dense_norm, self.dense_post_norm = (Norm(config, width, config.norm) for _ in range(2))
-        self.experts_norm, self.experts_post_norm = (Norm(config, width, config.norm) for _ in range(2))
+        self.experts_norm, self.experts_post_norm = (
+            Norm(config, width, config.norm) for _ in range(2)
+        )
         self.router_norm = Norm(config, width, config.norm)
         self.expert_scale = nn.Parameter(torch.ones(config.experts))
 
@@ -31,7 +36,8 @@ class DenseAndExperts(nn.Module):
             self.experts_norm(tokens), weights * self.expert_scale[chosen], chosen
         )
         fed: Tensor = self.dense_post_norm(self.dense(self.dense_norm(x)))
-        return fed + self.experts_post_norm(answers).view_as(x)
+        both: Tensor = fed + self.experts_post_norm(answers).view_as(x)
+        return both
 
 
 class TokenInputs(nn.Module):
@@ -53,7 +59,8 @@ class TokenInputs(nn.Module):
         return both * 2**-0.5
 
     def _by_layer(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.layers, self.width))
+        apart: Tensor = x.unflatten(-1, (self.layers, self.width))
+        return apart
 
 
 class TokenInput(nn.Module):

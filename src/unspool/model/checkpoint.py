@@ -138,7 +138,8 @@ class SafetensorsCheckpoint:
 
     def _prefix(self) -> str:
         for prefix in prefixes_for_hf(self.config):
-            if any(rule.theirs.replace("{p}", prefix) in self._file_of for rule in self.rules):
+            named = (rule.theirs for rule in self.rules if "{p}" in rule.theirs)
+            if any(name.replace("{p}", prefix) in self._file_of for name in named):
                 return prefix
         return ""
 

@@ -13,73 +13,45 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import ModelFileError
+from unspool.model import today_gguf
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import longrope_attention
-from unspool.model.families import family_of_gguf
+from unspool.model.families import FAMILIES, family_of_gguf
 from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
+from unspool.model.gguf_keys import Keys
 from unspool.model.positions import Rotary
 from unspool.model.recurrent_config import recurrent_from_gguf
 from unspool.model.tensor_names import gguf as gguf_rules
 from unspool.model.weights import Rule
 
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 # Families whose query and key rows llama.cpp stores for a rotation of neighbouring numbers.
-_INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "llada")
+_INTERLEAVED = ("llama", "mistral", "ministral3", "mixtral", "smollm3", "granite", "llada")
 
 
 def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
-    return gguf_rules(
+    own = FAMILIES[config.family].gguf_rules
+    usual = gguf_rules(
         interleaved=config.family in _INTERLEAVED,
         plus_one=config.norm_plus_one,
         gated=config.attention_gate,
     )
-
-
-class _Keys:
-    """Metadata under the architecture's own name, with its types checked."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.file = file
-        self.architecture = file.metadata.get("general.architecture")
-        if not isinstance(self.architecture, str):
-            raise ModelFileError(f"{file.path}: does not say its general.architecture")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, np.ndarray):  # one number for each layer: we need them all alike
-            if value.size == 0 or (value != value[0]).any():
-                raise ModelFileError(
-                    f"{self.file.path}: {key} differs from layer to layer, which is not supported"
-                )
-            value = value[0].item()
-        return value
-
-    def most(self, key: str, default: int) -> Any:
-        """The largest of the layers' numbers: recurrent layers say 0 of what they do not have."""
-        value = self.file.metadata.get(f"{self.architecture}.{key}")
-        if isinstance(value, np.ndarray) and value.size and set(value.tolist()) <= {0, value.max()}:
-            return int(value.max())
-        return self.number(key, default)
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            state = "is missing" if value is None else f"is {value!r}, not a number"
-            raise ModelFileError(f"{self.file.path}: {self.architecture}.{key} {state}")
-        return value
+    return (*own, *usual)
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """The settings in a GGUF file."""
-    keys = _Keys(file)
+    keys = Keys(file)
     experts = int(keys.number("expert_count", 0))
-    family = family_of_gguf(keys.architecture, experts)
+    family = today_gguf.family_in_file(family_of_gguf(keys.architecture, experts), keys)
     layers, width = keys.number("block_count"), keys.number("embedding_length")
     layers -= keys.number("nextn_predict_layers", 0)  # heads that draft, no layers of the model
-    heads = keys.number("attention.head_count")
+    heads = keys.first("attention.head_count")
     for name, size in (("block_count", layers), ("embedding_length", width), ("heads", heads)):
         if not isinstance(size, int) or size <= 0:
             raise ModelFileError(f"{file.path}: {name} is {size!r}; at least 1 is needed")
+    shapes = today_gguf.layer_shapes(keys, layers, width)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelFileError(
@@ -94,10 +66,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         "vocab_size": embedding.shape[0],
         "width": width,
         "layers": layers,
-        "heads": heads,
-        "kv_heads": keys.most("attention.head_count_kv", heads),
-        "head_width": head_width,
-        "ff_width": keys.number("feed_forward_length", keys.get("expert_feed_forward_length")),
+        **shapes,
         "context": keys.number("context_length"),
         "norm_eps": keys.number(f"attention.{eps}"),
         "tied": "output.weight" not in file.tensors,
@@ -114,9 +83,10 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     values.update(recurrent_from_gguf(family, file, keys.number, layers))
     if values.get("positions", "rotary") == "rotary":
         values["rotary"] = _rotary(file, keys, head_width)
+    values.update(today_gguf.read_today(family, file, keys, values))
     if family.name == "gpt-neox":
         values["parallel"] = bool(keys.get("use_parallel_residual", True))
-    if family.name.startswith("gemma"):
+    if family.name in ("gemma2", "gemma3"):
         values.update(_gemma(family, keys, values))
     if family.name == "smollm3":
         values["unrotated_layers"] = tuple(range(3, layers, 4))
@@ -137,7 +107,7 @@ def _end_ids(file: GGUFFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(i) for i in found if isinstance(i, int)))
 
 
-def _sight(file: GGUFFile, keys: _Keys, family: Family, vocab_size: int) -> dict[str, Any]:
+def _sight(file: GGUFFile, keys: Keys, family: Family, vocab_size: int) -> dict[str, Any]:
     """A file says that its tokens look both ways, and llama.cpp takes it that guesses are shifted
     unless it also says that they are not."""
     if keys.get("attention.causal", family.fixed.get("sight") != "whole"):
@@ -148,17 +118,23 @@ def _sight(file: GGUFFile, keys: _Keys, family: Family, vocab_size: int) -> dict
     return {"sight": "whole", "mask_id": mask if known else None, "shifted": bool(shifted)}
 
 
-def _windows(family: Family, keys: _Keys, layers: int) -> tuple[int, ...]:
+def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
     window = int(keys.number("attention.sliding_window", 0))
     if not window or family.window_needs_switch:
         return ()
-    every = {"every second": 2, "five of six": 6}.get(family.window_layers)
+    pattern = keys.file.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray):  # one flag for each layer
+        flags = keys.per_layer("attention.sliding_window_pattern", layers)
+        return tuple(window if flag else 0 for flag in flags)
+    if isinstance(pattern, int) and not isinstance(pattern, bool):  # the last of so many sees all
+        return tuple(window if pattern and (n + 1) % pattern else 0 for n in range(layers))
+    every = {"every second": 2, "three of four": 4, "five of six": 6}.get(family.window_layers)
     if every is None:
         return (window,) * layers
     return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
 
 
-def _gemma(family: Family, keys: _Keys, values: dict[str, Any]) -> dict[str, Any]:
+def _gemma(family: Family, keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """What llama.cpp knows about Gemma without being told."""
     width, heads, rotary = values["width"], values["heads"], values["rotary"]
     # Only the 27B models scale by width / heads; their files do not say so.
@@ -177,7 +153,7 @@ def _gemma(family: Family, keys: _Keys, values: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def _rotary(file: GGUFFile, keys: _Keys, head_width: int) -> Rotary:
+def _rotary(file: GGUFFile, keys: Keys, head_width: int) -> Rotary:
     width = int(keys.number("rope.dimension_count", head_width))
     base = float(keys.number("rope.freq_base", 10000.0))
     context = int(keys.number("context_length"))
@@ -204,7 +180,7 @@ def _rotary(file: GGUFFile, keys: _Keys, head_width: int) -> Rotary:
             long_factors=factors,
         )
     if kind == "yarn":
-        grown = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+        grown = today_gguf.yarn_attention(factor, float(keys.number(_LOG_MULTIPLIER, 0.0)))
         return turned(
             scaling="yarn",
             factor=factor,

@@ -19,6 +19,7 @@ from unspool.model.family import Family
 from unspool.model.float8 import is_float8
 from unspool.model.positions import Rotary
 from unspool.model.recurrent_config import only_ours, recurrent_from_hf, recurrent_to_hf
+from unspool.model.today_config import read_today, write_today
 
 Raw = Mapping[str, Any]
 
@@ -64,8 +65,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
             "original 16-bit weights, FP8 ones or a GGUF file"
         )
     if "text_config" in raw:  # a model that also sees pictures: we read its language part
-        raw = {**raw["text_config"], "eos_token_id": _end_ids(raw) or _end_ids(raw["text_config"])}
-        raw = {"model_type": "gemma3_text", **raw}
+        raw = _language_part(raw)
     family = family_of_model_type(raw["model_type"])
     try:
         return ModelConfig(family=family.name, **_settings(family, raw))
@@ -75,11 +75,19 @@ def config_from_hf(raw: Raw) -> ModelConfig:
         ) from error
 
 
+def _language_part(raw: Raw) -> Raw:
+    """What a model that sees pictures says of the part that reads and writes text."""
+    text = {"model_type": raw["model_type"], **raw["text_config"]}
+    if "tie_word_embeddings" in raw:  # its head is not within that part
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    return {**text, "eos_token_id": _end_ids(raw) or _end_ids(text)}
+
+
 def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     """Every field of ModelConfig but the family's name."""
     raw = _usual_names(family, raw)
     full = {**family.defaults, **{key: v for key, v in raw.items() if v is not None}}
-    if "num_experts" not in full and "num_local_experts" in full:
+    if raw.get("num_experts") is None and "num_local_experts" in full:
         full["num_experts"] = full["num_local_experts"]
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in raw and raw[key] is None:  # silence means the default, null means none
@@ -115,9 +123,10 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     values["end_ids"] = _end_ids(raw)
     values.update(_sight(family, raw, values))
     values.update(recurrent_from_hf(family, full, values))
+    values.update(read_today(family, full, values))
     if values.get("positions", "rotary") == "rotary":
         values.update(_rotations(family, full, values))
-    if family.name.startswith("gemma"):
+    if family.name in ("gemma2", "gemma3"):
         values["embedding_scale"] = math.sqrt(values["width"])
         values["attention_scale"] = full["query_pre_attn_scalar"] ** -0.5
     if family.name == "smollm3":
@@ -194,6 +203,8 @@ def _windows(family: Family, full: Raw, layers: int) -> tuple[int, ...]:
             return layer >= int(full["max_window_layers"])
         if family.window_layers == "every second":
             return layer % 2 == 0
+        if family.window_layers == "three of four":
+            return (layer + 1) % 4 != 0
         if family.window_layers == "five of six":
             return (layer + 1) % pattern != 0
         if family.window_layers == "but every nth":
@@ -211,13 +222,22 @@ def _rotations(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str
     """The rotary settings: one for all layers, or (Gemma 3) another for layers with a window."""
     rope = full.get("rope_parameters") or {}
     if "full_attention" in rope:
-        return {
-            "rotary": _rotary(rope["full_attention"], full, values),
-            "local_rotary": _rotary(rope["sliding_attention"], full, values),
-        }
+        windows = values["windows"] or (0,) * values["layers"]
+        found = {}
+        for name, kind in (("rotary", "full_attention"), ("local_rotary", "sliding_attention")):
+            at = [n for n, window in enumerate(windows) if bool(window) == (name != "rotary")]
+            width = values["head_width"]
+            if at and values.get("shapes"):
+                width = values["shapes"][at[0]].head_width
+            if kind in rope:
+                found[name] = _rotary(rope[kind], full, {**values, "head_width": width})
+        return found
     if not rope:
         rope = {**(full.get("rope_scaling") or {}), "rope_theta": full["rope_theta"]}
     found = {"rotary": _rotary(rope, full, values)}
+    if family.name == "olmo3":  # only layers that see everything are scaled
+        plain = {"rope_theta": rope.get("rope_theta", full["rope_theta"])}
+        found["local_rotary"] = _rotary(plain, full, values)
     if "rope_local_base_freq" in full:
         found["local_rotary"] = _rotary({"rope_theta": full["rope_local_base_freq"]}, full, values)
     return found
@@ -234,7 +254,7 @@ def rotary_of(full: Raw, head_width: int) -> Rotary:
 
 def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = {"default": "none", "su": "longrope"}.get(kind, kind)
+    kind = {"default": "none", "mrope": "none", "su": "longrope"}.get(kind, kind)
     share = rope.get("partial_rotary_factor")
     if share is None:
         share = full.get("rotary_pct", full.get("partial_rotary_factor", 1.0))
@@ -251,6 +271,9 @@ def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
     }
     if kind == "none":
         settings["factor"] = 1.0
+    elif kind == "proportional":
+        settings.update(width=values["head_width"], share=float(share))
+        settings["factor"] = float(rope.get("factor") or 1.0)
     elif kind == "dynamic":
         settings["original_context"] = context
     elif kind == "yarn":
@@ -270,7 +293,7 @@ def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
     elif kind != "linear":
         raise ModelFileError(
             f"the position scaling {kind!r} is not supported; these are: "
-            "linear, dynamic, yarn, llama3, longrope"
+            "linear, dynamic, yarn, llama3, longrope, proportional"
         )
     return Rotary(**settings)
 
@@ -329,7 +352,7 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         }
     elif config.rotary is not None:
         raw["rope_parameters"] = _rope_to_hf(config.rotary, config)
-    if family.name.startswith("gemma"):
+    if family.name in ("gemma2", "gemma3"):
         raw["query_pre_attn_scalar"] = round(config.scale**-2)  # transformers wants a whole one
     if family.name == "smollm3":
         raw["no_rope_layers"] = [
@@ -337,6 +360,8 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         ]
     if family.name in ("qwen3-moe", "qwen3-next"):
         raw["mlp_only_layers"] = list(config.dense_layers)
+    for key, value in write_today(config).items():
+        raw[key] = {**raw[key], **value} if key == "rope_parameters" else value
     if family.name == "roberta":
         raw[family.keys["context"]] = config.context + ROBERTA_RESERVED
     if family.name in ("bert", "roberta"):
@@ -353,7 +378,9 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 def _rope_to_hf(rotary: Rotary, config: ModelConfig) -> dict[str, Any]:
     kind = "default" if rotary.scaling == "none" else rotary.scaling
     raw: dict[str, Any] = {"rope_type": kind, "rope_theta": rotary.base}
-    if rotary.width != config.head_width:
+    if kind == "proportional":
+        raw["partial_rotary_factor"] = rotary.share
+    elif rotary.width not in {config.shape(layer).head_width for layer in range(config.layers)}:
         raw["partial_rotary_factor"] = rotary.width / config.head_width
     if kind == "default":
         return raw

@@ -1,12 +1,15 @@
 """The model families, as tables: what their files call our settings and our weights.
 
-A new family is a new entry at the end (of `masked_families.py` if its tokens look ahead): which
+A new family is a new entry at the end (of `today_families.py`, or of `masked_families.py` if its
+tokens look ahead): which
 `model_type` names it, which of our settings are fixed for it, where its config.json differs from
 Llama's, and where its tensors' names do.
 GGUF files use one set of names for all families (`GGUF` in `tensor_names.py`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from unspool.errors import ModelFileError
 from unspool.model.family import BIASES, Family, like_llama
@@ -24,6 +27,7 @@ from unspool.model.tensor_names import (
     layer,
     rules,
 )
+from unspool.model.today_families import ALIASES, GGUF_ALIASES, TODAY
 from unspool.model.weights import Rule
 
 _GEMMA_KEYS = {
@@ -279,29 +283,31 @@ _CAUSAL = (
     ),
 )
 
-_ALL = (*_CAUSAL, *RECURRENT, *MASKED)
+_ALL = (*_CAUSAL, *TODAY, *RECURRENT, *MASKED)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def family_of_model_type(model_type: object) -> Family:
     """The family that a config.json names, or an error that lists what there is."""
-    wanted = {
-        "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
-    }.get(str(model_type), model_type)  # fmt: skip
+    if model_type in ALIASES:
+        name, silent = ALIASES[str(model_type)]
+        return replace(FAMILIES[name], defaults={**FAMILIES[name].defaults, **silent})
     for family in _ALL:
-        if family.model_type == wanted:
+        if family.model_type == model_type:
             return family
-    known = ", ".join(family.model_type for family in _ALL)
+    known = ", ".join(sorted({family.model_type for family in _ALL} | ALIASES.keys()))
     raise ModelFileError(f"models of type {model_type!r} are not supported; these are: {known}")
 
 
 def family_of_gguf(architecture: object, experts: int) -> Family:
     """The family behind general.architecture; 'llama' with experts is Mixtral."""
-    for family in _ALL:
-        has_experts = "experts" in family.keys
-        if family.gguf == architecture and has_experts == (experts > 0):
-            return family
-    known = ", ".join(sorted({family.gguf for family in _ALL if family.gguf}))
+    if architecture in GGUF_ALIASES:
+        return FAMILIES[GGUF_ALIASES[str(architecture)]]
+    called = [family for family in _ALL if family.gguf == architecture]
+    fitting = [family for family in called if ("experts" in family.keys) == (experts > 0)]
+    if fitting or len(called) == 1:  # Gemma 4 has experts or not
+        return (fitting or called)[0]
+    known = ", ".join(sorted({f.gguf for f in _ALL if f.gguf} | GGUF_ALIASES.keys()))
     raise ModelFileError(
         f"GGUF files of architecture {architecture!r} are not supported; these are: {known}"
     )

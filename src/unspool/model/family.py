@@ -25,12 +25,20 @@ class Family:
     only: Table = field(default_factory=dict)  # their key -> what it must be, if it is there
     fixed: Table = field(default_factory=dict)  # our setting -> what it always is here
     window_layers: Literal[
-        "all", "later", "every second", "five of six", "unrotated", "but every nth"
-    ] = "all"
+        "all",
+        "none",
+        "later",
+        "every second",
+        "three of four",
+        "five of six",
+        "unrotated",
+        "but every nth",
+    ] = "all"  # those with a window, where no list says it
     window_needs_switch: bool = False  # only with use_sliding_window
     mask_id: int | None = None  # the mask token where no file says it
     prefixes: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.", "")
     rules: tuple[Rule, ...] = ()
+    gguf_rules: tuple[Rule, ...] = ()  # names in a GGUF file that only this family has
 
 
 _LLAMA_KEYS = {

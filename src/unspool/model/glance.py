@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unspool.errors import ModelFileError
 from unspool.model.kinds import FILE_TYPES, is_readable, kind_in_name
 from unspool.model.memory import memory_needed, memory_of_text
@@ -71,18 +73,25 @@ def _gguf(path: Path, size: int, kind: str | None) -> Glance:
     def number(key: str, otherwise: int = 0) -> int:
         value = metadata.get(f"{architecture}.{key}", otherwise)
         if not isinstance(value, int):
-            raise ModelFileError(f"its {key} differs from layer to layer, which is not supported")
+            raise ModelFileError(f"its {key} is no number")
         return value
+
+    def of_all_layers(key: str, otherwise: int) -> float:
+        """The sum of what may differ from layer to layer."""
+        values = metadata.get(f"{architecture}.{key}", otherwise)
+        return float(np.mean(values)) * number("block_count")
 
     told = FILE_TYPES.get(metadata.get("general.file_type", -1))
     kind = told or kind or kind_in_name(path.name)
     family_of_gguf(architecture, number("expert_count"))
     if not is_readable(kind):
         raise ModelFileError(f"its weights are packed as {kind}, which is not supported")
-    heads = number("attention.head_count", 1)
+    layers = max(1, number("block_count"))
+    heads = round(of_all_layers("attention.head_count", 1) / layers)
     head_width = number("attention.key_length", number("embedding_length") // max(1, heads))
-    kv_width = number("attention.head_count_kv", heads) * head_width
-    kv_bytes = 4 * number("block_count") * kv_width
+    kv_heads = of_all_layers("attention.head_count_kv", heads)
+    kept = 1 - number("attention.shared_kv_layers") / layers
+    kv_bytes = round(4 * kv_heads * head_width * kept)
     return Glance(size, kind, kv_bytes, number("context_length"))
 
 

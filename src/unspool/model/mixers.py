@@ -99,8 +99,8 @@ class ShortConv(Mixer):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
-        for name in ("b", "c", "x", "out"):
-            setattr(self, name, nn.Linear(config.width, config.width, bias=False))
+        width = config.width
+        self.b, self.c, self.x, self.out = (nn.Linear(width, width, bias=False) for _ in "bcxo")
 
     def project(self, x: Tensor) -> Parts:
         return self.b(x) * self.x(x), self.c(x)

@@ -100,7 +100,6 @@ _SHARED_EXPERTS = rules(
         Rule(
             IN_LAYER + "mlp.experts.gate_up_proj",
             ("layers.{i}.feed.gate.weight", "layers.{i}.feed.up.weight"),
-            "stacked",
         ),
         Rule(IN_LAYER + "mlp.experts.down_proj", ("layers.{i}.feed.down.weight",)),
     ),

@@ -84,6 +84,13 @@ class Stored:
         scales = None if self.scales is None else self.scales[start:stop]
         return Stored(self.type, data, (len(data), *self.shape[1:]), scales)
 
+    def inner_rows(self, start: int, stop: int) -> Stored:
+        """Some of the rows of every matrix of a tensor with three axes; a view."""
+        data = self.data[:, start:stop]
+        scales = None if self.scales is None else self.scales[:, start:stop]
+        shape = (self.shape[0], data.shape[1], self.shape[2])
+        return Stored(self.type, data, shape, scales)
+
     def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
         """All rows, in another order."""
         scales = None if self.scales is None else self.scales[order]
@@ -119,9 +126,11 @@ class Stored:
     # -- changes to single numbers: packed ones are unpacked -----------------------------------
 
     def transposed(self) -> Stored:
+        """The last two axes changed with each other."""
         if self.packed:
-            return Stored.of(self.float32().T)
-        return Stored(self.type, self.data.T, self.shape[::-1])
+            return Stored.of(self.float32().swapaxes(-1, -2))
+        data = self.data.swapaxes(-1, -2)
+        return Stored(self.type, data, data.shape)
 
     def minus_one(self) -> Stored:
         return Stored.of(self.float32() - np.float32(1))

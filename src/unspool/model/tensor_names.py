@@ -62,9 +62,15 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """The router of a block of experts, and what each expert holds."""
     each = "experts.{e}."
     names = {"gate": "router", each + gate: "gate", each + up: "up", each + down: "down"}
-    return tuple(
-        Rule(f"{IN_LAYER}{block}.{theirs}.weight", (f"layers.{{i}}.feed.{ours}.weight",))
-        for theirs, ours in names.items()
+    stacked, sides = f"{IN_LAYER}{block}.experts.", ("gate", "up")
+    return (
+        *(
+            Rule(f"{IN_LAYER}{block}.{theirs}.weight", (f"layers.{{i}}.feed.{ours}.weight",))
+            for theirs, ours in names.items()
+        ),
+        # Some files hold the matrices of all experts in one tensor.
+        Rule(f"{stacked}gate_up_proj", tuple(f"layers.{{i}}.feed.{o}.weight" for o in sides)),
+        Rule(f"{stacked}down_proj", ("layers.{i}.feed.down.weight",)),
     )
 
 

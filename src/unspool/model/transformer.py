@@ -263,11 +263,12 @@ class Layer(nn.Module):
         self.residual_scale = config.residual_scale
         after = config.norm_after or config.norm_sums
         self.attention_norm = norm_or_not(config, config.normed_attention(layer))
-        self.layer, self.mixer = layer, None
+        self.layer = layer
+        self.mixer: Mixer | None = None
         if config.mixer(layer) == "attention":
             self.attention = Attention(config, layer)
         else:
-            self.mixer: Mixer | None = new_mixer(config, layer)
+            self.mixer = new_mixer(config, layer)
         self.attention_post_norm = norm_or_not(config, after)
         self.feed_norm = norm_or_not(config, config.normed_feed(layer))
         self.feed = self._feed(config, layer)

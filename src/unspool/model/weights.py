@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Layout = Literal[
     "plain", "transposed", "per_head", "interleaved", "plus_one", "gated_heads", "grouped",
-    "grouped_values", "channels", "log_of_minus", "stacked",
+    "grouped_values", "channels", "log_of_minus",
 ]  # fmt: skip
 
 
@@ -176,7 +176,7 @@ class Rule:
 
     @property
     def for_experts(self) -> bool:
-        return any(part in self.theirs for part in ("{e}", "_exps.", ".experts."))
+        return any(sign in self.theirs for sign in ("{e}", "_exps.weight", ".experts."))
 
 
 Fetch = Callable[[str], Stored | None]
@@ -277,6 +277,8 @@ def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:
 
 
 def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -> list[Stored]:
+    if len(parts[0]) == 3:
+        return _split_experts(whole, parts)
     if rule.layout == "transposed" and len(whole.shape) == 2:
         whole = whole.transposed()
     elif rule.layout == "plus_one":
@@ -285,8 +287,6 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
         whole = Stored.of(np.ascontiguousarray(whole.float32().reshape(whole.shape[0], -1).T))
     elif rule.layout == "log_of_minus":
         whole = Stored.of(np.log(-whole.float32()))
-    elif rule.layout == "stacked" and len(whole.shape) == 3:
-        return _split_experts(whole, [shape[1] for shape in parts])
     else:
         order = row_order(rule.layout, whole.shape[0], config)
         if order is not None:
@@ -299,16 +299,15 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
     return [whole.rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _split_experts(whole: Stored, rows: list[int]) -> list[Stored]:
-    """Matrices of all experts in one tensor, each expert's below each other."""
-    ends = np.cumsum(rows).tolist()
-    if ends[-1] != whole.shape[1]:
-        return [whole] * len(rows)
-    experts = whole.slices()
-    return [
-        Stored.stacked([expert.rows(start, end) for expert in experts])
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
+def _split_experts(whole: Stored, parts: list[Shape]) -> list[Stored]:
+    """Matrices of all experts; some files hold them turned, or several below each other."""
+    rows, columns = sum(shape[1] for shape in parts), parts[0][2]
+    if whole.shape[1:] == (columns, rows) and rows != columns:
+        whole = whole.transposed()
+    ends = np.cumsum([shape[1] for shape in parts]).tolist()
+    if len(parts) == 1 or ends[-1] != whole.shape[1]:
+        return [whole] * len(parts)  # the caller sees whether the shapes differ
+    return [whole.inner_rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np.int64] | None:
@@ -345,9 +344,7 @@ def _grouped_order(recurrence: Recurrence, count: int) -> npt.NDArray[np.int64] 
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
     import torch
 
-    if rule.layout == "stacked":
-        return torch.cat(parts, 1)
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    whole = torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
     if rule.layout == "channels":
         return whole.t()[:, None]
     if rule.layout == "log_of_minus":

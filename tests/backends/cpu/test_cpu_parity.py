@@ -23,6 +23,7 @@ from unspool.backends.cpu.packing import PACKINGS
 from unspool.backends.step import Look
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
+from unspool.model.config import LayerShape
 from unspool.model.stored import Stored
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -44,7 +45,7 @@ def backends(checkpoint: Checkpoint, context: int, **options: Any) -> tuple[Back
     return made[0], made[1]
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=[*tiny.FAMILIES, *tiny.TODAY])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Backend, Backend]:
@@ -78,7 +79,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide heads": {"head_width": 40, "kv_heads": 1, "ff_width": 51},
     "many heads on one key": {"heads": 40, "kv_heads": 1, "head_width": 2, "width": 7},
     **ODD_SHAPES,
-}
+    "layers that differ": {
+        "layers": 3,
+        "shapes": tuple(
+            LayerShape(heads=heads, kv_heads=kv_heads, head_width=16, ff_width=inner)
+            for heads, kv_heads, inner in ((4, 2, 48), (1, 1, 33), (3, 1, 7))
+        ),
+    },
+    "everything scaled": {
+        "residual_scale": 0.3, "logit_scale": 1.7, "layer_scale": True, "norm_after": True,
+        "query_growth": 0.5, "query_span": 7,
+    },
+    "keys as values": {"keys_as_values": (1,), "value_norm": True, "kv_shared": 1, "layers": 3},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -26,6 +26,7 @@ from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.loaded import CpuModel
 from unspool.backends.step import Floats, Look
+from unspool.model.config import LayerShape
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -39,6 +40,17 @@ KINDS = [
     ("F32", 16, True),
 ]
 NAMES = [f"{kind}-kv{bits}{'-experts' * experts}" for kind, bits, experts in KINDS]
+# All that a layer may have beside the usual, as in Gemma 4.
+EVERYTHING: dict[str, Any] = {
+    "layers": 4, "windows": (40, 0, 40, 0), "kv_shared": 2, "keys_as_values": (1,),
+    "shapes": tuple(
+        LayerShape(heads=heads, kv_heads=kv_heads, head_width=64, ff_width=256)
+        for heads, kv_heads in ((4, 2), (4, 1), (2, 2), (2, 1))
+    ),
+    "value_norm": True, "qk_norm": "head", "norm_after": True, "layer_scale": True,
+    "dense_beside_experts": True, "token_width": 32, "query_growth": 0.2, "query_span": 50,
+    "residual_scale": 0.7, "logit_scale": 1.5,
+}  # fmt: skip
 PAGES = 400
 LONG = 540  # tokens: the past goes over a segment of 512
 
@@ -47,6 +59,8 @@ def new_backend(kind: str, kv_bits: int, experts: bool, threads: int) -> CpuBack
     more: dict[str, Any] = {"width": 256, "ff_width": 256, "head_width": 64}
     if experts:
         more |= {"experts": 3, "experts_per_token": 2, "expert_width": 256}
+    if experts and kind == "Q8_0":
+        more |= EVERYTHING
     model = CpuModel(
         RandomCheckpoint(config(**more), kind), store=None, threads=threads, kv_bits=kv_bits
     )

@@ -86,6 +86,8 @@ class Operation:
         if self.prepare != "as is":
             words.append(self.prepare)
         words.append(self.source)
+        if self.kind == "scale":
+            words.append(f"* {self.vector or format(self.scale, '.4g')}")
         if self.kind == "place" and not self.queries_only:
             words.append(f"-> pages of layer {self.layer}")
         if self.window:

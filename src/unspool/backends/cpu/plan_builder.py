@@ -29,7 +29,7 @@ def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> 
             "load the model with backend='torch'"
         )
     check_recurrence(config)
-    builder = Builder(config)
+    builder = _Builder(config)
     scale = config.embedding_scale if embedding_scale is None else embedding_scale
     builder.begin(scale)
     for layer in range(config.layers):
@@ -38,7 +38,7 @@ def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> 
     return builder.plan
 
 
-class Builder:
+class _Builder:
     """Adds operations one by one; each method is a part of the model."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from unspool.backends.cpu.plan import Operation
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 
-if TYPE_CHECKING:
-    from unspool.backends.cpu.plan_builder import Builder
-
 MOST_TAPS = 8  # of a convolution: the kernels' room for them
 WIDEST_KEY = 256
+
+
+class Building(Protocol):
+    """What is needed of who builds a plan (`plan_builder.py`)."""
+
+    config: ModelConfig
+
+    def buffer(self, name: str, width: int) -> str: ...
+
+    def add(self, operation: Operation) -> None: ...
+
+    def linear(
+        self, source: str, target: str, matrices: tuple[str, ...], *, norm: str = ""
+    ) -> None: ...
 
 
 def check_recurrence(config: ModelConfig) -> None:
@@ -32,7 +43,7 @@ def check_recurrence(config: ModelConfig) -> None:
             )
 
 
-def recurrent(build: Builder, layer: int) -> Operation:
+def recurrent(build: Building, layer: int) -> Operation:
     """Adds what a recurrent layer does; gives the operation that adds its outcome to x."""
     config, at = build.config, f"layers.{layer}.mixer"
     assert config.recurrence is not None
@@ -72,7 +83,7 @@ def _convolution(config: ModelConfig, layer: int, target: str) -> Operation:
     )
 
 
-def _delta(build: Builder, layer: int, norm: str) -> None:
+def _delta(build: Building, layer: int, norm: str) -> None:
     config, at, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
     assert shape is not None
     channels = shape.channels("delta", config.width)

@@ -219,9 +219,15 @@ class _Plans:
         self._linear("e", "x", "join.word", norm="join.word.norm", add=True)
         self._linear("x", "queries", "attention.query", norm="attention.norm")
         self._plan.operations += [
-            Operation(kind="place", source="queries", rotary=0, queries_only=True),
             Operation(
-                kind="attend", source="queries", target="mixed", scale=config.head_width**-0.5
+                kind="place", source="queries", heads=config.heads, rotary=0, queries_only=True
+            ),
+            Operation(
+                kind="attend",
+                source="queries",
+                target="mixed",
+                heads=config.heads,
+                scale=config.head_width**-0.5,
             ),
         ]
         self._linear("mixed", "x", "attention.out", add=True)

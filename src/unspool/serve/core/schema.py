@@ -27,6 +27,7 @@ from pydantic import (
 from unspool.sampling.settings import STAGE_SETTINGS, SamplingSettings
 from unspool.serve.core.foreign import in_our_words
 from unspool.serve.http.errors import bad_request, known_names, unsupported
+from unspool.text.chat.messages import ONLY_TEXT
 
 LARGEST_SEED = (1 << 63) - 1
 
@@ -85,7 +86,7 @@ def join_parts(parts: list[dict[str, Any]], where: str) -> str:
     """Content that comes in parts, as one text."""
     for part in parts:
         if part.get("type") not in ("text", "input_text", "output_text"):
-            raise unsupported(f"{where} of type {part.get('type')!r:.40}", "only text is read")
+            raise unsupported(f"{where} of type {part.get('type')!r:.40}", ONLY_TEXT)
         if not isinstance(part.get("text"), str):
             raise bad_request(f"a part of {where} has no text", where)
     return "".join(part["text"] for part in parts)

@@ -16,8 +16,8 @@ from unspool.serve.core.schema import (
     ToolName,
 )
 from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS, FunctionTool
+from unspool.text.chat.messages import ONLY_TEXT
 
-_IMAGES = "only text is read"
 Format = Literal["", "json"] | dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class ToolCall(Strict):
 
 
 class Message(PartialApi):
-    unsupported_fields: ClassVar[Reasons] = {"images": _IMAGES}
+    unsupported_fields: ClassVar[Reasons] = {"images": ONLY_TEXT}
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -71,7 +71,7 @@ class GenerateRequest(_Asking):
     """A prompt to be answered; without one, a model to be loaded."""
 
     unsupported_fields: ClassVar[Reasons] = {
-        "images": _IMAGES,
+        "images": ONLY_TEXT,
         "template": "it would be a Go template; send the whole prompt with raw: true",
     }
     noop_values: ClassVar[dict[str, list[Any]]] = {"template": [""]}

@@ -20,6 +20,7 @@ from unspool.serve.core.schema import (
     by_type,
 )
 from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS
+from unspool.text.chat.messages import ONLY_TEXT
 
 LOGPROBS = "message.output_text.logprobs"
 _ONE_SITTING = "a response is written while its request waits for it"
@@ -138,7 +139,7 @@ class ResponseRequest(ForeignRequest, Constraints):
         "background": _ONE_SITTING,
         "context_management": "nothing is dropped or summed up",
         "conversation": "go on with previous_response_id",
-        "image": "only text is read",
+        "image": ONLY_TEXT,
         "max_tool_calls": "there are no built-in tools",
         "moderation": "there is none",
         "prompt": "prompt templates are not kept here; send the input itself",

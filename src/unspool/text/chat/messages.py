@@ -15,6 +15,7 @@ from unspool.errors import UnspoolError
 
 Message = Mapping[str, Any]
 
+ONLY_TEXT = "only text is read; of a model that sees pictures, the part that writes is run"
 # One thing under several names; templates read one or the other.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -57,7 +58,7 @@ def _check_parts(parts: list[Any], where: str) -> None:
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type", "?") if isinstance(part, dict) else type(part).__name__
-            raise UnspoolError(f"{where} has a part of type {kind!r}: only text parts are read")
+            raise UnspoolError(f"{where} has a part of type {kind!r}: {ONLY_TEXT}")
 
 
 def joined_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from unspool.train.learning.optimizers import Rates
 
 DEEPEST = 128
-_ADDS_TO_RESIDUAL = (
-    "attention.out.weight", "mixer.out.weight", "feed.down.weight", "feed.shared.down.weight",
-)  # fmt: skip
 
 # What `unspool train` makes with nothing said: what two CPU cores can teach something in four
 # minutes. Measured on such a machine (Neoverse N1), on 12 MB of speeches: 1.0M weights at 4,700
@@ -123,6 +120,14 @@ def rates_for(config: ModelConfig) -> Rates:
     return Rates(matrices=matrices, embedding=matrices, head=matrices, vectors=matrices)
 
 
+# Matrices whose product is added to the residual.
+_ADDING = (
+    "attention.out.weight", "feed.down.weight", "feed.dense.down.weight",
+    "feed.experts.down.weight", "token_input.out.weight", "mixer.out.weight",
+    "feed.shared.down.weight",
+)  # fmt: skip
+
+
 def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A model with start values.
 
@@ -148,7 +153,7 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
                 weight.zero_()
             elif weight.ndim == 1:
                 weight.fill_(0.0 if config.norm_plus_one else 1.0)
-            elif name.endswith(_ADDS_TO_RESIDUAL):
+            elif name.endswith(_ADDING):
                 weight.zero_()
             elif name.endswith(".conv.weight"):
                 weight.uniform_(-(len(weight) ** -0.5), len(weight) ** -0.5, generator=rng)

@@ -59,7 +59,8 @@ inline float* tapped(const Tile& tile, int64_t row) {
     const int64_t at = run.taps->attention[tile.first_token + row / tile.group];
     if (at < 0) return nullptr;
     const int64_t head = tile.kv_head * tile.group + row % tile.group;
-    return run.taps->weights + at + (tile.op->layer * run.taps->heads + head) * (tile.visible(row) + 1);
+    return run.taps->weights + at +
+           (tile.op->layer * run.taps->heads + head) * (tile.visible(row) + 1);
 }
 
 inline void keep_scores(const Tile& tile, int64_t first, int64_t last) {
@@ -299,8 +300,8 @@ void attend(const Run& run, const Op& op, Worker& worker) {
         for (int64_t row = 0; row < group; ++row) {
             Gathered whole{kNothing, 0.0f, tile.sums};
             for (int64_t s = 0; s < segments_of(batch, token); ++s) {
-                float* from = run.partial + ((before + s) * kv_heads + kv_head) * partial +
-                              row * (width + 2);
+                float* from =
+                    run.partial + ((before + s) * kv_heads + kv_head) * partial + row * (width + 2);
                 merge(whole, {from[0], from[1], from + 2}, width);
             }
             finish(tile, row, whole);
