@@ -240,11 +240,11 @@ class StatePool:
                 if not (state.pins or state.running)
             )
             gone: set[State] = set()
-            for _, slot, state in ranked:
+            for _, _, state in ranked:
                 if len(self._free) >= wanted:
                     return
                 # Forgetting one may free others, or make them worth more.
-                if state not in self._states or state.slot != slot or self._earlier(state) in gone:
+                if state not in self._states or self._earlier(state) in gone:
                     continue
                 gone.add(state)
                 self._forget(state)
