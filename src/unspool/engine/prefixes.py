@@ -210,6 +210,8 @@ def _fit(node: Node, tokens: tuple[int, ...], at: int) -> tuple[int, int]:
     """How well a page at this position fits that does not fit as a whole: up to which state, and
     how many tokens."""
     shared = _common(node.tokens, tokens)
+    if not node.states:
+        return 0, shared
     return max((place for place in node.states if place <= at + shared), default=0), shared
 
 

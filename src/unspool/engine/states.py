@@ -85,9 +85,14 @@ class StatePool:
     # -- the next step ---------------------------------------------------------------------------
 
     def plan(
-        self, branch: Text, until: int, marks: Collection[int] = (), guessed: int = 0,
-        *, split: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        branch: Text,
+        until: int,
+        marks: Collection[int] = (),
+        guessed: int = 0,
+        *,
+        split: bool = False,
+    ) -> None:
         """Slots for a row that computes a branch up to `until`, the last tokens of it guesses.
 
         It reads where the branch stands. If others need that too, or guesses may turn out wrong, or
@@ -95,35 +100,30 @@ class StatePool:
         """
         standing = standing_of(branch)
         self._drop_guesses(standing)
-        source, first = standing.tip, 0 if standing.tip is None else standing.tip.length
-        places = {*marks, standing.junction}
+        source, places = standing.tip, {*marks, standing.junction}
         if branch.provisional is not None:
             places.add(branch.provisional)
+        first = 0 if source is None else source.length
         why = self._reason(first, branch.length, places)
-        target = source
         if source is None or why or guessed or split or not is_alone(source):
             target = self._allocate(until)
-        assert target is not None
-        if source is not None and target is not source:
-            if why or guessed or split:
-                self._keep(standing, source, why)
-            source.tips.remove(standing)
-            self._pin(source)
-        if target is not source:
-            target.tips.append(standing)
-            standing.tip = target
+            self._move_on(standing, target, why, kept=bool(why or guessed or split))
+        else:
+            target = source
         self.clock += until - first
         target.length, target.used, standing.source = until, self.clock, source
-        wanted = list(on_the_way(first, until, branch.length, self._size, self.cheap, places))
-        if guessed and self.cheap:
-            taken = {place for place, _ in wanted}
-            sure = until - guessed
-            wanted += [(place, GUESS) for place in range(sure, until) if place not in taken]
-        standing.captures = self._capture(standing, wanted) if wanted else []
+        standing.captures = []
+        if until - first > 1:
+            wanted = list(on_the_way(first, until, branch.length, self._size, self.cheap, places))
+            if guessed and self.cheap:
+                known = {place for place, _ in wanted}
+                guesses = set(range(until - guessed, until)) - known
+                wanted += [(place, GUESS) for place in sorted(guesses)]
+            standing.captures = self._capture(standing, wanted)
 
-    def rows(self, branches: Sequence[Text], firsts: Sequence[int], starts: Sequence[int]) -> tuple[
-        Ints, Ints
-    ]:  # fmt: skip
+    def rows(
+        self, branches: Sequence[Text], firsts: Sequence[int], starts: Sequence[int]
+    ) -> tuple[Ints, Ints]:
         """`StepBatch.states` and `StepBatch.captures` of rows that were planned."""
         pairs: list[tuple[int, int]] = []
         captures: list[tuple[int, int]] = []
@@ -240,11 +240,11 @@ class StatePool:
                 if not (state.pins or state.running)
             )
             gone: set[State] = set()
-            for _, slot, state in ranked:
+            for _, _, state in ranked:
                 if len(self._free) >= wanted:
                     return
                 # Forgetting one may free others, or make them worth more.
-                if state not in self._states or state.slot != slot or self._earlier(state) in gone:
+                if state not in self._states or self._earlier(state) in gone:
                     continue
                 gone.add(state)
                 self._forget(state)
@@ -264,7 +264,7 @@ class StatePool:
         """States on the way, as many as there is room for beside what running texts need next."""
         needed = self.texts + len(wanted)
         if len(self._free) < needed:
-            self.evict(min(self.count, needed))
+            self.evict(min(self.count, needed + self.count // 16))
         found: list[State] = []
         for place, why in wanted:
             if len(self._free) <= self.texts:
@@ -323,6 +323,16 @@ class StatePool:
         if inside or not border:
             return GUESS
         return PAGE if self.cheap or is_kept(border, length // self._size) else GUESS
+
+    def _move_on(self, standing: Standing, target: State, why: int, *, kept: bool) -> None:
+        """Let a branch stand at the state that the step will write, beside the one it reads."""
+        source, standing.tip = standing.tip, target
+        target.tips.append(standing)
+        if source is not None:
+            if kept:
+                self._keep(standing, source, why)
+            source.tips.remove(standing)
+            self._pin(source)
 
     def _keep(self, standing: Standing, state: State, why: int) -> None:
         """Hold the state that a branch moves on from."""

@@ -91,8 +91,15 @@ def _gguf(path: Path, size: int, kind: str | None) -> Glance:
     head_width = number("attention.key_length", number("embedding_length") // max(1, heads))
     kv_heads = of_all_layers("attention.head_count_kv", heads)
     kept = 1 - number("attention.shared_kv_layers") / layers
-    kv_bytes = round(4 * kv_heads * head_width * kept)
-    return Glance(size, kind, kv_bytes, number("context_length"))
+    kv_bytes, state_bytes = round(4 * kv_heads * head_width * kept), 0
+    if number("ssm.inner_size"):  # most layers have a recurrent state instead of keys and values
+        every = max(1, number("full_attention_interval", 4))
+        kv_bytes //= every
+        inner, wide = number("ssm.inner_size"), number("ssm.state_size")
+        convolved = inner + 2 * number("ssm.group_count") * wide
+        floats = inner * wide + (number("ssm.conv_kernel", 1) - 1) * convolved
+        state_bytes = 4 * (layers - layers // every) * floats
+    return Glance(size, kind, kv_bytes, number("context_length"), state_bytes=state_bytes)
 
 
 def _folder(path: Path, size: int) -> Glance:

@@ -1,0 +1,53 @@
+"""What recurrent states take is told before a model is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from paged_texts import config
+
+from unspool.model import gguf
+from unspool.model.glance import glance
+from unspool.model.memory import PLANNED_STATES, memory_of_text
+from unspool.model.recurrence import Recurrence
+
+QWEN = {
+    "block_count": 24, "embedding_length": 1024, "context_length": 262144,
+    "attention.head_count": 8, "attention.head_count_kv": 2, "attention.key_length": 256,
+    "full_attention_interval": 4, "ssm.conv_kernel": 4, "ssm.state_size": 128,
+    "ssm.group_count": 16, "ssm.time_step_rank": 16, "ssm.inner_size": 2048,
+}  # fmt: skip
+
+
+def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The numbers of Qwen3.5-0.8B."""
+
+    class Header:
+        def __init__(self, path: Any, glance: bool) -> None:
+            self.metadata = {f"qwen35.{key}": value for key, value in QWEN.items()}
+            self.metadata |= {"general.architecture": "qwen35", "general.file_type": 15}
+
+    monkeypatch.setattr(gguf, "GGUFFile", Header)
+    monkeypatch.setattr(gguf, "part_paths", lambda path: [path])
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    seen = glance(tmp_path / "model.gguf")
+    shape = Recurrence(conv_kernel=4, key_heads=16, value_heads=16, key_width=128, value_width=128)
+    mixers = ("delta", "delta", "delta", "attention") * 6
+    whole = config(
+        layers=24, width=1024, heads=8, kv_heads=2, head_width=256, mixers=mixers, recurrence=shape
+    )
+    assert not seen.problem
+    assert seen.state_bytes == whole.state_bytes and seen.kv_bytes == 2 * whole.kv_numbers
+    assert 18 << 20 < seen.state_bytes < 20 << 20
+
+
+def test_of_a_folder(tmp_path: Path):
+    tiny.save("qwen3.5", tmp_path)
+    seen = glance(tmp_path)
+    assert not seen.problem and seen.state_bytes > 0
+    text = memory_of_text(seen.kv_bytes, seen.context)
+    with_states = memory_of_text(seen.kv_bytes, seen.context, seen.state_bytes)
+    assert with_states == text + PLANNED_STATES * seen.state_bytes
