@@ -90,6 +90,8 @@ class ToolCallReader:
     `required` says that the text obeys the format's grammar: blanks beside calls are no text.
     """
 
+    is_stray = False  # that is for texts with thoughts: see `thoughts/reader.py`
+
     def __init__(
         self,
         format: ToolFormat,
@@ -209,7 +211,7 @@ class ToolCallReader:
             self._add_text(known[:found])
             self._open(self._begin)
             return known[found + len(self._begin) :]
-        certain = len(known) - _overlap(known, self._begin)
+        certain = len(known) - overlap(known, self._begin)
         self._partial_mark = known[certain:]
         self._add_text(known[:certain])
         return ""
@@ -359,7 +361,7 @@ class ToolCallReader:
         self._state, self._at_edge = None, True
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """How many characters at the end of the text begin the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
