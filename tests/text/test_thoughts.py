@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, STRIPS, Marked
 
+from thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, STRIPS, Marked
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.thoughts.formats import Start, ThoughtFormat, tail_of, thought_format
 from unspool.text.thoughts.reader import answer_reader, told_apart

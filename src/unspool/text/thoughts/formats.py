@@ -63,8 +63,8 @@ class ThoughtFormat:
     ids: Mapping[str, int] = field(default_factory=dict)  # marks that are one token
     controls: Mapping[str, int] = field(default_factory=dict)  # ... that has no text
     opening_ids: tuple[int, ...] = ()
-    closing_ids: tuple[int, ...] = ()
-    behind_ids: tuple[int, ...] = ()  # of these: what follows the close mark
+    close_ids: tuple[int, ...] = ()  # of the closing, up to its mark ...
+    behind_ids: tuple[int, ...] = ()  # ... and from there to the answer
 
     def asked(
         self, think: bool | str | None, budget: int | None
@@ -153,12 +153,12 @@ def _encoded(tokenizer: TokenizerLike, text: str) -> list[int]:
 
 
 def _spelled(found: ThoughtFormat, tokenizer: TokenizerLike) -> ThoughtFormat:
-    behind = found.closing[found.closing.index(found.close) + len(found.close) :]
+    end = found.closing.index(found.close) + len(found.close)
     return replace(
         found,
         opening_ids=tuple(_encoded(tokenizer, found.opening)),
-        closing_ids=tuple(_encoded(tokenizer, found.closing)),
-        behind_ids=tuple(_encoded(tokenizer, behind)),
+        close_ids=tuple(_encoded(tokenizer, found.closing[:end])),
+        behind_ids=tuple(_encoded(tokenizer, found.closing[end:])),
     )
 
 

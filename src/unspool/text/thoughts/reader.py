@@ -3,7 +3,7 @@
     reader = answer_reader(format, start, ToolCallReader(tools))
     for step in steps:
         for piece in reader.push(step.token, step.text):
-            ...                              # ThoughtPiece, TextPiece, CallBegun, CallArguments, ...
+            ...                            # ThoughtPiece, TextPiece, CallBegun, CallArguments, ...
     pieces = reader.finish()
 
 The one reader that Python, the command line and the server share. Calls are looked for outside of
