@@ -31,7 +31,7 @@ from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
-from unspool.engine.thinking import think_options, thinking_of
+from unspool.engine.thinking import Thinking, think_options, thinking_of
 from unspool.engine.tree import Branch
 from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
@@ -152,7 +152,7 @@ class Session:
             self.drafter,
             self.single_token,
             self.adapter,
-            lambda prompt: thinking_of(self.thought_format, prompt, self.tokenizer.token_text),
+            self.thinking,
         )
 
     @cached_property
@@ -190,6 +190,11 @@ class Session:
             continue_final_message=options.pop("continue_final_message", unfinished),
             **options,
         )
+
+    def thinking(self, prompt: Sequence[int]) -> Thinking | None:
+        """What is known of the thoughts in an answer to a prompt; None: there will be none."""
+        format = self.thought_format
+        return thinking_of(format, prompt, self.tokenizer.token_text) if format else None
 
     def think_options(self, think: bool | str | None, options: Any) -> dict[str, Any]:
         """What a chat template is told of thinking; puts what the text needs into its options.

@@ -56,9 +56,9 @@ class Sequence(Task):
 
     __slots__ = (
         "accepting", "draft_asked_at", "drafter", "ending", "finished", "follower",
-        "forgotten", "grammar", "guard", "guesses", "history", "length", "marks", "prompt_length", "queue",
-        "reader", "request", "retracted", "scheduler", "since", "thoughts", "token_bytes",
-        "vocab_size",
+        "forgotten", "grammar", "guard", "guesses", "history", "length", "marks",
+        "prompt_length", "queue", "reader", "request", "retracted", "scheduler", "since",
+        "thoughts", "token_bytes", "vocab_size",
     )  # fmt: skip
 
     def __init__(

@@ -49,11 +49,9 @@ class Thinking:
 
 
 def thinking_of(
-    format: ThoughtFormat | None, prompt: Sequence[int], token_text: Callable[[int], str]
-) -> Thinking | None:
-    """What is known of the answer to a prompt; None: the model does not think."""
-    if format is None:
-        return None
+    format: ThoughtFormat, prompt: Sequence[int], token_text: Callable[[int], str]
+) -> Thinking:
+    """What is known of the answer to a prompt."""
     text = "".join(token_text(token) for token in tail_of(prompt))
     return Thinking(format, format.start(prompt, text))
 
