@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 from tool_families import Letters
+
+from decoding.worded import save_worded
 
 _TURNS = "{% for m in messages %}<|turn|>{{ m.role }}\n"
 _ASKS = "{% if add_generation_prompt %}<|turn|>assistant\n"
@@ -30,7 +34,11 @@ GEMMA = (  # thinks only when told to
 )
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.tool_calls %}"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}"
     "{% if m.thinking and loop.last and not add_generation_prompt %}"
     "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
@@ -55,6 +63,15 @@ CONTROLS = {
     ),
     MISTRAL: ("[THINK]", "[/THINK]"),
 }  # fmt: skip
+
+
+def save_thinker(folder: Path, template: str, *words: str) -> Path:
+    """A tiny random checkpoint with this template, and control tokens for its marks."""
+    marks = CONTROLS.get(template, ("<|turn|>", "<|end|>", "<think>", "</think>"))
+    save_worded(folder, (*marks, *words))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    return folder
 
 
 class Marked(Letters):

@@ -82,7 +82,8 @@ class ToolUse:
             return None
         # Where a call is bare JSON, an answer that happens to be JSON must not be taken for one.
         names = {tool.name for tool in self.offered} if served.tools.name == "llama3" else None
-        return ToolCallReader(served.tools, required=bool(self.required), names=names)
+        required = bool(self.required)
+        return ToolCallReader(served.tools, required=required, names=names, tools=self.offered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ def chat_prompt(
         several = use.parallel is True and use.choice == "required"
         closed = [_closed(tool, note) for tool in use.required]
         options["grammar"] = GrammarSpec.lark(served.tools.grammar(closed, parallel=several))
-        if options.get("thoughts"):
+        if options.get("thoughts") and served.tools.syntax == "channels":
             options["thoughts"] = CALL
     return prompt
 
