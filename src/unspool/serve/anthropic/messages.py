@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -237,7 +238,8 @@ class _Answer(BlockAnswer):
 def _changed(change: Change) -> list[bytes]:
     block = change.block
     if isinstance(change, Opened):
-        return [_told(block, "content_block_start", content_block=_block(block, {}))]
+        empty = replace(block, parts=[])  # what it has by now follows
+        return [_told(block, "content_block_start", content_block=_block(empty, {}))]
     if isinstance(change, Grown):
         delta = {"type": "text_delta", "text": change.text}
         if block.is_thought:

@@ -12,7 +12,7 @@ same steps as streams, so that both are always the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from unspool.engine.generation import Generation
@@ -130,11 +130,11 @@ class BlockParser:
             self._open.steps += self._unsent
             yield from self._close(not was_cut(reason))
 
-    def _pieces(self, step: Step) -> list[AnswerPiece]:
+    def _pieces(self, step: Step) -> Sequence[AnswerPiece]:
         if self._reader is None:
             return [TextPiece(step.text)] if step.text else []
         found = self._reader.push(step.token, step.text)
-        return found + self._reader.finish() if step.finish_reason else found
+        return [*found, *self._reader.finish()] if step.finish_reason else found
 
     def _take_piece(self, piece: AnswerPiece) -> Iterator[Change]:
         if isinstance(piece, TextPiece | ThoughtPiece):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -294,7 +295,7 @@ class _Answer(BlockAnswer):
                 self._event("response.output_item.added", output_index=block.index, item=started)
             ]
             if block.name is None:
-                empty = self._part(block)
+                empty = self._part(replace(block, parts=[], steps=[]))  # what it has follows
                 found.append(self._event("response.content_part.added", **part, part=empty))
             return found
         if isinstance(change, Grown):

@@ -184,14 +184,16 @@ class ChatTemplate:
             text=str.__str__(text),
         )
 
-    def encode_after(self, messages: Sequence[Message], index: int) -> list[int] | None:
+    def encode_after(
+        self, messages: Sequence[Message], index: int, **options: Any
+    ) -> list[int] | None:
         """The ids of what the template writes behind the content of message `index`.
 
         A conversation that is kept as ids goes on with these, so that what the model wrote is not
         encoded again. None if the template changes that message once others follow it.
         """
-        whole = self._render(self._variables(messages))
-        prefix = self.render(messages[: index + 1], continue_final_message=True)
+        whole = self._render(self._variables(messages, **options))
+        prefix = self.render(messages[: index + 1], continue_final_message=True, **options)
         if not whole.startswith(prefix):
             return None
         ids: list[int] = []

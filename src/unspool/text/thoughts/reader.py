@@ -12,7 +12,7 @@ thoughts only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from unspool.text.thoughts.channels import ChannelReader
@@ -32,8 +32,8 @@ class AnswerReader(Protocol):
     def is_stray(self) -> bool:
         """Whether a thought was closed that was never opened: all before it was one."""
 
-    def push(self, token: int, text: str) -> list[AnswerPiece]: ...
-    def finish(self) -> list[AnswerPiece]: ...
+    def push(self, token: int, text: str) -> Sequence[AnswerPiece]: ...
+    def finish(self) -> Sequence[AnswerPiece]: ...
 
 
 class _Tagged:
@@ -59,7 +59,7 @@ class _Tagged:
 
     def finish(self) -> list[AnswerPiece]:
         found = self._outside(self._thoughts.finish())
-        return found + self._inner.finish() if self._inner is not None else found
+        return [*found, *(self._inner.finish() if self._inner is not None else ())]
 
     def _outside(self, pieces: Iterable[ThoughtPiece | TextPiece]) -> list[AnswerPiece]:
         found: list[AnswerPiece] = []

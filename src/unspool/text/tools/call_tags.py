@@ -98,7 +98,7 @@ class TaggedCall:
         if kinds is None:
             choices = known.get("enum")
             return isinstance(choices, list) and all(isinstance(one, str) for one in choices)
-        return kinds == "string"
+        return bool(kinds == "string")
 
     def _read_value(self, character: str) -> bool:
         """What stands between the tags, without the line breaks beside these."""
