@@ -96,6 +96,8 @@ class Generation:
         )
         forked = self.fork()
         forked.steps = _retold(forked.steps + steps, TextStream(), ended=True)
+        if self.request.thinking is not None:
+            forked.steps = self.request.thinking.marked(forked.steps)
         return forked
 
     def resume(self, **options: Unpack[Options]) -> Generation:

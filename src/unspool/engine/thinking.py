@@ -47,6 +47,16 @@ class Thinking:
             return found
         return replace(self, start=Start("inside")).told_apart(steps)
 
+    def marked(self, steps: Sequence[Step]) -> list[Step]:
+        """The steps, each saying whether it is thought: also those that a person put there."""
+        state = ThinkingState(self, None, lambda token: b"", 0)
+        found: list[Step] = []
+        for step in steps:
+            state._follow(step.token, step.bytes)
+            is_thought = state.is_thought
+            found.append(step if step.thought == is_thought else replace(step, thought=is_thought))
+        return found
+
 
 def thinking_of(
     format: ThoughtFormat, prompt: Sequence[int], token_text: Callable[[int], str]
@@ -176,7 +186,7 @@ class ThinkingState:
         inner = None if self._inner is None else self._inner.copy()
         trial = ThinkingState(self._thinking, inner, self._bytes, self._size)
         for token in self._tokens:
-            trial._follow(token)
+            trial._follow(token, self._bytes(token))
         for count, token in enumerate(tokens):
             allowed = trial.mask()
             if allowed is not None and not allowed[token]:
@@ -188,14 +198,14 @@ class ThinkingState:
 
     def advance(self, token: int) -> None:
         """Take a token."""
-        if self._follow(token) and self._inner is not None:
+        if self._follow(token, self._bytes(token)) and self._inner is not None:
             self._inner.advance(token)
 
-    def _follow(self, token: int) -> bool:
+    def _follow(self, token: int, piece: bytes) -> bool:
         """Take a token; True if the grammar is to take it, too."""
         was_forced, before = bool(self._forced), self._reader.in_thought
         self._was_aside = self._reader.is_aside
-        self._reader.push(token, self._bytes(token).decode("utf-8", "replace"))
+        self._reader.push(token, piece.decode("utf-8", "replace"))
         after = self._reader.in_thought
         if was_forced:
             self._forced = self._forced[1:] if token == self._forced[0] else []
@@ -223,7 +233,7 @@ class ThinkingState:
         tokens = self._tokens[:kept]
         self._begin()
         for token in tokens:  # read anew: guards seldom go back
-            self._follow(token)
+            self._follow(token, self._bytes(token))
 
 
 def follow(

@@ -174,7 +174,7 @@ def _rendered(
     template: str | None, tokenizer: TokenizerLike, open: str, close: str, head: str
 ) -> tuple[str, str]:
     """How a thought is begun and ended; as is usual, where the template writes no thoughts."""
-    usual = f"{open}{head}", f"{close}\n\n" if not head else close
+    usual = (f"{open}{head}", close) if head else (f"{open}\n", f"{close}\n\n")
     if template is None:
         return usual
     try:
