@@ -35,7 +35,6 @@ _KEPT = {
     "cache",
     "endless",
     "thoughts",
-    "think_budget",
     "seed",
 }  # as they were, where None is given
 _GRAMMARS: dict[str, Callable[[Any], GrammarSpec]] = {
@@ -212,8 +211,13 @@ def continued_request(
         request = replace(request, cached=given.pop("cache") is not False)
     if "guard" in given:
         request = replace(request, guards=_guards(given.pop("guard")))
-    if "thoughts" in given or "think_budget" in given:
+    if "thoughts" in given:
         request = replace(request, thinking=_thinking(model, before.prompt, given))
+    elif "think_budget" in given:
+        budget = given.pop("think_budget")
+        if before.thinking is not None:
+            budget = None if budget is None else _whole("think_budget", budget)
+            request = replace(request, thinking=replace(before.thinking, budget=budget))
     if any(name in given for name in _GRAMMARS):
         request = replace(request, grammar=_grammar(model, given))
     if "speculate" in given:

@@ -194,7 +194,9 @@ class Session:
     def thinking(self, prompt: Sequence[int]) -> Thinking | None:
         """What is known of the thoughts in an answer to a prompt; None: there will be none."""
         format = self.thought_format
-        return thinking_of(format, prompt, self.tokenizer.token_text) if format else None
+        if format is None:
+            return None
+        return thinking_of(format, prompt, self.tokenizer.token_text, self.end_ids)
 
     def think_options(self, think: bool | str | None, options: Any) -> dict[str, Any]:
         """What a chat template is told of thinking; puts what the text needs into its options.

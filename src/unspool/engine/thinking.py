@@ -36,6 +36,7 @@ class Thinking:
     start: Start
     budget: int | None = None  # tokens of thought, at the most
     is_call: bool = False  # the grammar is that of a call, which says its own channel
+    ends: frozenset[int] = frozenset()  # tokens that end a turn; what follows is another one
 
     def told_apart(self, steps: Sequence[Step]) -> tuple[str, str]:
         """The thought and the answer in a text that is there."""
@@ -59,11 +60,14 @@ class Thinking:
 
 
 def thinking_of(
-    format: ThoughtFormat, prompt: Sequence[int], token_text: Callable[[int], str]
+    format: ThoughtFormat,
+    prompt: Sequence[int],
+    token_text: Callable[[int], str],
+    ends: frozenset[int],
 ) -> Thinking:
     """What is known of the answer to a prompt."""
     text = "".join(token_text(token) for token in tail_of(prompt))
-    return Thinking(format, format.start(prompt, text))
+    return Thinking(format, format.start(prompt, text), ends=ends)
 
 
 def think_options(
@@ -206,6 +210,8 @@ class ThinkingState:
         was_forced, before = bool(self._forced), self._reader.in_thought
         self._was_aside = self._reader.is_aside
         self._reader.push(token, piece.decode("utf-8", "replace"))
+        if token in self._thinking.ends:
+            self._reader.end_turn()
         after = self._reader.in_thought
         if was_forced:
             self._forced = self._forced[1:] if token == self._forced[0] else []

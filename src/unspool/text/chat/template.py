@@ -194,10 +194,17 @@ class ChatTemplate:
         """
         whole = self._render(self._variables(messages, **options))
         prefix = self.render(messages[: index + 1], continue_final_message=True, **options)
-        if not whole.startswith(prefix):
-            return None
+        return self._behind(whole, len(prefix)) if whole.startswith(prefix) else None
+
+    def encode_behind(self, messages: Sequence[Message], index: int) -> list[int] | None:
+        """`encode_after`, whatever the template does to that message; None: it leaves it out."""
+        whole = self._render(self._variables(messages))
+        end = origin_of(whole).rfind(origin_mark(index + 1, template=False)) + 1
+        return self._behind(whole, end) if end else None
+
+    def _behind(self, whole: Text, left: int) -> list[int]:
+        """The ids of a text without its first `left` characters."""
         ids: list[int] = []
-        left = len(prefix)  # characters of the prefix that are still to be skipped
         for cut in self.cuts(whole):
             if left <= 0:
                 ids += cut.ids

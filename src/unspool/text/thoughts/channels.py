@@ -66,6 +66,9 @@ class ChannelReader:
             self._header = (self._header or "") + CHANNEL
         return pieces
 
+    def end_turn(self) -> None:
+        """Another turn follows in the same text; its header says what it is."""
+
     def finish(self) -> list[AnswerPiece]:
         """No more will come; the mark that ends a call ends the text, too."""
         return self._end() if self._header is None else []

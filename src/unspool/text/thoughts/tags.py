@@ -31,6 +31,7 @@ class TagReader:
         self._blanks = ""  # at the end of a thought: part of it if more comes
         self._is_begun = False  # the thought has words
         self._had_thought = False
+        self._after_turn = False
         # A mark that is a control token has no text: its letters in a text are just letters.
         self._open = "" if format.open in format.controls else format.open
         self._close = "" if format.close in format.controls else format.close
@@ -47,10 +48,13 @@ class TagReader:
     def push(self, token: int, text: str) -> list[ThoughtPiece | TextPiece]:
         """Take a token's id, for control tokens, and the text that became certain with it."""
         pieces: list[ThoughtPiece | TextPiece] = []
+        opens = self._after_turn and token == self._format.ids.get(self._format.open)
+        if opens and text.endswith(self._open):
+            text = text[: len(text) - len(self._open)]
         rest, self._held = self._held + text, ""
         while rest:
             rest = self._read(rest, pieces)
-        mark = self._marks.get(token)
+        mark = self._format.open if opens else self._marks.get(token)
         if mark is not None:
             self._release(pieces)
             if mark == self._format.open:
@@ -60,6 +64,10 @@ class TagReader:
             elif not self._seen:
                 self._note_stray()
         return pieces
+
+    def end_turn(self) -> None:
+        """Another turn follows in the same text: there a thought may begin behind words."""
+        self.in_thought, self._after_turn = False, True
 
     def finish(self) -> list[ThoughtPiece | TextPiece]:
         """No more will come."""
