@@ -43,9 +43,8 @@ def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_chat_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from thought_families import QWEN_OPEN, save_thinker
-
     import unspool
+    from thought_families import QWEN_OPEN, save_thinker
 
     monkeypatch.undo()
     thinker = unspool.load(save_thinker(tmp_path, QWEN_OPEN), memory=8 << 20)
