@@ -34,6 +34,7 @@ from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event
+from unspool.serve.http.notes import ignore
 from unspool.serve.http.routes import JsonReply, new_router, to_json
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
@@ -67,6 +68,10 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 
 def _prepare(call: Call, body: MessagesRequest) -> PreparedChat:
+    if body.thinking is not None and call.served.lm.thought_format is None:
+        if body.thinking.type != "disabled":
+            ignore(call.request, "thinking")
+        body = body.model_copy(update={"thinking": None})
     wanted = None if body.output_config is None else body.output_config.format
     chat = _to_chat(
         body,
