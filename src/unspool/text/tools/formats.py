@@ -31,6 +31,7 @@ from unspool.text.tools.messages import (
     one_call_each,
     results_as_text,
     with_instructions,
+    words_as_thoughts,
 )
 from unspool.text.tools.syntaxes import call_rules, written_call
 
@@ -95,6 +96,8 @@ class ToolFormat:
         given = checked_calls(messages)
         if self.one_each:
             given = one_call_each(given)
+        if self.syntax in ("channels", "gemma"):
+            given = words_as_thoughts(given)
         if self.short_ids:
             given = call_ids_shortened(given)
         if not self.writes_calls:
