@@ -19,13 +19,12 @@ from unspool.engine.endless import kept_tokens
 from unspool.engine.generation import Generation
 from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
-from unspool.engine.thinking import Thinking
+from unspool.engine.thinking import CALL, Thinking
 from unspool.errors import SettingsError, UnspoolWarning
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.settings import MIROSTAT_STAGES
 
-CALL = "call"  # as `thoughts`: the grammar is that of a call of a function
 _LIMITS = ("max_tokens", "sample", "top")
 _KEPT = {
     *_LIMITS,

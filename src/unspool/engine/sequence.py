@@ -25,11 +25,11 @@ from unspool.backends.step import Logits
 from unspool.engine.drafts import Guesses, Run, SideRow, Text, add_side_rows, as_runs, shortened
 from unspool.engine.ending import Ending
 from unspool.engine.endless import told
+from unspool.engine.following import follow
 from unspool.engine.request import Drafter, ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
-from unspool.engine.thinking import follow
 from unspool.engine.tree import Branch
 from unspool.sampling import Pick, RowInput, StageState, next_state
 from unspool.sampling.guards import GuardRun

@@ -22,10 +22,11 @@ from unspool.text.thoughts.reader import answer_reader, told_apart
 from unspool.text.thoughts.tags import TagReader
 
 if TYPE_CHECKING:
-    from unspool.engine.request import Request
     from unspool.engine.steps import Step
     from unspool.sampling import GrammarState
     from unspool.sampling.grammar import Mask
+
+CALL = "call"  # as the option `thoughts`: the grammar is that of a call of a function
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,15 +241,3 @@ class ThinkingState:
         self._begin()
         for token in tokens:  # read anew: guards seldom go back
             self._follow(token, self._bytes(token))
-
-
-def follow(
-    request: Request, token_bytes: Callable[[int], bytes], vocab_size: int
-) -> tuple[GrammarState | ThinkingState | None, ThinkingState | None]:
-    """What says which tokens may come in a text, if there is such; and where its thoughts are."""
-    grammar = None if request.grammar is None else request.grammar.start()
-    if request.thinking is None:
-        return grammar, None
-    thoughts = ThinkingState(request.thinking, grammar, token_bytes, vocab_size)
-    is_bound = grammar is not None or request.thinking.budget is not None
-    return (thoughts if is_bound else None), thoughts

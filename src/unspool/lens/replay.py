@@ -22,11 +22,10 @@ from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
 from unspool.engine.request import Request
 from unspool.engine.steps import Step
-from unspool.engine.thinking import Thinking
+from unspool.engine.thinking import CALL, Thinking
 from unspool.errors import ContextError, UnspoolError
 from unspool.lens.trace import Trace, fingerprint
 from unspool.lens.weights import host
-from unspool.request_options import CALL
 from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
 from unspool.session import Session

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unspool.engine.thinking import Thinking
-from unspool.request_options import CALL
+from unspool.engine.thinking import CALL, Thinking
 from unspool.sampling import GrammarSpec
 from unspool.serve.core.options import (
     check_one_grammar,
