@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from running_server import Running, running
+from tree_client import Tree
 
 from thought_families import GEMMA, HARMONY, QWEN_OPEN, save_thinker
 from unspool.serve.core.registry import ModelEntry
@@ -163,3 +164,21 @@ def test_ollama(thinkers: Running) -> None:
     assert one["thinking"] == whole["message"]["thinking"]
     (shown,) = ask("show")
     assert "thinking" in shown["capabilities"]
+
+
+def test_the_tree(thinkers: Running) -> None:
+    """Steps say whether they are thought, also when words are chosen and when a turn follows."""
+    tree = Tree(thinkers.url)
+    asked = {"model": "tags", "messages": ASKED, "seed": 5, "max_tokens": 30, "end": False,
+             "think_budget": 4, "logit_bias": NO_MARKS}  # fmt: skip
+    branch = tree.do("resume", tree.ask("POST", "", json=asked))
+    flags = [step.get("thought", False) for step in branch["steps"]]
+    assert flags == [True] * 6 + [False] * 24 and branch["settings"]["think_budget"] == 4
+    chosen = tree.do("choose", branch, at=2, text="node")
+    assert all(step.get("thought") for step in chosen["steps"])
+    # A reply stands behind what was written, and another thought begins.
+    turned = tree.do("append", branch, message={"role": "user", "content": "And?"})
+    kept = [step["token"] for step in turned["steps"][:30]]
+    assert kept == [step["token"] for step in branch["steps"]]
+    more = [step.get("thought", False) for step in turned["steps"][30:]]
+    assert not more[0] and more[-1]  # the template has opened it

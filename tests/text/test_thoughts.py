@@ -10,6 +10,7 @@ from thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, ST
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.thoughts.formats import Start, ThoughtFormat, tail_of, thought_format
 from unspool.text.thoughts.reader import answer_reader, told_apart
+from unspool.text.thoughts.tags import TagReader
 
 ASKED = [{"role": "user", "content": "Is <think> a tag?"}]
 
@@ -108,6 +109,19 @@ def test_a_thought_that_was_never_opened() -> None:
         )
         assert reader.is_stray
         assert apart(STRIPS, "Hm.\n</think>\n\nYes.", Start("inside"), words) == ("Hm.", "Yes.")
+
+
+def test_another_turn_in_the_same_text() -> None:
+    tokenizer = Marked(QWEN, "<think>", "</think>")
+    reader = TagReader(format_of(QWEN, "<think>", "</think>"), Start("inside"))
+    turn, again = "Hm.</think>Say <think>!", "\nuser Hi\nassistant <think>So."
+    for token in tokenizer.encode(turn):
+        reader.push(token, tokenizer.shown(token))
+    assert not reader.in_thought  # quoted in an answer, it is text
+    reader.end_turn()
+    for token in tokenizer.encode(again):
+        reader.push(token, tokenizer.shown(token))
+    assert reader.in_thought
 
 
 def test_control_tokens() -> None:
