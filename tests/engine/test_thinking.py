@@ -41,7 +41,7 @@ def test_a_budget_closes_the_thought(thinkers: dict[str, Any], budget: int) -> N
     format = lm.thought_format
     ends = [*format.close_ids, *format.behind_ids]
     assert answer.tokens[budget : budget + len(ends)] == ends
-    marked = budget + len(format.close_ids)
+    marked = budget + len(ends)
     assert [step.thought for step in answer.steps] == [True] * marked + [False] * (40 - marked)
     assert answer.usage.reasoning_tokens == marked
     assert answer.answer and answer.answer in answer.text and str(answer) == answer.answer
@@ -140,5 +140,5 @@ def test_the_command_line(folders: dict[str, Path], capsys: Any, monkeypatch: An
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert _exit_code([*asked, "--think-budget", "6", "--regex", "(node|page)"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("\x1b[2m") and "[thought: 8 tokens" in shown
+    assert shown.startswith("\x1b[2m") and "[thought: 10 tokens" in shown
     assert shown.split("\x1b[0m")[1].strip() in ("node", "page")

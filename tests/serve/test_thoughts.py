@@ -173,7 +173,7 @@ def test_the_tree(thinkers: Running) -> None:
              "think_budget": 4, "logit_bias": NO_MARKS}  # fmt: skip
     branch = tree.do("resume", tree.ask("POST", "", json=asked))
     flags = [step.get("thought", False) for step in branch["steps"]]
-    assert flags == [True] * 6 + [False] * 24 and branch["settings"]["think_budget"] == 4
+    assert flags == [True] * 8 + [False] * 22 and branch["settings"]["think_budget"] == 4
     chosen = tree.do("choose", branch, at=2, text="node")
     assert all(step.get("thought") for step in chosen["steps"])
     # A reply stands behind what was written, and another thought begins.

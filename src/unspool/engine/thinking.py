@@ -209,7 +209,7 @@ class ThinkingState:
     def _follow(self, token: int, piece: bytes) -> bool:
         """Take a token; True if the grammar is to take it, too."""
         was_forced, before = bool(self._forced), self._reader.in_thought
-        self._was_aside = self._reader.is_aside
+        self._was_aside = self._reader.is_inside
         self._reader.push(token, piece.decode("utf-8", "replace"))
         if token in self._thinking.ends:
             self._reader.end_turn()

@@ -45,9 +45,11 @@ class ChannelReader:
         return self._header is None and self._kind == "thought"
 
     @property
-    def is_aside(self) -> bool:
-        """Whether what is being written is no part of the answer: thoughts, and headers."""
+    def is_inside(self) -> bool:
+        """Whether what comes next is no part of the answer: thoughts, and headers."""
         return self._header is not None or self._kind == "thought"
+
+    is_aside = is_inside  # and so was what came last
 
     def push(self, token: int, text: str) -> list[AnswerPiece]:
         """Take a token's id and the text that became certain with it."""

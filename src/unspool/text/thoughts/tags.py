@@ -30,7 +30,8 @@ class TagReader:
         self._head = "" if start.place == "inside" else format.head  # still to be left out
         self._blanks = ""  # at the end of a thought: part of it if more comes
         self._is_begun = False  # the thought has words
-        self._had_thought = False
+        self._has_words = False  # some thought has
+        self._had_thought = False  # one was closed
         self._after_turn = False
         # A mark that is a control token has no text: its letters in a text are just letters.
         self._open = "" if format.open in format.controls else format.open
@@ -41,9 +42,14 @@ class TagReader:
         }  # fmt: skip
 
     @property
-    def is_aside(self) -> bool:
-        """Whether what is being written is no part of the answer."""
+    def is_inside(self) -> bool:
+        """Whether what comes next is no part of the answer, whatever it is."""
         return self.in_thought
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether what came last is no part of the answer: a thought, or blanks behind one."""
+        return self.in_thought or (self._at_edge and self._had_thought)
 
     def push(self, token: int, text: str) -> list[ThoughtPiece | TextPiece]:
         """Take a token's id, for control tokens, and the text that became certain with it."""
@@ -138,7 +144,7 @@ class TagReader:
         self._is_begun, self._blanks = False, ""
 
     def _leave(self) -> None:
-        self.in_thought, self._at_edge = False, True
+        self.in_thought, self._at_edge, self._had_thought = False, True, True
 
     def _note_stray(self) -> None:
         self.is_stray = self._seen = self._at_edge = True
@@ -149,7 +155,7 @@ class TagReader:
         self._blanks = text[len(words) :]
         if not words:
             return
-        if self._had_thought and not self._is_begun:  # two thoughts are two paragraphs
+        if self._has_words and not self._is_begun:  # two thoughts are two paragraphs
             words = f"\n\n{words}"
-        self._is_begun = self._had_thought = True
+        self._is_begun = self._has_words = True
         pieces.append(ThoughtPiece(words))
