@@ -68,6 +68,19 @@ def _unpack(archive: Path, into: Path, wanted: str) -> None:
 
 
 @cache
+def chat_templates() -> Path:
+    """Chat templates of published models, as llama.cpp keeps them for its own tests."""
+
+    def fill(into: Path) -> None:
+        _npm_members("@milk2025/llama-cpp-source@0.0.9888", into, r"\.tar\.gz$")
+        inner = next(into.rglob("*.tar.gz"))
+        _unpack(inner, into, r"models/templates/")
+        inner.unlink()
+
+    return next(_once("chat-templates-b9888", fill).glob("llama.cpp-*")) / "models" / "templates"
+
+
+@cache
 def llama_cpp_source() -> Path:
     """llama.cpp's sources: `models/ggml-vocab-*` with their vectors, and its converter."""
 

@@ -42,6 +42,18 @@ def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
         exec(compile(block, "python.md", "exec"), {})
 
 
+def test_chat_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import unspool
+    from thought_families import QWEN_OPEN, save_thinker
+
+    monkeypatch.undo()
+    thinker = unspool.load(save_thinker(tmp_path, QWEN_OPEN), memory=8 << 20)
+    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: thinker)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/chat.md").read_text(), re.DOTALL)
+    exec(compile(block, "chat.md", "exec"), {})
+    thinker.close()
+
+
 @pytest.mark.real
 def test_beyond_left_to_right(default_model: Path, monkeypatch: pytest.MonkeyPatch):
     """Read as one that sees the whole text the default model says nothing of worth, and runs."""

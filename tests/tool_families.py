@@ -41,6 +41,16 @@ TEMPLATES = {
     "granite": TOOLS + TURNS + _calls("<|tool_call|>[", "]"),
     "phi-tags": TOOLS + TURNS + _calls("<|tool_call|>", "<|/tool_call|>"),
     "phi": TOOLS + "{{ 'functools[...]' }}" + TURNS + _calls("", ""),
+    "xml": TOOLS + TURNS + "<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}\n{% endfor %}",
+    "gemma": TOOLS + TURNS + "<|tool_call>call:{{ c.function.name }}{{ '{' }}"
+    "{% for k, v in c.function.arguments | dictsort %}{{ k }}:<|\"|>{{ v }}<|\"|>{% endfor %}"
+    "{{ '}' }}"
+    "<tool_call|>{% endfor %}\n{% endfor %}",
+    "lfm2": TOOLS + TURNS + "<|tool_call_start|>[{{ c.function.name }}("
+    "{% for k, v in c.function.arguments | items %}{{ k }}='{{ v }}'{% endfor %})]"
+    "<|tool_call_end|>{% endfor %}\n{% endfor %}",
     "llama3": TOOLS + """{{ '{"name": function name, "parameters": its arguments}' }}"""
     + TURNS + _calls("", ""),
 }  # fmt: skip

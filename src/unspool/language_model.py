@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Conversations = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any]]]
 Tools = Sequence[Mapping[str, Any]]
+Think = bool | str | None
 
 
 class LanguageModel(BeyondLeftToRight):
@@ -92,6 +93,7 @@ class LanguageModel(BeyondLeftToRight):
         messages: Messages,
         *,
         tools: Tools | None = None,
+        think: Think = None,
         progress: bool = True,
         **options: Unpack[Options],
     ) -> Generation: ...
@@ -102,6 +104,7 @@ class LanguageModel(BeyondLeftToRight):
         messages: Conversations,
         *,
         tools: Tools | None = None,
+        think: Think = None,
         progress: bool = True,
         **options: Unpack[Options],
     ) -> Generations: ...
@@ -112,6 +115,7 @@ class LanguageModel(BeyondLeftToRight):
         messages: Messages | Conversations,
         *,
         tools: Tools | None = None,
+        think: Think = None,
         progress: bool = True,
         **options: Unpack[Options],
     ) -> Generation | Generations:
@@ -120,13 +124,16 @@ class LanguageModel(BeyondLeftToRight):
         A conversation is a list of messages, {"role": ..., "content": ...}; one whose last message
         is the assistant's is continued where it stops. A list of questions, or of conversations, is
         answered as one batch, in their order (see `generate`). `tools` are functions that the
-        model may call, as JSON schemas.
+        model may call, as JSON schemas. `think` says whether a model that can is to think first,
+        or with how much effort ("low", "high"); its thoughts are in `reasoning`, not in `answer`.
         """
         options["stop"] = strings(options.get("stop")) + self.chat_template.stops
+        told = self.think_options(think, options)
         if asked := several(messages):
-            prompts = [self.chat_prompt(one, tools=tools).ids for one in asked]
+            prompts = [self.chat_prompt(one, tools=tools, **told).ids for one in asked]
             return self.generate(prompts, progress=progress, **options)
-        return self.generate(self.chat_prompt(cast(Messages, messages), tools=tools).ids, **options)
+        ids = self.chat_prompt(cast(Messages, messages), tools=tools, **told).ids
+        return self.generate(ids, **options)
 
     # -- several texts for one prompt --------------------------------------------------------
 

@@ -19,6 +19,7 @@ from unspool.engine.endless import kept_tokens
 from unspool.engine.generation import Generation
 from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
+from unspool.engine.thinking import CALL, Thinking
 from unspool.errors import SettingsError, UnspoolWarning
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
@@ -32,6 +33,7 @@ _KEPT = {
     "priority",
     "cache",
     "endless",
+    "thoughts",
     "seed",
 }  # as they were, where None is given
 _GRAMMARS: dict[str, Callable[[Any], GrammarSpec]] = {
@@ -54,6 +56,7 @@ class ModelFacts:
     drafter: Callable[[Any], Drafter | DraftMaker | None]  # from what was given as `speculate`
     single_token: Callable[[str], int]  # the id of a text that is one token
     adapter: str | None = None  # what it writes with where a text names none
+    thinking: Callable[[Sequence[int]], Thinking | None] = lambda prompt: None
 
 
 def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -139,6 +142,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         cached=given.pop("cache", True) is not False,
         guards=_guards(given.pop("guard", None)),
         grammar=_grammar(model, given),
+        thinking=_thinking(model, prompt, given),
         drafter=None,
     )
     speculate = given.pop("speculate", None)
@@ -206,6 +210,13 @@ def continued_request(
         request = replace(request, cached=given.pop("cache") is not False)
     if "guard" in given:
         request = replace(request, guards=_guards(given.pop("guard")))
+    if "thoughts" in given:
+        request = replace(request, thinking=_thinking(model, before.prompt, given))
+    elif "think_budget" in given:
+        budget = given.pop("think_budget")
+        if before.thinking is not None:
+            budget = None if budget is None else _whole("think_budget", budget)
+            request = replace(request, thinking=replace(before.thinking, budget=budget))
     if any(name in given for name in _GRAMMARS):
         request = replace(request, grammar=_grammar(model, given))
     if "speculate" in given:
@@ -297,6 +308,19 @@ def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:
         for note in spec.notes:
             warnings.warn(note, UnspoolWarning, stacklevel=2)
     return Grammar.compile(spec, model.grammar_vocabulary())
+
+
+def _thinking(model: ModelFacts, prompt: Sequence[int], given: dict[str, Any]) -> Thinking | None:
+    """Where the thoughts of an answer are, and how long they may be."""
+    wanted, budget = given.pop("thoughts", False), given.pop("think_budget", None)
+    if budget is not None:
+        budget = _whole("think_budget", budget)
+    found = model.thinking(prompt) if wanted or budget is not None else None
+    if found is None:
+        return None
+    if budget == 0 and found.start.place == "behind":
+        budget = None  # the prompt has closed the thought already
+    return replace(found, budget=budget, is_call=wanted == CALL)
 
 
 def _written_grammar(text: Any) -> GrammarSpec:

@@ -32,6 +32,7 @@ from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
+from unspool.engine.thinking import Thinking, think_options, thinking_of
 from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
@@ -39,6 +40,7 @@ from unspool.request_options import ModelFacts, build_request, continued_request
 from unspool.sampling import Grammar, GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
+from unspool.text.thoughts.formats import ThoughtFormat, thought_format
 from unspool.text.tokenizer.characters import readable_pieces, unfinished
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -150,7 +152,15 @@ class Session:
             self.drafter,
             self.single_token,
             self.adapter,
+            self.thinking,
         )
+
+    @cached_property
+    def thought_format(self) -> ThoughtFormat | None:
+        """How the model sets its thoughts apart; None: it does not think before it answers."""
+        if self._tokenizer is None:
+            return None
+        return thought_format(self._tokenizer.chat_template, self._tokenizer)
 
     @property
     def is_instruct(self) -> bool:
@@ -180,6 +190,20 @@ class Session:
             continue_final_message=options.pop("continue_final_message", unfinished),
             **options,
         )
+
+    def thinking(self, prompt: Sequence[int]) -> Thinking | None:
+        """What is known of the thoughts in an answer to a prompt; None: there will be none."""
+        format = self.thought_format
+        if format is None:
+            return None
+        return thinking_of(format, prompt, self.tokenizer.token_text, self.end_ids)
+
+    def think_options(self, think: bool | str | None, options: Any) -> dict[str, Any]:
+        """What a chat template is told of thinking; puts what the text needs into its options.
+
+        `think`: whether to, or with how much effort; None: as is usual for the model.
+        """
+        return think_options(self.thought_format, think, options)
 
     def begin(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
         """A generation without steps yet, and the steps to come; options as in `stream`."""

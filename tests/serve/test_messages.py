@@ -134,7 +134,8 @@ def test_structured_output(client: anthropic.Anthropic) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+        ({"thinking": {"type": "often"}}, "thinking"),
+        ({"speed": "fast"}, "speed"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
@@ -153,6 +154,15 @@ def test_what_is_not_there_is_refused_by_name(
     with pytest.raises(anthropic.BadRequestError, match=named) as caught:
         ask(client, extra_body=SEED | given)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_model_without_thoughts_is_asked_for_them_in_vain(client: anthropic.Anthropic) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2000}
+    told = client.messages.with_raw_response.create(
+        model="smollm", messages=HELLO, max_tokens=2, extra_body=SEED | {"thinking": thinking}
+    )
+    assert told.headers["x-unspool-ignored"] == "thinking"
+    assert [block.type for block in told.parse().content] == ["text"]
 
 
 def test_an_error_on_the_way_is_an_event(

@@ -178,8 +178,8 @@ def test_the_oldest_responses_go_first() -> None:
         ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice of type 'mcp'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
         (
-            {"input": [{"type": "reasoning", "id": "rs", "summary": []}]},
-            "input of type 'reasoning'",
+            {"input": [{"type": "computer_call", "id": "cc"}]},
+            "input of type 'computer_call'",
         ),
         ({"input": [{"role": "user", "content": "hi", "what": 1}]}, "input.0.what"),
         ({"include": ["file_search_call.results"]}, "include of 'file_search_call.results'"),
@@ -225,7 +225,7 @@ def test_words_that_a_guard_takes_back_are_never_sent(client: openai.OpenAI) -> 
 def test_words_and_calls_are_blocks(one_call: bool) -> None:
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     text = f"Sure. {call}{call}"
-    blocks = BlockParser(ToolCallReader(ToolFormat("hermes")), one_call=one_call)
+    blocks = BlockParser(lambda _: ToolCallReader(ToolFormat("hermes")), one_call=one_call)
     changes: list[Change] = []
     for place, character in enumerate(text):
         end = "stop" if place == len(text) - 1 else None

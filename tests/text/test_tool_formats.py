@@ -99,7 +99,7 @@ def test_templates_with_tools_get_tools(name: str) -> None:
 
 
 def test_syntaxes_that_are_not_read_here_become_words() -> None:
-    for inside in ("<function=f><parameter=x>", "f\n<arg_key>x</arg_key>"):
+    for inside in ('<parameter name="x">', "f\n<arg_key>x</arg_key>"):
         template = TEMPLATES["hermes"] + "{{ '<tool_call>" + inside + "' }}"
         assert tool_format(template.replace("\n", "\\n"), Letters()).name == "generic"
     knows_no_tools = TEMPLATES["hermes"].replace(TOOLS, "")

@@ -31,6 +31,9 @@ def chat(
     system: o.System = None,
     max_tokens: o.MaxTokens = 512,
     probs: o.Probs = False,
+    think: o.Think = None,
+    effort: o.Effort = None,
+    think_budget: o.ThinkBudget = None,
     adapter: o.Adapter = None,
     quiet: o.Quiet = False,
     *,
@@ -46,9 +49,13 @@ def chat(
     """
     from unspool.conversation import Conversation
 
-    options = {"max_tokens": max_tokens, "top": 0, "explain": False, **sampling}
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens, "top": 0, "explain": False, "think_budget": think_budget,
+        **sampling,
+    }  # fmt: skip
     o.check(options)
-    talk = Conversation(o.with_adapter(chosen.load(), adapter), system)
+    lm = o.with_adapter(chosen.load(), adapter)
+    talk = Conversation(lm, system, o.thinking(think, effort))
     seed = options.pop("seed", None)
     interactive = sys.stdin.isatty()
     if interactive:

@@ -57,6 +57,30 @@ Probs = Annotated[bool, typer.Option("--probs", help="Colour tokens by probabili
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", help="A folder with a LoRA adapter (PEFT's format).")
 ]
+_THOUGHTS = "Thoughts (models that think before they answer)"
+Think = Annotated[
+    bool | None,
+    typer.Option(
+        "--think/--no-think",
+        help="Think first, or answer at once; by default as the model does.",
+        rich_help_panel=_THOUGHTS,
+    ),
+]
+Effort = Annotated[
+    str | None,
+    typer.Option(
+        "--effort", help="How much to think: low, medium, high.", rich_help_panel=_THOUGHTS
+    ),
+]
+ThinkBudget = Annotated[
+    int | None,
+    typer.Option(
+        "--think-budget",
+        metavar="N",
+        help="Close a thought after so many tokens.",
+        rich_help_panel=_THOUGHTS,
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No closing lines.")]
 
 
@@ -106,6 +130,13 @@ class ModelChoice:
         if packed:
             say(packed)
         return lm
+
+
+def thinking(think: bool | None, effort: str | None) -> bool | str | None:
+    """Whether to think, or how much."""
+    if think is False and effort is not None:
+        raise SettingsError("--no-think and --effort contradict each other; give one")
+    return effort or think
 
 
 def with_adapter(lm: LanguageModel, folder: Path | None) -> LanguageModel:

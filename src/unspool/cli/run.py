@@ -90,6 +90,9 @@ def run(
             rich_help_panel=_LONG,
         ),
     ] = None,
+    think: o.Think = None,
+    effort: o.Effort = None,
+    think_budget: o.ThinkBudget = None,
     adapter: o.Adapter = None,
     trace: Annotated[Path | None, typer.Option(help="Save every step; see unspool replay.")] = None,
     quiet: o.Quiet = False,
@@ -139,7 +142,9 @@ def run(
         "guard": guard or None,
         "speculate": speculate,
         "endless": _endless(endless, keep),
+        "think_budget": think_budget,
     }
+    wanted = o.thinking(think, effort)
     many = Many.of(options, trace is not None, samples=samples, best_of=best_of, beam=beam)
     if diffusion:
         from unspool.cli.diffuse import checked
@@ -151,8 +156,12 @@ def run(
     lm = o.with_adapter(chosen.load(), adapter)
     if chat or (chat is None and lm.is_instruct):
         messages = [{"role": "system", "content": system}] if system is not None else []
-        ids: str | list[int] = lm.chat_prompt([*messages, {"role": "user", "content": text}]).ids
+        asked = [*messages, {"role": "user", "content": text}]
+        told = lm.think_options(wanted, options)
+        ids: str | list[int] = lm.chat_prompt(asked, **told).ids
         options["stop"] += lm.chat_template.stops
+    elif wanted is not None or think_budget is not None:
+        raise SettingsError("thoughts come with the chat template; leave --raw out")
     else:
         ids = text
     if filling is not None:
@@ -193,6 +202,11 @@ def _close(generation: Generation) -> None:
 
     for note in generation.notes:
         say(note)
+    if generation.request.thinking is not None:
+        from unspool.cli.thoughts import unfinished
+
+        if told := unfinished(generation):
+            say(told)
     say(closing_line(generation))
 
 
@@ -282,6 +296,11 @@ def _until_interrupted(generation: Generation, steps: StepStream) -> Iterable[St
 
 def show_plain(steps: Iterable[Step], generation: Generation) -> None:
     """Text as it comes. What a guard may take back goes into a pipe only when it is final."""
+    if (thinking := generation.request.thinking) is not None:
+        from unspool.cli.thoughts import show_answer
+
+        show_answer(steps, generation, thinking)
+        return
     watched = sys.stdout.isatty()
     guarded = generation.request is not None and generation.request.guards is not None
     try:

@@ -108,8 +108,9 @@ def _candidate_bar(step: Step, candidate: Candidate) -> Text:
 def closing_line(generation: Generation) -> str:
     """What it took, for stderr."""
     usage = generation.usage
+    thought = f" ({usage.reasoning_tokens} of thought)" if usage.reasoning_tokens else ""
     return (
-        f"{usage.completion_tokens} tokens after {usage.prompt_tokens} of prompt, "
+        f"{usage.completion_tokens} tokens{thought} after {usage.prompt_tokens} of prompt, "
         f"{usage.tokens_per_second:.1f} tokens/s, first token {usage.first_token_seconds:.2f} s, "
         f"finish: {generation.finish_reason}, seed {generation.seed}"
     )

@@ -106,7 +106,11 @@ def think(
         _check_trace(trace)
     own = dict(map(_named_value, option or ()))
     _check(policy, judge, own, budget)
-    options = {"max_tokens": most_tokens(policy, max_tokens), "stop": (), **sampling}
+    options: dict[str, Any] = {
+        "max_tokens": most_tokens(policy, max_tokens),
+        "stop": (),
+        **sampling,
+    }
     o.check(options)
     lm = o.with_adapter(chosen.load(), adapter)
     ids: str | list[int] = text
@@ -114,7 +118,8 @@ def think(
     if chat or (chat is None and lm.is_instruct):
         lead = [{"role": "system", "content": system}] if system is not None else []
         messages = [*lead, {"role": "user", "content": text}]
-        ids = lm.chat_prompt(messages).ids
+        thinks = True if policy == "think" and lm.thought_format is not None else None
+        ids = lm.chat_prompt(messages, **lm.think_options(thinks, options)).ids
         options["stop"] += lm.chat_template.stops
     from unspool.decoding.think.judges.names import judge_named
 
@@ -166,7 +171,12 @@ def _run(
     if as_json:
         return
     thought = stream.result
-    print(thought.text)
+    if (thinking := thought.best.request.thinking) is not None:
+        from unspool.cli.thoughts import show_answer
+
+        show_answer(thought.best.steps, thought.best, thinking)
+    else:
+        print(thought.text)
     if not quiet:
         _close(thought, events)
 

@@ -96,6 +96,8 @@ class Generation:
         )
         forked = self.fork()
         forked.steps = _retold(forked.steps + steps, TextStream(), ended=True)
+        if self.request.thinking is not None:
+            forked.steps = self.request.thinking.marked(forked.steps)
         return forked
 
     def resume(self, **options: Unpack[Options]) -> Generation:
@@ -151,6 +153,18 @@ class Generation:
         return "".join(step.text for step in self.steps)
 
     @property
+    def reasoning(self) -> str:
+        """What the model said to itself before it answered; in chats with models that do."""
+        thinking = self.request.thinking
+        return "" if thinking is None else thinking.told_apart(self.steps)[0]
+
+    @property
+    def answer(self) -> str:
+        """The new text without thoughts and their marks."""
+        thinking = self.request.thinking
+        return self.text if thinking is None else thinking.told_apart(self.steps)[1]
+
+    @property
     def tokens(self) -> list[int]:
         """The new tokens, an end token included."""
         return [step.token for step in self.steps]
@@ -180,12 +194,15 @@ class Generation:
             first_token_seconds=self.steps[0].seconds if self.steps else 0.0,
             total_seconds=sum(step.seconds for step in self.steps),
             reused_tokens=self.reused,
+            reasoning_tokens=sum(step.thought for step in self.steps),
+            reasoning_seconds=sum(step.seconds for step in self.steps if step.thought),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: everything but the single steps."""
         return {
             "text": self.text,
+            **({"answer": self.answer, "reasoning": self.reasoning} if self.reasoning else {}),
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
             "logprob": self.logprob,
@@ -194,10 +211,10 @@ class Generation:
         }
 
     def __str__(self) -> str:
-        return self.text
+        return self.answer
 
     def __repr__(self) -> str:
-        said = brief(self.text) if self.text else reprlib.repr(self.tokens)
+        said = brief(self.answer) if self.text else reprlib.repr(self.tokens)
         return f"<Generation {said}, {len(self.steps)} tokens, {self.finish_reason}>"
 
     def _repr_html_(self) -> str:

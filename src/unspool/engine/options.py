@@ -77,6 +77,11 @@ class Options(SamplingOptions, total=False):
         "go on beyond the context, forgetting the oldest tokens; a number: how many of the first "
         "stay in view (False)",
     ]
+    thoughts: Annotated[
+        bool | str | None,
+        "the prompt asks for an answer: tell thoughts apart from it (False; chats: True)",
+    ]
+    think_budget: Annotated[_Whole, "close a thought after so many tokens; 0: none"]
     json: Annotated[_Flag, "the text must be a JSON object (False)"]
     json_schema: Annotated[Any, "... JSON of this schema: a dict, JSON text, or a pydantic class"]
     regex: Annotated[str | None, "... a match of this regular expression"]

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from unspool.backends.step import Floats
 from unspool.engine.ending import Limits
 from unspool.engine.steps import Step
+from unspool.engine.thinking import Thinking
 from unspool.sampling import Grammar, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 
@@ -69,7 +70,8 @@ class Request:
     priority: int = 0
     drafter: Drafter | DraftMaker | None = None  # or what makes a fresh one
     guards: GuardPolicy | None = None  # what to watch for, and what to do about it
-    grammar: Grammar | None = None  # what the text may be
+    grammar: Grammar | None = None  # what the text may be, behind its thoughts
+    thinking: Thinking | None = None  # where its thoughts are; None: nobody asked
     adapter: str | None = None  # the name of the one that it is written with
     cached: bool = True  # False: the whole text is read again for every token
 

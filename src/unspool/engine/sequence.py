@@ -26,12 +26,13 @@ from unspool.engine.branch import Branch
 from unspool.engine.drafts import Guesses, Run, SideRow, Text, add_side_rows, as_runs, shortened
 from unspool.engine.ending import Ending
 from unspool.engine.endless import told
+from unspool.engine.following import follow
 from unspool.engine.request import Drafter, ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.state_policy import message_ends
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
-from unspool.sampling import GrammarState, Pick, RowInput, StageState, next_state
+from unspool.sampling import Pick, RowInput, StageState, next_state
 from unspool.sampling.guards import GuardRun
 from unspool.sampling.picker import (
     POSITION,
@@ -55,9 +56,10 @@ class Sequence(Task):
     """A text on its way; lives on the engine's thread."""
 
     __slots__ = (
-        "accepting", "draft_asked_at", "drafter", "ending", "finished", "forgotten",
-        "grammar", "guard", "guesses", "history", "length", "marks", "prompt_length", "queue",
-        "reader", "request", "retracted", "scheduler", "since", "token_bytes", "vocab_size",
+        "accepting", "draft_asked_at", "drafter", "ending", "finished", "follower",
+        "forgotten", "grammar", "guard", "guesses", "history", "length", "marks",
+        "prompt_length", "queue", "reader", "request", "retracted", "scheduler", "since",
+        "thoughts", "token_bytes", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -81,11 +83,10 @@ class Sequence(Task):
         self.history[: self.length] = start
         self.ending = Ending(limits, self.prompt_length)
         self.guard: GuardRun | None = None
-        self.grammar: GrammarState | None = None
         if request.guards is not None:
             self.guard = request.guards.start()
-        if request.grammar is not None:
-            self.grammar = request.grammar.start()
+        self.grammar, self.thoughts = follow(request, token_bytes, vocab_size)
+        self.follower = self.thoughts if self.grammar is None else self.grammar
         self.reader = drafter if isinstance(drafter, ReadingDrafter) else None
         self.guesses = Guesses()  # at what follows, being checked
         self.accepting = self.length  # how many tokens stood here when the last step was planned
@@ -120,8 +121,8 @@ class Sequence(Task):
             chance = step.probability
             chance = math.exp(step.logprob) if chance is None else chance
             self._remember(next_state(self.request.settings, before, chance))
-        if self.grammar is not None:
-            self.grammar.advance(step.token)
+        if self.follower is not None:
+            self.follower.advance(step.token)
 
     def begin(self) -> None:
         if self.length >= len(self.history):
@@ -225,8 +226,8 @@ class Sequence(Task):
             self.queue.accepted += right and self.draft_asked_at is not None
         self.history[self.length] = token
         self.length += 1
-        if self.grammar is not None:
-            self.grammar.advance(token)
+        if self.follower is not None:
+            self.follower.advance(token)
         if not self._keep(token, logprob, pick, drafted):
             return False
         return right
@@ -375,6 +376,7 @@ class Sequence(Task):
         must_end = self.grammar is not None and self.grammar.must_end
         before = self.ending.copy() if self.guard is not None else self.ending
         begun = self.ending.text.half
+        thought = self.thoughts is not None and self.thoughts.is_thought
         shown, finish = self.ending.push(token, piece, self.length, must_end)
         if self.guard is not None:
             assert pick is not None
@@ -397,14 +399,14 @@ class Sequence(Task):
         position, retracted = self.length - 1, self.retracted
         if pick is None:
             step = plain_step(
-                token, piece, shown, logprob, position, seconds, finish, drafted, begun
+                token, piece, shown, logprob, position, seconds, finish, drafted, begun, thought
             )
         else:
             if self.marks is not None:
                 self._remember(pick.state)
             step = explained_step(
                 pick, position, shown, self.token_bytes, seconds, finish, drafted, retracted,
-                begun=begun,
+                begun=begun, thought=thought,
             )  # fmt: skip
             self.retracted = 0
         self.queue.put(step)
@@ -425,8 +427,8 @@ class Sequence(Task):
         taken = self.length - self.prompt_length - to
         self.queue.notes.append(f"took {taken} tokens back: {reason}")
         self.retracted += len(self.marks) - to
-        if self.grammar is not None:
-            self.grammar.rewind(taken)
+        if self.follower is not None:
+            self.follower.rewind(taken)
         del self.marks[to:]
         self.length = self.prompt_length + to
         before = self.marks[-1].ending if self.marks else None

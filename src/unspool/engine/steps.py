@@ -54,6 +54,8 @@ class Step:
     draft: str | None = None  # `accepted` or `rejected`, where a draft had guessed this token
     retracts: int = 0  # how many steps before this one were taken back by a guard
     chosen: bool = False  # by a person, not by the model
+    # Whether it is no part of the answer: a thought, or its marks. Follows from the tokens.
+    thought: bool = field(default=False, compare=False)
     # In which pass over a canvas it was set. None: written left to right, as all that traces save.
     canvas_pass: int | None = field(default=None, compare=False)
     # Of a character that the tokens before left unfinished: follows from them, and is not saved.
@@ -108,6 +110,8 @@ class Step:
         del told["begun"]  # what the bytes of the steps before say
         if self.canvas_pass is None:
             del told["canvas_pass"]
+        if not self.thought:
+            del told["thought"]
         return told
 
 
@@ -120,7 +124,7 @@ _Draft = make_dataclass(
 
 def plain_step(
     token: int, piece: _Bytes, shown: str, logprob: float, position: int, seconds: float,
-    finish_reason: str | None, draft: str | None, begun: _Bytes,
+    finish_reason: str | None, draft: str | None, begun: _Bytes, thought: bool = False,
 ) -> Step:  # fmt: skip
     """A step of which nobody asked how it was picked.
 
@@ -128,8 +132,9 @@ def plain_step(
     a quarter of the time that a frozen dataclass takes to be made.
     """
     step: Any = _Draft(
-        token, piece, shown, logprob, position, seconds, finish_reason, draft=draft, begun=begun
-    )
+        token, piece, shown, logprob, position, seconds, finish_reason, draft=draft, begun=begun,
+        thought=thought,
+    )  # fmt: skip
     step.__class__ = Step
     return cast(Step, step)
 
@@ -145,6 +150,7 @@ def explained_step(
     retracts: int = 0,
     *,
     begun: _Bytes = b"",
+    thought: bool = False,
 ) -> Step:
     """A step with all that sampling knows of a pick."""
     return Step(
@@ -167,6 +173,7 @@ def explained_step(
         draft,
         retracts,
         begun=begun,
+        thought=thought,
     )
 
 
@@ -190,6 +197,8 @@ class Usage:
     first_token_seconds: float
     total_seconds: float
     reused_tokens: int = 0  # of the prompt, computed before and used again
+    reasoning_tokens: int = 0  # of the new ones: thoughts and their marks
+    reasoning_seconds: float = 0.0
 
     @property
     def total_tokens(self) -> int:

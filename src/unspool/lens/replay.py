@@ -22,6 +22,7 @@ from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
 from unspool.engine.request import Request
 from unspool.engine.steps import Step
+from unspool.engine.thinking import CALL, Thinking
 from unspool.errors import ContextError, UnspoolError
 from unspool.lens.trace import Trace, fingerprint
 from unspool.lens.weights import host
@@ -145,6 +146,7 @@ def replay(
         if trace.grammar is not None and given < len(trace.steps)
         else None,
         guards=guards,
+        thinking=_thinking(lm, trace),
     )
     judged = _judged(lm, trace, given)
     now = Generation(request, judged, empty_reason=trace.empty_reason, source=lm)
@@ -152,6 +154,14 @@ def replay(
         _write(lm, now, None if _ended(trace) else len(trace.steps))
     difference, largest = _compare(trace.steps, now.steps, given, limit)
     return Replay(now, given, difference, largest, fingerprint(lm).differs_from(trace.model))
+
+
+def _thinking(lm: Session, trace: Trace) -> Thinking | None:
+    """Where the thoughts were, and how long they could be."""
+    found = lm.thinking(trace.prompt) if trace.thoughts else None
+    if found is None:
+        return None
+    return replace(found, budget=trace.think_budget, is_call=trace.thoughts == CALL)
 
 
 def _ended(trace: Trace) -> bool:

@@ -62,6 +62,8 @@ class Trace:
     empty_reason: str | None = None  # why there is not a single step
     grammar: GrammarSpec | None = None  # what the text had to be
     guards: GuardPolicy | None = None  # what was watched for
+    thoughts: str = ""  # "answer" or "call", where thoughts are told apart from that
+    think_budget: int | None = None  # tokens of thought
     guarded: bool = False  # guards watched, even if they were a caller's own, which no file holds
 
     def __repr__(self) -> str:
@@ -96,7 +98,7 @@ def fingerprint(lm: Session) -> Fingerprint:
 
 def trace_of(lm: Session, generation: Generation) -> Trace:
     """Everything about a generation; ask for it with `explain` and `top` to have the detail."""
-    request, steps = generation.request, generation.steps
+    request, steps, thinking = generation.request, generation.steps, generation.request.thinking
     if request.adapter is not None:
         raise SettingsError(
             f"the text was written with the adapter {request.adapter!r}, which a trace does not "
@@ -116,6 +118,8 @@ def trace_of(lm: Session, generation: Generation) -> Trace:
         given=min(len(steps), max([len(request.written), *chosen])),
         empty_reason=generation.empty_reason,
         grammar=request.grammar.spec if request.grammar is not None else None,
+        thoughts="" if thinking is None else "call" if thinking.is_call else "answer",
+        think_budget=None if thinking is None else thinking.budget,
         guards=guards if savable else None,
         guarded=guards is not None,
     )

@@ -92,7 +92,10 @@ _FIELDS: dict[Any, dict[str, Any]] = {
 
 
 # Class -> fields that older files lack, and what they stand for there.
-_LATER: dict[Any, dict[str, Any]] = {Limits: {"endless": None}}
+_LATER: dict[Any, dict[str, Any]] = {
+    Limits: {"endless": None},
+    Trace: {"thoughts": "", "think_budget": None},
+}
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:

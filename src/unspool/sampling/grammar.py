@@ -272,7 +272,8 @@ class GrammarState:
         """
         if self._ended:
             return []
-        text = self._matcher.compute_ff_bytes()
+        # Of a copy: before a control token the matcher does not come back from being asked.
+        text = self._matcher.deep_copy().compute_ff_bytes()
         vocabulary = self.grammar.vocabulary
         ids = vocabulary.spell(text) if text else []
         trial = self.copy()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import unspool
 from decoding.support import pages_left
 from decoding.think.support import forget, metered
+from decoding.worded import save_worded
 from unspool.decoding.think.think import think
 from unspool.errors import SettingsError, UnspoolError
 
@@ -28,6 +30,7 @@ def by_hand(lm, prompt, *, bias, least, most, answer, close, wait):
     def thought() -> int:
         return len(tokens) - len(opening)
 
+    token = -1
     while thought() < most:
         token = greedy()
         if token in (close, *lm.end_ids):
@@ -37,6 +40,10 @@ def by_hand(lm, prompt, *, bias, least, most, answer, close, wait):
         else:
             tokens.append(token)
     tokens.append(close)
+    if token != close or thought() - 1 >= most:  # it was closed for the model: a blank line
+        blank = tags(lm, "\n\n")
+        tokens += blank
+        answer -= len(blank)
     for _ in range(answer):
         tokens.append(greedy())
         if tokens[-1] in lm.end_ids:
@@ -86,6 +93,19 @@ def test_a_tag_that_is_several_tokens(worded_lm):
     )  # fmt: skip
     inside = again.text.removeprefix("(\n").split(") so")[0]
     assert len(lm.tokenizer.encode(inside)) >= 8
+
+
+def test_a_model_without_tags_thinks_in_words(tmp_path):
+    lm = unspool.load(save_worded(tmp_path), memory=8 << 20)
+    assert lm.thought_format is None
+    thought = think(
+        lm, PROMPT, policy="think", max_thinking=6, temperature=0, max_tokens=80, budget=200,
+        logit_bias={end: -50.0 for end in lm.end_ids},
+    )  # fmt: skip
+    assert thought.text.startswith("Let me think about it step by step.")
+    answer = thought.text.split("\n\nSo the answer is")[1]
+    assert answer  # such a text asks for more, where a tag that nobody taught it does not
+    lm.close()
 
 
 def test_a_prompt_that_opens_the_tag_already(worded_lm):

@@ -306,6 +306,8 @@ class Search:
         """A child with this text, unless it adds nothing, or is there already."""
         limits, start = text.request.limits, self.root.generation.request.limits
         text.steps = _told(text, replace(start, sample=limits.sample))
+        if text.request.thinking is not None:
+            text.steps = text.request.thinking.marked(text.steps)
         text.request = replace(text.request, limits=replace(start, sample=limits.sample))
         if len(text.steps) == len(parent.generation.steps):
             return None

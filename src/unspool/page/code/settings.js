@@ -25,6 +25,8 @@ export const FIELDS = [
     help: "Guess ahead what stood in the text before; right guesses come several at a time." },
   { name: "cache", title: "Cache", usual: true, kind: "switch", on: true, off: false,
     help: "Off: the whole text is read again for every token. The text is the same, only slower." },
+  { name: "think_budget", title: "Tokens of thought", usual: null, kind: "whole", placeholder: "no limit", more: true,
+    help: "Where the model thinks before it answers: after so many tokens the thought is closed; 0: at once." },
   { name: "end", title: "May end by itself", usual: true, kind: "switch", on: true, off: false,
     more: true, help: "Off: the model goes on where it would end." },
   { name: "stop", title: "Stop at", usual: null, kind: "text", more: true,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -19,8 +20,10 @@ from unspool.serve.anthropic.messages_schema import (
     CountRequest,
     Message,
     MessagesRequest,
+    RedactedThinkingBlock,
     TextBlock,
     TextContent,
+    ThinkingBlock,
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
@@ -31,6 +34,7 @@ from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import event
+from unspool.serve.http.notes import ignore
 from unspool.serve.http.routes import JsonReply, new_router, to_json
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
@@ -64,6 +68,10 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 
 def _prepare(call: Call, body: MessagesRequest) -> PreparedChat:
+    if body.thinking is not None and call.served.lm.thought_format is None:
+        if body.thinking.type != "disabled":
+            ignore(call.request, "thinking")
+        body = body.model_copy(update={"thinking": None})
     wanted = None if body.output_config is None else body.output_config.format
     chat = _to_chat(
         body,
@@ -95,7 +103,18 @@ def _to_chat(body: CountRequest, **more: Any) -> ChatRequest:
     ]  # fmt: skip
     tools = [{"type": "function", "function": function} for function in functions]
     chat = {"messages": messages, "tools": tools, **_tool_choice(body.tool_choice), **more}
-    return ChatRequest.model_validate(chat)
+    return ChatRequest.model_validate({**chat, **_thinking(body)})
+
+
+def _thinking(body: CountRequest) -> dict[str, Any]:
+    """Whether to think, and how much; without a word, as is usual for the model."""
+    effort = None if body.output_config is None else body.output_config.effort
+    asked = body.thinking
+    if asked is None:
+        return {"reasoning_effort": effort}
+    if asked.type == "disabled":
+        return {"reasoning_effort": "none"}
+    return {"reasoning": {"enabled": True, "effort": effort, "max_tokens": asked.budget_tokens}}
 
 
 def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
@@ -111,15 +130,16 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
     return found
 
 
-def _blocks(turn: Message) -> Sequence[TextBlock | ToolUseBlock | ToolResultBlock]:
+_Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+def _blocks(turn: Message) -> Sequence[_Block]:
     if isinstance(turn.content, str):
         return [TextBlock(type="text", text=turn.content)]
     return turn.content
 
 
-def _turn(
-    role: str, blocks: Sequence[TextBlock | ToolUseBlock | ToolResultBlock]
-) -> list[dict[str, Any]]:
+def _turn(role: str, blocks: Sequence[_Block]) -> list[dict[str, Any]]:
     """The messages that one turn comes to."""
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
@@ -130,7 +150,9 @@ def _turn(
         raise bad_request(f"a message of the {role} has a tool_result block", "messages")
     if role == "assistant":
         calls = [tool_call(use.id, use.name, json.dumps(use.input)) for use in uses]
-        return [{"role": role, "content": "".join(texts), "tool_calls": calls or None}]
+        thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        told = {"reasoning_content": thought} if thought else {}
+        return [{"role": role, "content": "".join(texts), "tool_calls": calls or None, **told}]
     words = [{"role": role, "content": "\n\n".join(texts)}] if texts or not results else []
     return results + words  # results answer the calls of the turn before, so they come first
 
@@ -201,7 +223,9 @@ class _Answer(BlockAnswer):
         return {"unspool": texts_json(self.texts, self.body.unspool.trace)}
 
     async def write(self, wire: Wire) -> None:
-        await self.deliver(lambda changes: self._start() + b"".join(map(_changed, changes)), wire)
+        await self.deliver(
+            lambda changes: self._start() + b"".join(e for c in changes for e in _changed(c)), wire
+        )
         end = {"stop_sequence": None, "stop_details": None} | self._end()
         last = {"type": "message_delta", "delta": end, "usage": self._usage()} | self._extra()
         stop = event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
@@ -216,20 +240,30 @@ class _Answer(BlockAnswer):
         return event({"type": "message_start", "message": message}, "message_start") + _PING
 
 
-def _changed(change: Change) -> bytes:
-    block, fields = change.block, dict[str, Any]()
+def _changed(change: Change) -> list[bytes]:
+    block = change.block
     if isinstance(change, Opened):
-        kind, fields = "content_block_start", {"content_block": _block(block, {})}
-    elif isinstance(change, Grown):
-        kind, fields = "content_block_delta", {"delta": {"type": "text_delta", "text": change.text}}
-        if block.name is not None:
-            fields = {"delta": {"type": "input_json_delta", "partial_json": change.text}}
-    else:
-        kind = "content_block_stop"
+        empty = replace(block, parts=[])  # what it has by now follows
+        return [_told(block, "content_block_start", content_block=_block(empty, {}))]
+    if isinstance(change, Grown):
+        delta = {"type": "text_delta", "text": change.text}
+        if block.is_thought:
+            delta = {"type": "thinking_delta", "thinking": change.text}
+        elif block.name is not None:
+            delta = {"type": "input_json_delta", "partial_json": change.text}
+        return [_told(block, "content_block_delta", delta=delta)]
+    signed = {"type": "signature_delta", "signature": ""}
+    signature = [_told(block, "content_block_delta", delta=signed)] if block.is_thought else []
+    return [*signature, _told(block, "content_block_stop")]
+
+
+def _told(block: Block, kind: str, **fields: Any) -> bytes:
     return event({"type": kind, "index": block.index, **fields}, kind)
 
 
 def _block(block: Block, given: dict[str, Any]) -> dict[str, Any]:
+    if block.is_thought:  # nobody but us wrote it, so it needs no signature
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.name is None:
         return {"type": "text", "text": block.text}
     return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": given}

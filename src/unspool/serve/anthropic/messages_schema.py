@@ -51,6 +51,19 @@ class ToolUseBlock(_ToolBlock):
     input: dict[str, Any]
 
 
+class ThinkingBlock(Strict):
+    """A thought of an earlier answer; the template decides whether it is told again."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Strict):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 TextContent = str | list[TextBlock]
 
 
@@ -64,8 +77,18 @@ class ToolResultBlock(_ToolBlock):
 Block = Annotated[
     Annotated[TextBlock, Tag("Text")]
     | Annotated[ToolUseBlock, Tag("Use")]
-    | Annotated[ToolResultBlock, Tag("Result")],
-    by_type({"text": "Text", "tool_use": "Use", "tool_result": "Result"}),
+    | Annotated[ToolResultBlock, Tag("Result")]
+    | Annotated[ThinkingBlock, Tag("Thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("Redacted")],
+    by_type(
+        {
+            "text": "Text",
+            "tool_use": "Use",
+            "tool_result": "Result",
+            "thinking": "Thinking",
+            "redacted_thinking": "Redacted",
+        }
+    ),
 ]
 
 
@@ -103,23 +126,26 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(PartialApi):
-    unsupported_fields: ClassVar[Reasons] = {
-        "effort": "the model knows no such setting",
-        "task_budget": "max_tokens is the limit",
-    }
+    unsupported_fields: ClassVar[Reasons] = {"task_budget": "max_tokens is the limit"}
 
     format: OutputFormat | None = None
+    effort: ShortText | None = Field(None, description="low, medium, high: how much to think")
 
 
 class Metadata(Strict):
     user_id: ShortText | None = None
 
 
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    display: Literal["summarized", "omitted"] | None = None
+
+
 class CountRequest(PartialApi):
     """A conversation whose tokens are to be counted."""
 
     unsupported_fields: ClassVar[Reasons] = {
-        "thinking": "the model's words are not told apart from its thoughts",
         "mcp_servers": "the server calls no others",
         "container": "the server runs no code",
         "context_management": "nothing is dropped or summed up",
@@ -131,13 +157,14 @@ class CountRequest(PartialApi):
         "workspace_id": "there are no workspaces",
         "output_format": "it is output_config.format now",
     }
-    noop_values: ClassVar[Values] = {"thinking": [{"type": "disabled"}], "speed": ["standard"]}
+    noop_values: ClassVar[Values] = {"speed": ["standard"]}
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=100_000)
     system: TextContent | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 

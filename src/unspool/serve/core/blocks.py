@@ -1,6 +1,6 @@
-"""An answer as a row of blocks, each of words or of one call, as it is being written.
+"""An answer as a row of blocks, each of thoughts, of words or of one call, as it is being written.
 
-    blocks = BlockParser(use.reader(served))
+    blocks = BlockParser(lambda start: use.reader(served, start))
     for step in steps:
         for change in blocks.take(step):
             ...                                   # Opened, Grown, Closed
@@ -12,20 +12,19 @@ same steps as streams, so that both are always the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.core.state import new_id
-from unspool.text.tools.calls import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
-    Piece,
-    TextPiece,
-    ToolCallReader,
-)
+from unspool.text.thoughts.formats import Start
+from unspool.text.thoughts.pieces import AnswerPiece, ThoughtPiece
+from unspool.text.thoughts.reader import AnswerReader
+from unspool.text.tools.calls import CallArguments, CallBegun, CallEnded, TextPiece
+
+# Makes a reader for an answer that begins as its prompt says, or, if given, elsewhere.
+MakeReader = Callable[[Start | None], AnswerReader | None]
 
 _CUT = ("length", "context", "interrupted")  # reasons to stop before the model was done
 
@@ -37,14 +36,19 @@ def was_cut(reason: str) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Words, or a call."""
+    """Words, a thought, or a call."""
 
     index: int
-    name: str | None  # of the function; None: words
+    name: str | None  # of the function; None: words or a thought
+    is_thought: bool = False
     id: str = field(default_factory=lambda: new_id(""))
     parts: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)  # that wrote the words
+    steps: list[Step] = field(default_factory=list)  # that wrote the words or the thought
     is_complete: bool = False
+
+    @property
+    def is_words(self) -> bool:
+        return self.name is None and not self.is_thought
 
     @property
     def text(self) -> str:
@@ -76,10 +80,15 @@ class BlockParser:
     """Takes steps, and tells what they change."""
 
     def __init__(
-        self, reader: ToolCallReader | None, *, one_call: bool = False, never_empty: bool = False
+        self, reader: MakeReader, *, one_call: bool = False, never_empty: bool = False
     ) -> None:
+        self._make_reader = reader
+        self._one_call, self._never_empty = one_call, never_empty
+        self._begin(None)
+
+    def _begin(self, start: Start | None) -> None:
+        self._reader = self._make_reader(start)
         self.all: list[Block] = []
-        self._reader, self._one_call, self._never_empty = reader, one_call, never_empty
         self._open: Block | None = None
         self._unsent: list[Step] = []
         self._is_over = False  # the one call that is allowed has been made
@@ -90,12 +99,18 @@ class BlockParser:
 
     def read(self, generation: Generation) -> list[Block]:
         """A text that is finished."""
+        self._read_all(generation)
+        if self._reader is not None and self._reader.is_stray:  # it began inside of a thought
+            self._begin(Start("inside"))
+            self._read_all(generation)
+        return self.all
+
+    def _read_all(self, generation: Generation) -> None:
         for step in generation.steps:
             for _ in self.take(step):
                 pass
         for _ in self.end(generation.finish_reason):
             pass
-        return self.all
 
     def take(self, step: Step) -> Iterator[Change]:
         """What one more step changes."""
@@ -108,23 +123,29 @@ class BlockParser:
 
     def end(self, reason: str) -> Iterator[Change]:
         """The text is over; `take` says so itself, but for a text that has not a single step."""
-        if self._never_empty and not self.all:
+        if self._never_empty and not any(not block.is_thought for block in self.all):
+            yield from self._close(not was_cut(reason))
             yield self._open_block(None)
         if self._open is not None:
             self._open.steps += self._unsent
             yield from self._close(not was_cut(reason))
 
-    def _pieces(self, step: Step) -> list[Piece]:
+    def _pieces(self, step: Step) -> Sequence[AnswerPiece]:
         if self._reader is None:
             return [TextPiece(step.text)] if step.text else []
         found = self._reader.push(step.token, step.text)
-        return found + self._reader.finish() if step.finish_reason else found
+        return [*found, *self._reader.finish()] if step.finish_reason else found
 
-    def _take_piece(self, piece: Piece) -> Iterator[Change]:
-        if isinstance(piece, TextPiece):
+    def _take_piece(self, piece: AnswerPiece) -> Iterator[Change]:
+        if isinstance(piece, TextPiece | ThoughtPiece):
+            is_thought = isinstance(piece, ThoughtPiece)
+            if self._open is not None and self._open.is_thought != is_thought:
+                yield from self._close(True)
             if self._open is None:
-                yield self._open_block(None)
-            yield self._grow(piece.text, self._unsent)
+                yield self._open_block(None, is_thought)
+            # What marks the thought's end wrote no words.
+            steps = [step for step in self._unsent if is_thought or not step.thought]
+            yield self._grow(piece.text, steps)
             self._unsent = []
         elif isinstance(piece, CallBegun):
             yield from self._close(True)
@@ -137,8 +158,8 @@ class BlockParser:
             yield from self._close(self._reader.calls[piece.index].is_complete)
             self._unsent = []  # what wrote a call wrote no words
 
-    def _open_block(self, name: str | None) -> Opened:
-        self._open = Block(len(self.all), name)
+    def _open_block(self, name: str | None, is_thought: bool = False) -> Opened:
+        self._open = Block(len(self.all), name, is_thought)
         self.all.append(self._open)
         return Opened(self._open)
 

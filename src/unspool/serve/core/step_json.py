@@ -63,6 +63,7 @@ def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
         "draft": step.draft,
         "retracts": step.retracts,
         "chosen": step.chosen,
+        **({"thought": True} if step.thought else {}),
     }
 
 

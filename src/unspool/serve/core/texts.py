@@ -143,6 +143,7 @@ class Texts:
         firsts = [text for number, text in self.texts.items() if number % self.n == 0]
         drafted = sum(text.stream.drafted for text in self.texts.values())
         accepted = sum(text.stream.accepted for text in self.texts.values())
+        steps = (step for text in self.texts.values() for step in text.generation.steps)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": written,
@@ -152,7 +153,7 @@ class Texts:
                 "audio_tokens": 0,
             },
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(step.thought for step in steps),
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,

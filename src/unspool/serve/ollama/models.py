@@ -73,7 +73,7 @@ async def show(body: ShowRequest, request: Request) -> Response:
         found["template"] = tokenizer.chat_template or ""
         found["model_info"] = _model_info(served)
         found["capabilities"] += ["tools"]
-        if "enable_thinking" in found["template"]:
+        if served.lm.thought_format is not None:
             found["capabilities"] += ["thinking"]
     return JsonReply(found)
 

@@ -97,8 +97,9 @@ def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) ->
     before = list(body.context or ())
     if not body.raw and gap is None:
         ready = prepare_chat(call, chat)
-        ids, options = [*before, *ready.ids], ready.options
+        ids, options, use = [*before, *ready.ids], ready.options, ready.use
     else:
+        use = ToolUse()
         call.heed(chat)
         call.check_text(prompt, body.suffix or "", longer=chat.is_endless)
         if gap is not None:
@@ -110,7 +111,7 @@ def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) ->
             options |= {"json": True} if body.format == "json" else {"json_schema": body.format}
         read_schema(call, options)
     options["max_tokens"] = call.token_limit(chat.max_tokens, len(ids))
-    return PreparedChat(ids, options, ToolUse())
+    return PreparedChat(ids, options, use)
 
 
 def _chat(call: Call, body: Asking, **more: Any) -> Chat:
@@ -146,15 +147,14 @@ def _shifting(body: Asking, options: dict[str, Any]) -> dict[str, Any]:
 
 def _thinking(call: Call, body: Asking) -> dict[str, Any]:
     """Whether the model is to think first, where its template knows of that."""
-    source = call.served.lm.tokenizer.chat_template or ""
-    knows = "enable_thinking" in source or "reasoning_effort" in source
+    knows = call.served.lm.thought_format is not None
     if body.think and not knows:
         raise bad_request(f"{call.served.name!r} does not support thinking", "think")
     if body.think is None or not knows:
         return {}
     if isinstance(body.think, str):
         return {"reasoning_effort": body.think}
-    return {"reasoning_effort": "medium" if body.think else "none"}
+    return {"reasoning": {"enabled": True}} if body.think else {"reasoning_effort": "none"}
 
 
 def _messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def _head(model: str) -> dict[str, Any]:
 
 def _piece(body: Asking, text: str, **more: Any) -> dict[str, Any]:
     if isinstance(body, GenerateRequest):
-        return {"response": text}
+        return {"response": text, **more}
     return {"message": {"role": "assistant", "content": text, **more}}
 
 
@@ -219,9 +219,11 @@ class _Answer(BlockAnswer):
 
     async def whole(self) -> dict[str, Any]:
         blocks = await self.read()
-        words = [block for block in blocks if block.name is None]
+        words = [block for block in blocks if block.is_words]
         calls = [_call(block) for block in blocks if block.name is not None]
-        more = {"tool_calls": calls} if calls else {}
+        thought = "".join(block.text for block in blocks if block.is_thought)
+        more: dict[str, Any] = {"thinking": thought} if thought else {}
+        more |= {"tool_calls": calls} if calls else {}
         text = "".join(block.text for block in words)
         logprobs = self._logprobs([step for block in words for step in block.steps])
         return {**_head(self.model), **_piece(self.body, text, **more), **logprobs,
@@ -239,6 +241,8 @@ class _Answer(BlockAnswer):
         if change.block.name is None:
             if not isinstance(change, Grown):
                 return None
+            if change.block.is_thought:
+                return _piece(self.body, "", thinking=change.text)
             return {**_piece(self.body, change.text), **self._logprobs(change.steps)}
         if not isinstance(change, Closed):
             return None

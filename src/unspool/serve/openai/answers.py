@@ -80,14 +80,17 @@ class Answer:
 
 
 class BlockAnswer:
-    """An answer of one text, as a row of blocks: words and calls."""
+    """An answer of one text, as a row of blocks: thoughts, words and calls."""
 
     def __init__(
         self, call: Call, texts: Texts, use: ToolUse, *, never_empty: bool = False
     ) -> None:
         self.texts, self.served = texts, call.served
-        reader, one_call = use.reader(call.served), use.parallel is False
-        self.blocks = BlockParser(reader, one_call=one_call, never_empty=never_empty)
+        self.blocks = BlockParser(
+            lambda start: use.reader(call.served, start),
+            one_call=use.parallel is False,
+            never_empty=never_empty,
+        )
 
     @property
     def generation(self) -> Generation:

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unspool.engine.steps import Step
-from unspool.serve.core.blocks import Block, BlockParser, Change, Closed, Grown, Opened
+from unspool.serve.core.blocks import (
+    Block,
+    BlockParser,
+    Change,
+    Closed,
+    Grown,
+    MakeReader,
+    Opened,
+)
 from unspool.serve.core.options import finish_reason
 from unspool.serve.core.state import Call
 from unspool.serve.core.texts import Texts
@@ -15,13 +23,12 @@ from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import Answer
 from unspool.serve.openai.chat_prompt import ToolUse, streams_trace, tool_call
 from unspool.serve.openai.chat_schema import ChatRequest
-from unspool.text.tools.calls import ToolCallReader
 
 
 class _Choice:
     """One answer as it grows."""
 
-    def __init__(self, reader: ToolCallReader | None, one_call: bool) -> None:
+    def __init__(self, reader: MakeReader, one_call: bool) -> None:
         self.blocks = BlockParser(reader, one_call=one_call)
         self.started = False  # the role was sent
         self.sent_steps = 0  # of the open block, with their log-probabilities
@@ -32,7 +39,11 @@ class _Choice:
 
     @property
     def words(self) -> list[Block]:
-        return [block for block in self.blocks.all if block.name is None]
+        return [block for block in self.blocks.all if block.is_words]
+
+    @property
+    def thought(self) -> str:
+        return "".join(block.text for block in self.blocks.all if block.is_thought)
 
 
 class ChatAnswer(Answer):
@@ -43,10 +54,13 @@ class ChatAnswer(Answer):
     def __init__(self, call: Call, body: ChatRequest, texts: Texts, use: ToolUse) -> None:
         super().__init__(call, texts, body.unspool, body.stream_options)
         self.body, one_call = body, use.parallel is False
-        self.choices = [_Choice(use.reader(call.served), one_call) for _ in range(texts.n)]
+        self.choices = [
+            _Choice(lambda start: use.reader(call.served, start), one_call) for _ in range(texts.n)
+        ]
+        self.tells_thoughts = body.reasoning is None or not body.reasoning.exclude
         self.is_live = streams_trace(body)
         # Words and nothing else, which most answers are: known without a look at each.
-        self.is_plain = not (use.offered or body.logprobs or self.is_live)
+        self.is_plain = use.is_plain and not (body.logprobs or self.is_live)
         self._words = EventTemplate(lambda number, text: self._delta(number, {"content": text}))
 
     def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
@@ -65,6 +79,8 @@ class ChatAnswer(Answer):
         choice.blocks.read(generation)
         content = "".join(block.text for block in choice.words)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.thought and self.tells_thoughts:
+            message |= _thought(choice.thought)
         if choice.calls:
             message["content"] = content.strip() or None
             message["tool_calls"] = [
@@ -105,12 +121,13 @@ class ChatAnswer(Answer):
             yield self._delta(number, {"content": ""}, step=step)
         rest: list[Step] = []
         for change in choice.blocks.take(step):
-            delta = _changed(choice, change)
+            delta = self._delta_of(choice, change)
             if isinstance(change, Closed):
-                rest = change.block.steps[choice.sent_steps :] if change.block.name is None else []
+                rest = change.block.steps[choice.sent_steps :] if change.block.is_words else []
                 choice.sent_steps = 0
             if delta is not None:
                 steps = change.steps if isinstance(change, Grown) else []
+                steps = steps if change.block.is_words else []
                 choice.sent_steps += len(steps)
                 if "content" in delta and not self.body.logprobs:
                     yield self._words(number, delta["content"])
@@ -119,6 +136,11 @@ class ChatAnswer(Answer):
         if step.finish_reason:
             reason = finish_reason(step.finish_reason, choice.calls)
             yield self._delta(number, {}, self._logprobs(rest), reason)
+
+    def _delta_of(self, choice: _Choice, change: Change) -> dict[str, Any] | None:
+        if change.block.is_thought and not self.tells_thoughts:
+            return None
+        return _changed(choice, change)
 
     def _start(self, number: int) -> bytes:
         self.choices[number].started = True
@@ -141,7 +163,9 @@ def _changed(choice: _Choice, change: Change) -> dict[str, Any] | None:
     """What a change adds to the message; None: nothing that clients are told of."""
     block = change.block
     if block.name is None:
-        return {"content": change.text} if isinstance(change, Grown) else None
+        if not isinstance(change, Grown):
+            return None
+        return _thought(change.text) if block.is_thought else {"content": change.text}
     call: dict[str, Any] = {"index": choice.calls.index(block)}
     if isinstance(change, Opened):
         call |= tool_call(f"call_{block.id}", block.name, "")
@@ -150,3 +174,8 @@ def _changed(choice: _Choice, change: Change) -> dict[str, Any] | None:
     else:
         return None
     return {"tool_calls": [call]}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """A thought by the two names that clients know."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unspool.engine.thinking import CALL, Thinking
 from unspool.sampling import GrammarSpec
 from unspool.serve.core.options import (
     check_one_grammar,
@@ -25,16 +26,20 @@ from unspool.serve.http.errors import bad_request
 from unspool.serve.http.notes import ignore
 from unspool.serve.openai.chat_schema import ChatRequest, FunctionTool, Message, NamedTool
 from unspool.text.chat.template import ChatPrompt
+from unspool.text.thoughts.formats import Start
+from unspool.text.thoughts.reader import AnswerReader, answer_reader
 from unspool.text.tools.calls import Tool, ToolCallReader
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, and whether one of them must be called."""
+    """The tools of a request, and whether one of them must be called; and where its answer has
+    thoughts."""
 
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"  # none, auto, required, or a tool's name behind "="
     parallel: bool | None = None  # whether there may be several calls; None: not said
+    thinking: Thinking | None = None  # known once there is a prompt; None: there are no thoughts
 
     @property
     def offered(self) -> tuple[Tool, ...]:
@@ -59,13 +64,25 @@ class ToolUse:
                 "tool_choice",
             )
 
-    def reader(self, served: ServedModel) -> ToolCallReader | None:
-        """What finds the calls in a text; None where there can be none."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether an answer can only be words."""
+        return not self.offered and self.thinking is None
+
+    def reader(self, served: ServedModel, start: Start | None = None) -> AnswerReader | None:
+        """What finds thoughts and calls in a text; None where it can only be words."""
+        calls, thinking = self._call_reader(served), self.thinking
+        if thinking is None:
+            return calls
+        return answer_reader(thinking.format, start or thinking.start, calls)
+
+    def _call_reader(self, served: ServedModel) -> ToolCallReader | None:
         if not self.offered:
             return None
         # Where a call is bare JSON, an answer that happens to be JSON must not be taken for one.
         names = {tool.name for tool in self.offered} if served.tools.name == "llama3" else None
-        return ToolCallReader(served.tools, required=bool(self.required), names=names)
+        required = bool(self.required)
+        return ToolCallReader(served.tools, required=required, names=names, tools=self.offered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +134,33 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
     tools = [json.dumps(tool.as_openai()) for tool in use.offered]
     words = [*tools, *(message.get("content") or "" for message in messages)]
     call.check_text(*words, longer=body.is_endless)
-    ids = chat_prompt(
-        call.served, messages, use, options, template_options(call, body), note=call.note
-    ).ids
+    told = template_options(call, body)
+    if body.thinking_budget is not None:
+        options["think_budget"] = body.thinking_budget
+    think = _think(call, body, options)
+    ids = chat_prompt(call.served, messages, use, options, told, note=call.note, think=think).ids
     read_schema(call, options)
     most = body.max_completion_tokens or body.max_tokens
     options["max_tokens"] = call.token_limit(most, len(ids))
-    return PreparedChat(ids, options, use)
+    return PreparedChat(ids, options, replace(use, thinking=call.served.lm.thinking(ids)))
+
+
+def _think(call: Call, body: ChatRequest, options: dict[str, Any]) -> bool | str | None:
+    """Whether the model is to think, or how much; a model that cannot is asked in vain."""
+    wanted: bool | str | None = body.reasoning_effort
+    if body.reasoning is not None:
+        asked = body.reasoning
+        wanted = wanted or asked.effort or asked.enabled
+        if asked.max_tokens is not None:
+            options["think_budget"] = asked.max_tokens
+    if call.served.lm.thought_format is not None:
+        return wanted
+    named = {"reasoning_effort": body.reasoning_effort, "reasoning": body.reasoning}
+    for name in (name for name, value in named.items() if value is not None):
+        ignore(call.request, name)
+    if options.pop("think_budget", None) is not None:
+        ignore(call.request, "thinking_budget")
+    return None
 
 
 def chat_prompt(
@@ -133,13 +170,15 @@ def chat_prompt(
     options: dict[str, Any],
     template: Mapping[str, Any] | None = None,
     note: Callable[..., None] = lambda *_: None,
+    think: bool | str | None = None,
 ) -> ChatPrompt:
     """A conversation as ids. Puts into the options what the text must be, and where it stops;
-    `template` goes to the chat template."""
+    `template` goes to the chat template, which also hears whether to `think`."""
     use.check()
     lm = served.lm
     ready, tools = served.tools.prepared(list(messages), use.offered)
-    prompt = lm.chat_prompt(ready, tools=tools, **(template or {}))
+    told = lm.think_options(think, options)
+    prompt = lm.chat_prompt(ready, tools=tools, **{**told, **(template or {})})
     options["stop"] = (*options.get("stop", ()), *lm.chat_template.stops)
     if use.required:
         check_one_grammar(options, "a required tool call")
@@ -147,6 +186,8 @@ def chat_prompt(
         several = use.parallel is True and use.choice == "required"
         closed = [_closed(tool, note) for tool in use.required]
         options["grammar"] = GrammarSpec.lark(served.tools.grammar(closed, parallel=several))
+        if options.get("thoughts") and served.tools.syntax == "channels":
+            options["thoughts"] = CALL
     return prompt
 
 
@@ -167,14 +208,6 @@ def template_options(call: Call, body: ChatRequest) -> dict[str, Any]:
         if name in found:
             message = f"chat_template_kwargs may not hold {name}; it has a place of its own"
             raise bad_request(message, "chat_template_kwargs")
-    if body.reasoning_effort is not None:
-        source = call.served.lm.tokenizer.chat_template or ""
-        if "reasoning_effort" in source:
-            found.setdefault("reasoning_effort", body.reasoning_effort)
-        elif "enable_thinking" in source:
-            found.setdefault("enable_thinking", body.reasoning_effort != "none")
-        else:
-            ignore(call.request, "reasoning_effort")
     for name in _OURS[2:]:
         if getattr(body, name) is not None:
             found[name] = getattr(body, name)

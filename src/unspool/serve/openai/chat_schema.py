@@ -42,6 +42,7 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class Function(Strict):
@@ -78,6 +79,15 @@ class ResponseFormat(Strict):
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="of a json_object")
 
 
+class Reasoning(Strict):
+    """How much to think, in one place."""
+
+    effort: ShortText | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    enabled: bool | None = None
+    exclude: bool | None = Field(None, description="true: do not tell the thoughts")
+
+
 class ChatRequest(SamplingRequest):
     """A conversation to be answered."""
 
@@ -100,7 +110,13 @@ class ChatRequest(SamplingRequest):
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: ShortText | None = Field(None, description="where the template knows it")
+    reasoning_effort: ShortText | None = Field(
+        None, description="none, low, medium, high: whether and how much to think first"
+    )
+    reasoning: Reasoning | None = None
+    thinking_budget: int | None = Field(
+        None, ge=0, lt=1 << 31, description="tokens of thought; then it is closed"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="for the model's chat template, as enable_thinking"
     )

@@ -7,7 +7,13 @@ from typing import Any
 
 from unspool.serve.core.state import new_id
 from unspool.serve.openai.chat_prompt import tool_call
-from unspool.serve.openai.responses_schema import Content, FunctionCallItem, Item, MessageItem
+from unspool.serve.openai.responses_schema import (
+    Content,
+    FunctionCallItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+)
 
 Items = Sequence[dict[str, Any]]
 
@@ -28,6 +34,9 @@ def _item(given: Item) -> dict[str, Any]:
     elif isinstance(given, FunctionCallItem):
         named = {"type", "call_id", "name", "arguments"}
         prefix, fields = "fc_", given.model_dump(include=named)
+    elif isinstance(given, ReasoningItem):
+        parts = [part.model_dump() for part in given.content or ()]
+        prefix, fields = "rs_", {"type": "reasoning", "summary": [], "content": parts}
     else:
         prefix, fields = "fco_", given.model_dump(include={"type", "call_id"})
         fields["output"] = _join(given.output)
@@ -50,8 +59,11 @@ def messages_of(instructions: str | None, items: Items) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
+    thought = ""  # of the assistant's message that comes next
     for item in items:
-        if item["type"] == "message":
+        if item["type"] == "reasoning":
+            thought = "".join(part["text"] for part in item["content"])
+        elif item["type"] == "message":
             _add_message(messages, item)
         elif item["type"] == "function_call":
             call = tool_call(item["call_id"], item["name"], item["arguments"])
@@ -61,6 +73,9 @@ def messages_of(instructions: str | None, items: Items) -> list[dict[str, Any]]:
         else:
             result = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
             messages.append(result)
+        is_told = item["type"] != "reasoning" and messages[-1]["role"] == "assistant"
+        if thought and is_told:
+            messages[-1]["reasoning_content"], thought = thought, ""
     return messages
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,7 @@ from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
 from unspool.serve.openai.chat_schema import ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat
 from unspool.serve.openai.response_items import items_of, messages_of
-from unspool.serve.openai.responses_schema import LOGPROBS, ResponseRequest, TextFormat
+from unspool.serve.openai.responses_schema import ENCRYPTED, LOGPROBS, ResponseRequest, TextFormat
 
 router = new_router("OpenAI")
 
@@ -96,9 +97,9 @@ async def input_items(
 
 def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> PreparedChat:
     for name in body.include or ():
-        if name != LOGPROBS:
+        if name not in (LOGPROBS, ENCRYPTED):
             raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
-    if body.top_logprobs and not body.include:
+    if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise bad_request(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
     check_stream_options(body)
     if not items:
@@ -139,7 +140,6 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
 _FIXED = {
     "object": "response", "background": False, "completed_at": None, "error": None,
     "incomplete_details": None, "max_tool_calls": None, "usage": None,
-    "reasoning": {"effort": None, "summary": None},
     "service_tier": "default", "truncation": "disabled",
 }  # fmt: skip
 _ECHOED = {
@@ -199,6 +199,10 @@ class _Answer(BlockAnswer):
             "output": [self._item(block) for block in self.blocks.all],
             **_FIXED,
             **body.model_dump(include=_ECHOED),
+            "reasoning": {
+                "effort": None if body.reasoning is None else body.reasoning.effort,
+                "summary": None,
+            },
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "store": body.store is not False,
             "temperature": settings.temperature,
@@ -219,12 +223,14 @@ class _Answer(BlockAnswer):
                 "cache_write_tokens": 0,
             },
             "output_tokens": used["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": used["completion_tokens_details"]["reasoning_tokens"]
+            },
             "total_tokens": used["total_tokens"],
         }
 
     def _logprobs(self, steps: list[Step]) -> list[dict[str, Any]]:
-        if not self.body.include:
+        if LOGPROBS not in (self.body.include or ()):
             return []
         end_ids, top = self.served.lm.end_ids, self.body.top_logprobs or 0
         found: list[dict[str, Any]] = self.logprob_format.chat(steps, end_ids, top)["content"]
@@ -233,6 +239,15 @@ class _Answer(BlockAnswer):
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
         status = status or ("completed" if block.is_complete else "incomplete")
         is_started = status == "in_progress"
+        if block.is_thought:
+            return {
+                "id": _item_id(block),
+                "type": "reasoning",
+                "status": status,
+                "summary": [],
+                "content": [] if is_started else [self._part(block)],
+                "encrypted_content": None,
+            }
         if block.name is None:
             return {
                 "id": _item_id(block),
@@ -251,6 +266,8 @@ class _Answer(BlockAnswer):
         }
 
     def _part(self, block: Block) -> dict[str, Any]:
+        if block.is_thought:
+            return {"type": "reasoning_text", "text": block.text}
         logprobs = self._logprobs(block.steps)
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
@@ -278,17 +295,24 @@ class _Answer(BlockAnswer):
                 self._event("response.output_item.added", output_index=block.index, item=started)
             ]
             if block.name is None:
-                empty = self._part(block)
+                empty = self._part(replace(block, parts=[], steps=[]))  # what it has follows
                 found.append(self._event("response.content_part.added", **part, part=empty))
             return found
         if isinstance(change, Grown):
             if block.name is not None:
                 kind = "response.function_call_arguments.delta"
                 return [self._event(kind, **item, delta=change.text)]
+            if block.is_thought:
+                return [self._event("response.reasoning_text.delta", **part, delta=change.text)]
             logprobs = self._logprobs(change.steps)
             kind = "response.output_text.delta"
             return [self._event(kind, **part, delta=change.text, logprobs=logprobs)]
-        if block.name is None:
+        if block.is_thought:
+            found = [
+                self._event("response.reasoning_text.done", **part, text=block.text),
+                self._event("response.content_part.done", **part, part=self._part(block)),
+            ]
+        elif block.name is None:
             whole = self._part(block)
             text = {"text": whole["text"], "logprobs": whole["logprobs"]}
             found = [
@@ -317,7 +341,7 @@ class _Answer(BlockAnswer):
 
 
 def _item_id(block: Block) -> str:
-    return f"{'msg' if block.name is None else 'fc'}_{block.id}"
+    return f"{'rs' if block.is_thought else 'msg' if block.name is None else 'fc'}_{block.id}"
 
 
 def _echoed(given: Any) -> Any:

@@ -23,6 +23,7 @@ from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS
 from unspool.text.chat.messages import ONLY_TEXT
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"  # ours are open: there is nothing to decipher
 _ONE_SITTING = "a response is written while its request waits for it"
 _FUNCTIONS = "only functions, which the caller runs, can be called"
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -78,12 +79,34 @@ class FunctionCallOutputItem(PartialApi):
     status: Status | None = None
 
 
+class ThoughtPart(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    """A thought of an earlier answer; the template decides whether it is told again."""
+
+    type: Literal["reasoning"]
+    id: ShortText | None = None
+    summary: list[ThoughtPart] | None = None
+    content: list[ThoughtPart] | None = None
+    encrypted_content: None = None
+    status: Status | None = None
+
+
 Item = Annotated[
     Annotated[MessageItem, Tag("Message")]
+    | Annotated[ReasoningItem, Tag("Reasoning")]
     | Annotated[FunctionCallItem, Tag("Call")]
     | Annotated[FunctionCallOutputItem, Tag("Output")],
     by_type(
-        {"message": "Message", "function_call": "Call", "function_call_output": "Output"},
+        {
+            "message": "Message",
+            "function_call": "Call",
+            "function_call_output": "Output",
+            "reasoning": "Reasoning",
+        },
         default="message",
     ),
 ]
@@ -123,7 +146,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    effort: ShortText | None = Field(None, description="where the model's template knows it")
+    effort: ShortText | None = Field(None, description="none, low, medium, high")
     summary: ShortText | None = None
     generate_summary: ShortText | None = None
 

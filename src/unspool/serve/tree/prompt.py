@@ -17,7 +17,7 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 # Every step of a branch is told in full, unless somebody says otherwise.
 TOLD = {"explain": True, "top": WriteOptions.model_fields["top"].default}
 
-_EXTRA_SETTINGS = ("guard", *GRAMMARS, "speculate", "end", "cache")
+_EXTRA_SETTINGS = ("guard", *GRAMMARS, "speculate", "end", "cache", "think_budget")
 
 
 def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
@@ -27,6 +27,7 @@ def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
     lm = call.served.lm
     options = {name: value for name, value in body.settings().items() if value is not None}
     prompt = _from_text(call, body.prompt) if body.prompt is not None else _from_chat(call, body)
+    options["thoughts"] = prompt.messages is not None
     call.check_prompt(len(prompt.ids))
     options["stop"] = (*options.get("stop", ()), *prompt.stops)
     options["max_tokens"] = call.token_limit(body.max_tokens, len(prompt.ids), DEFAULT_TOKENS)
@@ -48,12 +49,15 @@ def turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list[int]:
     if branch.prompt.messages is None:
         raise bad_request("the branch did not begin with messages; give text", "message")
     call.check_text(str(message.get("content", "")))
-    answer = {"role": "assistant", "content": branch.generation.text.strip()}
-    messages = [*branch.prompt.messages, answer, message]
+    said = branch.generation.answer.strip() or branch.generation.text.strip()
+    messages = [*branch.prompt.messages, {"role": "assistant", "content": said}, message]
     template = call.served.lm.chat_template
-    ids = template.encode_after(messages, len(messages) - 2)
+    # A template that would leave the thought out from now on is not asked: all that was written
+    # stays, its thought too.
+    behind = template.encode_behind if said else template.encode_after
+    ids = behind(messages, len(messages) - 2)
     if ids is None:
-        raise bad_request("this chat template changes an answer when more follows it", "message")
+        raise bad_request("this chat template leaves the answer out when more follows", "message")
     # The answer may have ended with the very token that the template writes after it.
     ends = call.served.lm.end_ids
     ended = bool(branch.steps) and branch.steps[-1].token in ends

@@ -45,6 +45,9 @@ class WriteOptions(Extension):
         lt=1 << 31,
         description=f"how many more tokens a resume writes at most ({DEFAULT_TOKENS})",
     )
+    think_budget: int | None = Field(
+        None, ge=0, lt=1 << 31, description="close a thought after so many tokens"
+    )
     trace: bool = Field(True, description="each step tells what every sampling stage did")
 
     @property

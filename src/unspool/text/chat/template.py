@@ -184,18 +184,27 @@ class ChatTemplate:
             text=str.__str__(text),
         )
 
-    def encode_after(self, messages: Sequence[Message], index: int) -> list[int] | None:
+    def encode_after(
+        self, messages: Sequence[Message], index: int, **options: Any
+    ) -> list[int] | None:
         """The ids of what the template writes behind the content of message `index`.
 
         A conversation that is kept as ids goes on with these, so that what the model wrote is not
         encoded again. None if the template changes that message once others follow it.
         """
+        whole = self._render(self._variables(messages, **options))
+        prefix = self.render(messages[: index + 1], continue_final_message=True, **options)
+        return self._behind(whole, len(prefix)) if whole.startswith(prefix) else None
+
+    def encode_behind(self, messages: Sequence[Message], index: int) -> list[int] | None:
+        """`encode_after`, whatever the template does to that message; None: it leaves it out."""
         whole = self._render(self._variables(messages))
-        prefix = self.render(messages[: index + 1], continue_final_message=True)
-        if not whole.startswith(prefix):
-            return None
+        end = origin_of(whole).rfind(origin_mark(index + 1, template=False)) + 1
+        return self._behind(whole, end) if end else None
+
+    def _behind(self, whole: Text, left: int) -> list[int]:
+        """The ids of a text without its first `left` characters."""
         ids: list[int] = []
-        left = len(prefix)  # characters of the prefix that are still to be skipped
         for cut in self.cuts(whole):
             if left <= 0:
                 ids += cut.ids

@@ -18,10 +18,12 @@ so that no text takes more than linear time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from unspool.text.tools.call_literals import GEMMA, PYTHON, QUOTE, LiteralCall
 from unspool.text.tools.call_object import CallObject
+from unspool.text.tools.call_tags import TaggedCall
 from unspool.text.tools.formats import Tool, ToolFormat
 from unspool.text.tools.json_scan import BLANK
 
@@ -85,10 +87,13 @@ _CHUNK = 1024  # characters read at a time, so that copying the rest of a long t
 
 
 class ToolCallReader:
-    """Reads one text. `names`, where given, are the only functions whose calls count.
+    """Reads one text. `names`, where given, are the only functions whose calls count; `tools` say
+    what is a text among arguments that are written without quotes.
 
     `required` says that the text obeys the format's grammar: blanks beside calls are no text.
     """
+
+    is_stray = False  # that is for texts with thoughts: see `thoughts/reader.py`
 
     def __init__(
         self,
@@ -96,11 +101,13 @@ class ToolCallReader:
         *,
         required: bool = False,
         names: Collection[str] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
         self.calls: list[ToolCall] = []
         self._format = format
         self._required = required
         self._names = names
+        self._schemas = {tool.name: tool.parameters for tool in tools}
         self._controls = {token: mark for mark, token in format.controls.items()}
         # A mark that is a control token has no text: the same letters in the text are just letters.
         # Only a model that got its instructions in words (generic) may write the letters.
@@ -113,7 +120,7 @@ class ToolCallReader:
         self._partial_mark = ""  # words that may begin a mark
         self._raw: list[str] = []  # all of what may turn out to be a call
         self._head = ""  # a name before its arguments, as in Mistral's newer way
-        self._call = CallObject()
+        self._call: CallObject | TaggedCall | LiteralCall = CallObject()
         self._arguments: list[str] = []  # of that call
         self._in_call = False  # a call was reported and has not ended
         self._is_strict = False  # the call has no mark
@@ -209,7 +216,7 @@ class ToolCallReader:
             self._add_text(known[:found])
             self._open(self._begin)
             return known[found + len(self._begin) :]
-        certain = len(known) - _overlap(known, self._begin)
+        certain = len(known) - overlap(known, self._begin)
         self._partial_mark = known[certain:]
         self._add_text(known[:certain])
         return ""
@@ -229,6 +236,8 @@ class ToolCallReader:
                 self._open("")
         elif self._state == self._read_head:
             self._head += mark
+        elif self._state == self._read_call and mark == QUOTE:
+            self._read(mark)
 
     # A call: its mark, its JSON, what is behind it. Each of these takes one character.
 
@@ -242,8 +251,8 @@ class ToolCallReader:
         """Behind the mark, or behind a comma in a list of calls."""
         if character in BLANK:
             self._raw.append(character)
-        elif character == "{":
-            self._call = CallObject(strict=self._is_strict)
+        elif (begun := self._new_call(character)) is not None:
+            self._call = begun
             self._state = self._read_call
             self._read_call(character)
         elif character == "[" and not self._in_list:
@@ -256,6 +265,17 @@ class ToolCallReader:
         else:
             self._give_back()
             self._read(character)
+
+    def _new_call(self, character: str) -> CallObject | TaggedCall | LiteralCall | None:
+        """What reads a call that begins so; None: none does."""
+        syntax, is_name = self._format.syntax, character.isalpha() or character == "_"
+        if syntax == "tags" and character == "<":
+            return TaggedCall(self._schemas)
+        if syntax == "gemma" and is_name:
+            return LiteralCall(GEMMA)
+        if syntax == "python" and is_name:
+            return LiteralCall(PYTHON)
+        return CallObject(strict=self._is_strict) if character == "{" else None
 
     def _read_head(self, character: str) -> None:
         """A name that stands before its arguments, not in their JSON."""
@@ -359,7 +379,7 @@ class ToolCallReader:
         self._state, self._at_edge = None, True
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """How many characters at the end of the text begin the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -8,8 +8,9 @@
 Each family has its own way, which its chat template spells. So the family is known by the marks in
 the template's source, and what the template does with tools, calls and system messages by rendering
 a small conversation. A template that writes no tools, or writes them for a syntax that is not read
-here (XML, Python), gets the generic way: the tools and the syntax are told in the system message,
-and calls and results of earlier turns are plain text. (`calls.py` reads the calls.)
+here, gets the generic way: the tools and the syntax are told in the system message, and calls and
+results of earlier turns are plain text. (`calls.py` reads the calls, and `thoughts/channels.py`
+those of harmony.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.text.chat.messages import Message
 from unspool.text.chat.template import ChatTemplate, TokenizerLike
+from unspool.text.tools.call_literals import QUOTE
 from unspool.text.tools.messages import (
     call_ids_shortened,
     calls_as_text,
@@ -29,7 +31,9 @@ from unspool.text.tools.messages import (
     one_call_each,
     results_as_text,
     with_instructions,
+    words_as_thoughts,
 )
+from unspool.text.tools.syntaxes import call_rules, written_call
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,15 @@ class ToolFormat:
     granite  <|tool_call|>[{"name": "f", "arguments": {}}]
     phi      functools[{"name": "f", "arguments": {}}]
     phi-tags <|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>
+    xml      <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+    gemma    <|tool_call>call:f{x:1}<tool_call|>
+    lfm2     <|tool_call_start|>[f(x=1)]<|tool_call_end|>
+    harmony  <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
     """
 
     name: str
     in_template: bool = True  # whether the chat template itself writes the tools it is given
+    syntax: str = "json"  # of what stands between the marks; or tags, gemma, python, channels
     begin: str = "<tool_call>"
     end: str = "</tool_call>"  # '' where nothing ends a call
     key: str = "arguments"
@@ -87,6 +96,8 @@ class ToolFormat:
         given = checked_calls(messages)
         if self.one_each:
             given = one_call_each(given)
+        if self.syntax in ("channels", "gemma"):
+            given = words_as_thoughts(given)
         if self.short_ids:
             given = call_ids_shortened(given)
         if not self.writes_calls:
@@ -101,10 +112,13 @@ class ToolFormat:
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Calls (name and arguments) as the model would write them."""
-        texts = [_json({"name": call["name"], self.key: call["arguments"]}) for call in calls]
+        if self.syntax not in ("json", "channels"):
+            texts = [written_call(self.syntax, c["name"], c["arguments"]) for c in calls]
+        else:
+            texts = [_json({"name": call["name"], self.key: call["arguments"]}) for call in calls]
         if self.listed:
             return f"{self.begin}[{', '.join(texts)}]{self.end}"
-        if self.bare:
+        if self.bare or self.syntax == "channels":
             return self.between.join(texts)
         return self.between.join(
             f"{self.begin}{self.space}{text}{self.space}{self.end}" for text in texts
@@ -119,6 +133,8 @@ class ToolFormat:
             raise UnspoolError("a call is required, but there is no tool to call: give tools")
         begin, end = self._mark(self.begin), self._mark(self.end)
         more = _quoted(", " if self.listed else self.between)
+        if self.syntax == "channels":
+            parallel = False  # the mark that ends a call ends the text
         if self.listed:
             start = f'{begin} " "? "[" call{f" ({more} call)*" if parallel else ""} "]" {end}'
         elif self.named:  # each call has its own mark, and nothing between them
@@ -128,11 +144,18 @@ class ToolFormat:
             one = "call" if self.bare else f"{begin} {space} call {space} {end}"
             start = f"{one}{f' ({more} {one})*' if parallel else ''}"
         rules = [f"start: {start}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        if self.syntax not in ("json", "channels"):
+            schemas = [(tool.name, _without_words(tool.parameters)) for tool in tools]
+            return "\n".join([*rules, *call_rules(self.syntax, schemas, self._mark(QUOTE))]) + "\n"
         for i, tool in enumerate(tools):
             schema = f"%json {json.dumps(_arguments_schema(tool.parameters))}"
             if self.named:
                 call_id = f"({self._mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?" if self.call_id else ""
                 head, tail = f"{_quoted(tool.name)} {call_id} {self._mark('[ARGS]')}", ""
+            elif self.syntax == "channels":
+                to, kind = _quoted(f"commentary to=functions.{tool.name} "), _quoted("json")
+                head = f"{to} {self._mark('<|constrain|>')} {kind} {self._mark('<|message|>')}"
+                tail = ""
             else:
                 head = _quoted(f'{{"name": {_json(tool.name)}, "{self.key}": ')
                 tail = _quoted("}")
@@ -175,18 +198,25 @@ _GRANITE = ToolFormat("granite", begin="<|tool_call|>", end="", listed=True)
 _PHI_TAGS = ToolFormat("phi-tags", begin="<|tool_call|>", end="<|/tool_call|>", between="")
 _PHI = ToolFormat("phi", begin="functools", end="", listed=True)
 
-# Calls written as XML: the same outer mark as Hermes, but no JSON in it.
-_NOT_JSON = ("<function=", "<arg_key>", "<parameter=", "<parameter ")
+_TAGS = ToolFormat("xml", syntax="tags", space="\n")
+_GEMMA = ToolFormat("gemma", syntax="gemma", begin="<|tool_call>", end="<tool_call|>", between="")
+_LFM2 = ToolFormat(
+    "lfm2", syntax="python", begin="<|tool_call_start|>", end="<|tool_call_end|>", listed=True
+)
+_HARMONY = ToolFormat("harmony", syntax="channels", begin="<|channel|>", end="", one_each=True)
+
+# Calls written as other tags: the same outer mark as Hermes, but no JSON in it.
+_NOT_JSON = ("<arg_key>", "<parameter ")
 
 
 def tool_format(template: str | None, tokenizer: TokenizerLike) -> ToolFormat:
     """The way of a chat template; None is a model without one."""
-    found = _by_marks(template) if template is not None else _GENERIC
+    found = _GENERIC if template is None else _by_marks(template, tokenizer.special_tokens)
     chat = ChatTemplate(template, tokenizer)
     if found is not _GENERIC and not _shows(chat, _CALLED[:1], Tool(_PROBE)):
         found = _GENERIC  # it may know calls, but writes no tools
     other = Tool("other") if found.in_template else None  # some fail where they are given none
-    marks = (found.begin, found.end, "[ARGS]", "[CALL_ID]")
+    marks = (found.begin, found.end, "[ARGS]", "[CALL_ID]", QUOTE, "<|constrain|>", "<|message|>")
     known = tokenizer.special_tokens
     return replace(
         found,
@@ -197,9 +227,17 @@ def tool_format(template: str | None, tokenizer: TokenizerLike) -> ToolFormat:
     )
 
 
-def _by_marks(template: str) -> ToolFormat:
+def _by_marks(template: str, controls: Mapping[str, int]) -> ToolFormat:
+    if "<|channel|>" in template and "functions." in template:
+        return _HARMONY
+    if "<|tool_call>" in template:
+        return _GEMMA
+    if "<|tool_call_start|>" in template or "<|tool_call_start|>" in controls:
+        return _LFM2
     if any(mark in template for mark in _NOT_JSON):
         return _GENERIC
+    if "<function=" in template and "<parameter=" in template:
+        return _TAGS if "<tool_call>" in template else _GENERIC
     if "[TOOL_CALLS]" in template:
         return _MISTRAL_ARGS if "[ARGS]" in template else _MISTRAL
     if "<tool_call>" in template:

@@ -104,6 +104,20 @@ def one_call_each(messages: Messages) -> Messages:
     return done
 
 
+def words_as_thoughts(messages: Messages) -> Messages:
+    """Words beside a call as part of the thought before it, for templates with no place for them:
+    harmony's refuses both, and Gemma's ends the turn behind them."""
+    done = []
+    for message in messages:
+        words = _text(message) if message.get("tool_calls") else ""
+        if words:
+            thought = "\n\n".join(filter(None, (message.get("reasoning_content"), words)))
+            told = {"reasoning_content": thought, "thinking": thought, "content": ""}
+            message = {**message, **told}
+        done.append(message)
+    return done
+
+
 def call_ids_shortened(messages: Messages) -> Messages:
     """Ids of nine letters and digits, as Mistral's templates insist on; the same for the same."""
     for message in messages:

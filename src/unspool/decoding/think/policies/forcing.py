@@ -1,8 +1,8 @@
-"""Budget forcing (Muennighoff et al. 2025): how long a model with think tags thinks is decided
-here.
+"""Budget forcing (Muennighoff et al. 2025): how long a model thinks is decided here.
 
 A model that closes its thinking too early gets "Wait" in the place of the close tag, and goes on;
-one that does not come to an end has the tag written for it. Then it answers.
+one that does not come to an end has the tag written for it. Then it answers. The tags are the
+model's own (`text/thoughts`); one that has none thinks in words.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.written import whole
 from unspool.errors import SettingsError
 
+# What begins and ends the thinking of a model without tags.
+_WORDS = ("Let me think about it step by step.", "\n\nSo the answer is")
+
 
 def forcing(
     search: Search,
@@ -20,7 +23,7 @@ def forcing(
     min_thinking: int = 0,
     max_thinking: int | None = None,
     wait: str = "Wait",
-    tags: tuple[str, str] = ("<think>", "</think>"),
+    tags: tuple[str, str] | None = None,
 ) -> Moves[None]:
     """At least and at most so many tokens of thinking; by default at most three quarters of what
     there is room for."""
@@ -52,24 +55,39 @@ def forcing(
 
 
 class _Thinking:
-    """Where the thinking of a text begins and ends."""
+    """Where the thinking of a text begins and ends.
 
-    def __init__(self, search: Search, tags: tuple[str, str]) -> None:
-        if len(tags) != 2 or not all(isinstance(tag, str) and tag for tag in tags):
-            raise SettingsError(f"tags are {tags!r}; give the open tag and the close tag")
-        self._search, (self._open, self._close) = search, tags
+    By the model's own marks, where it has some; by tags that the caller gives; else in words, for
+    a model that was never taught any tags often ends behind one, without an answer.
+    """
+
+    def __init__(self, search: Search, tags: tuple[str, str] | None) -> None:
+        self._search, self._begun = search, 0  # tokens of the text that come before the thinking
+        lm, format = search.lm, search.lm.thought_format
+        encode = lm.tokenizer.encode
+        if tags is not None or format is None:
+            opening, self._close = _checked(tags) if tags is not None else _WORDS
+            line = "\n" if tags is not None else ""
+            self._opening = encode(f"{opening}{line}", specials=True)
+            self._behind = encode("\n\n" if tags is not None else "")
+            self._is_open = _written(search).rstrip().endswith(opening.rstrip())
+            mark = self._close
+        else:
+            prompt = search.root.generation.prompt
+            thinking = lm.thinking(prompt)
+            self._opening, self._behind = list(format.opening_ids), list(format.behind_ids)
+            self._is_open = thinking is not None and thinking.start.place == "inside"
+            self._close, mark = format.close, format.closing.partition(format.close)[0]
+            mark += format.close
         # A token of its own in models that were made to think, and text in others.
-        self.closing = search.lm.tokenizer.encode(self._close, specials=True)
-        self._begun = 0  # tokens of the text that come before the thinking
+        self._ends = encode(self._close, specials=True)
+        self.closing = [*encode(mark, specials=True), *self._behind]
 
     def open(self) -> Moves[Node]:
         """The text from which on the model thinks: many templates write the open tag already."""
-        search = self._search
-        written = "".join(search.lm.readable_all(search.root.generation.prompt[-16:]))
-        if written.rstrip().endswith(self._open):
-            return search.root
-        opening = search.lm.tokenizer.encode(self._open + "\n", specials=True)
-        (node,) = yield from search.put([(search.root, opening)])
+        if self._is_open:
+            return self._search.root
+        (node,) = yield from self._search.put([(self._search.root, self._opening)])
         self._begun = len(node.generation.steps)
         return node
 
@@ -78,7 +96,7 @@ class _Thinking:
         tokens = most - len(node.generation.steps)
         if tokens <= 0:
             return node
-        ends = self.closing if len(self.closing) == 1 else [self._close]
+        ends = self._ends if len(self._ends) == 1 else [self._close]
         texts = yield from self._search.sample([node], 1, tokens, until=ends)
         return texts[0] if texts else node
 
@@ -86,13 +104,17 @@ class _Thinking:
         """How many tokens the text has up to the end that the model put to its thinking, by the
         close tag or by an end token; None if it put none."""
         tokens = node.generation.tokens
-        if len(self.closing) == 1:
-            closed = bool(tokens) and tokens[-1] == self.closing[0]
+        if len(self._ends) == 1:
+            closed = bool(tokens) and tokens[-1] == self._ends[0]
             return len(tokens) - 1 if closed or node.finished else None
         return tokens_before(node, self._close, self._begun)
 
     def close(self, node: Node) -> Moves[Node]:
-        """The text with its thinking closed, to be gone on with by an answer."""
+        """The text with its thinking closed, to be gone on with by an answer.
+
+        Behind a tag that is put there stands what the model would see behind its own: a blank
+        line, or the header of its answer.
+        """
         search, length = self._search, self.length(node)
         if length is not None and not node.finished:
             return node
@@ -100,3 +122,14 @@ class _Thinking:
             node = yield from search.rewound(node, length)
         (node,) = yield from search.put([(node, self.closing)])
         return node
+
+
+def _checked(tags: tuple[str, str]) -> tuple[str, str]:
+    if len(tags) != 2 or not all(isinstance(tag, str) and tag for tag in tags):
+        raise SettingsError(f"tags are {tags!r}; give the open tag and the close tag")
+    return tags
+
+
+def _written(search: Search) -> str:
+    """How the prompt ends."""
+    return "".join(search.lm.readable_all(search.root.generation.prompt[-16:]))

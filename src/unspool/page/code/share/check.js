@@ -123,7 +123,7 @@ const STEP = {
     name: "text", kept: "count", removed: "count", kept_mass: "number", changed: "count",
     top: [(value, at) => Object.values(clean({ ...value }, { 0: "count", 1: "number", 2: "text" }, at))],
   }],
-  seconds: "number", finish_reason: "text?", draft: "text?", retracts: "count", chosen: "flag",
+  seconds: "number", finish_reason: "text?", draft: "text?", retracts: "count", chosen: "flag", thought: "flag?",
 };
 const PROMPT = {
   text: "text", tokens: [{ id: "count", text: "text", added: "flag" }],

@@ -5,6 +5,7 @@ import { isNarrow, isWord, spelled } from "../lib.js";
 import { branchNow, changed, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
 import { select } from "../actions.js";
 import { applyMarks, extendPart, markedChange, watchSelection } from "./marks.js";
+import { countThought, homeOf, tellThoughts, tidy, unfold } from "./thoughts.js";
 import { said, tintOf } from "./tint.js";
 
 const NEAR_END = 80; // px: who is as close as this to the end follows the text
@@ -119,18 +120,22 @@ function turnTo(branch) {
 }
 
 function cut(length) {
-  for (const span of drawn.spans.splice(length)) span.remove();
+  drawn.spans.splice(length).forEach((span, place) => {
+    countThought(span, drawn.tokens[length + place], -1);
+    span.remove();
+  });
   drawn.tokens.length = length;
-  while (body.lastChild && !body.lastChild.hasChildNodes()) body.lastChild.remove();
+  tidy(body);
   const last = drawn.spans[length - 1];
   drawn.line = last && !last.textContent.endsWith("\n") ? last.parentNode : null;
 }
 
 function append(branch, at, token, isPrompt) {
-  if (!drawn.line) {
+  const home = homeOf(body, token);
+  if (drawn.line?.parentNode !== home) {
     drawn.line = document.createElement("div");
     drawn.line.className = "line";
-    body.append(drawn.line);
+    home.append(drawn.line);
   }
   const span = document.createElement("span");
   span.dataset.at = at;
@@ -138,6 +143,7 @@ function append(branch, at, token, isPrompt) {
   if (span.textContent.includes("⟨") && token.text?.startsWith("\ufffd")) spellOut(at);
   if (isWord(span.textContent, drawn.line.lastChild?.textContent)) span.classList.add("word");
   drawn.line.append(span);
+  countThought(span, token);
   drawn.tokens.push(token);
   drawn.spans.push(span);
   // A line of its own for each paragraph: the browser lays out only the last one again.
@@ -199,6 +205,8 @@ function mark() {
   marked?.classList.remove("selected");
   marked = drawn.spans[state.selected] ?? null;
   marked?.classList.add("selected");
+  unfold(marked);
+  tellThoughts(body);
   remark();
   body.classList.toggle("writing", state.writing?.branch === drawn.id && drawn.id !== null);
 }
@@ -250,7 +258,8 @@ function onKey(event) {
   reveal(next);
   const step = stepAt(branch, next);
   const text = spelled(tokenAt(branch, next).text);
-  spoken.textContent = step ? `${text}, ${said(step)}` : `${text}, of the prompt`;
+  const kind = step?.thought ? ", of a thought" : "";
+  spoken.textContent = step ? `${text}, ${said(step)}${kind}` : `${text}, of the prompt`;
 }
 
 /** The token in the next line above or below. */
@@ -262,6 +271,7 @@ function neighbour(position, above) {
   let nearest = Infinity;
   for (let at = position; at >= 0 && at < drawn.spans.length; at += above ? -1 : 1) {
     const place = placeOf(at);
+    if (!place) continue; // folded away
     const down = above ? from.y - place.y : place.y - from.y;
     if (down < from.height / 2) continue;
     if (down > from.height * 3 && best !== null) break;

@@ -1,0 +1,21 @@
+"""What follows a text token by token: its grammar, its thoughts, or the two as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unspool.engine.request import Request
+from unspool.engine.thinking import ThinkingState
+from unspool.sampling import GrammarState
+
+
+def follow(
+    request: Request, token_bytes: Callable[[int], bytes], vocab_size: int
+) -> tuple[GrammarState | ThinkingState | None, ThinkingState | None]:
+    """What says which tokens may come in a text, if there is such; and where its thoughts are."""
+    grammar = None if request.grammar is None else request.grammar.start()
+    if request.thinking is None:
+        return grammar, None
+    thoughts = ThinkingState(request.thinking, grammar, token_bytes, vocab_size)
+    is_bound = grammar is not None or request.thinking.budget is not None
+    return (thoughts if is_bound else None), thoughts

@@ -1,0 +1,130 @@
+"""Calls in tags, in Gemma's and in Python's way, and in channels: read as they arrive, as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tool_families import CLOCK, TEMPLATES, WEATHER, Letters, format_of, read, summary
+
+from thought_families import HARMONY, Marked
+from unspool.text.thoughts.formats import Start, thought_format
+from unspool.text.thoughts.reader import answer_reader
+from unspool.text.tools.calls import CallArguments, CallBegun, ToolCallReader
+from unspool.text.tools.formats import Tool, tool_format
+
+TRIP = Tool(
+    "trip",
+    parameters={
+        "type": "object",
+        "properties": {
+            "to": {"type": "string"},
+            "days": {"type": "integer"},
+            "stops": {"type": "array", "items": {"type": "string"}},
+            "wish": {"type": "object"},
+            "cheap": {"type": "boolean"},
+            "mood": {"enum": ["calm", "wild"]},
+        },
+        "required": ["to"],
+    },
+)
+WANTED: dict[str, Any] = {
+    "to": 'A "b" <c>\n{d}, Köln',
+    "days": 3,
+    "stops": ["x, y", "z]"],
+    "wish": {"sea": True, "cost": 1.5, "none": None},
+    "cheap": False,
+}
+
+
+def calls(name: str, *parts: str | int, tools: tuple[Tool, ...] = (TRIP, WEATHER, CLOCK)) -> Any:
+    found = summary(read(ToolCallReader(format_of(name), tools=tools), *parts))
+    return [one if isinstance(one, str) else (one[0], json.loads(one[1])) for one in found]
+
+
+@pytest.mark.parametrize("name", ["xml", "gemma", "lfm2"])
+def test_what_is_written_is_read(name: str) -> None:
+    format = format_of(name)
+    text = format.written([{"name": "trip", "arguments": WANTED}])
+    whole = [("trip", WANTED)]
+    assert calls(name, f"I look.\n{text}") == ["I look.\n", *whole]
+    assert calls(name, *f"I look.\n{text}") == ["I look.\n", *whole]  # letter by letter
+    two = format.written(
+        [{"name": "clock", "arguments": {}}, {"name": "trip", "arguments": WANTED}]
+    )
+    assert calls(name, two) == [("clock", {}), *whole]
+
+
+@pytest.mark.parametrize("name", ["xml", "gemma", "lfm2"])
+def test_arguments_pass_as_they_come(name: str) -> None:
+    format = format_of(name)
+    text = format.written([{"name": "weather", "arguments": {"city": "Reykjavik"}}])
+    reader = ToolCallReader(format, tools=[WEATHER])
+    place = text.index("javik")
+    early = [piece for letter in text[:place] for piece in reader.push(-1, letter)]
+    assert CallBegun(0, "weather") in early
+    told = "".join(piece.text for piece in early if isinstance(piece, CallArguments))
+    assert told == '{"city": "Reyk'
+    cut = reader.finish()
+    assert cut and not reader.calls[0].is_complete
+
+
+@pytest.mark.parametrize("name", ["xml", "gemma", "lfm2"])
+def test_what_is_no_call_stays_text(name: str) -> None:
+    begin = format_of(name).begin
+    for text in (f"{begin}!", f"{begin}<func", f"a {begin[:-1]} b", "1 < 2"):
+        assert "".join(calls(name, *text)) == text
+
+
+def test_gemma_quotes_are_one_token() -> None:
+    format = tool_format(TEMPLATES["gemma"], Letters("<|tool_call>", "<tool_call|>", '<|"|>'))
+    begin, end, quote = (
+        format.controls[mark] for mark in ("<|tool_call>", "<tool_call|>", '<|"|>')
+    )
+    reader = ToolCallReader(format, tools=[WEATHER])
+    found = read(reader, begin, "call:weather{city:", quote, 'a"b', quote, "}", end)
+    assert summary(found) == [("weather", '{"city": "a\\"b"}')]
+
+
+def test_tags_without_a_schema_are_texts() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+    assert calls("xml", text, tools=()) == [("f", {"n": "3"})]
+    spoiled = text.replace("3", "three")
+    number = Tool("f", parameters={"type": "object", "properties": {"n": {"type": "integer"}}})
+    assert calls("xml", text, tools=(number,)) == [("f", {"n": 3})]
+    assert calls("xml", spoiled, tools=(number,)) == [("f", {"n": "three"})]
+
+
+def test_python_calls_as_models_write_them() -> None:
+    begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    text = f"""{begin}[f(a="it's", b='x\\'y\\n', c=[1, -2.5e3], d={{"k": None}}), g()]{end} Done."""
+    want = {"a": "it's", "b": "x'y\n", "c": [1, -2500.0], "d": {"k": None}}
+    assert calls("lfm2", text) == [("f", want), ("g", {}), " Done."]
+    # Some of its models were taught JSON between the same marks.
+    listed = f'{begin}[{{"name": "f", "arguments": {{"a": 1}}}}]{end}'
+    assert calls("lfm2", listed) == [("f", {"a": 1})]
+
+
+def test_channels() -> None:
+    tokenizer = Marked(HARMONY)
+    format, tools = thought_format(HARMONY, tokenizer), tool_format(HARMONY, tokenizer)
+    assert (tools.name, tools.writes_calls) == ("harmony", True)
+    heads = (
+        " to=functions.weather<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+    )
+    for head in heads:
+        reader = answer_reader(format, Start(header="assistant"), ToolCallReader(tools))
+        assert reader is not None
+        text = (
+            "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant" + head
+            + '{"city": "Ulm"}<|call|>'
+        )  # fmt: skip
+        pieces = []
+        for token in tokenizer.encode(text, specials=True):
+            pieces += reader.push(token, tokenizer.shown(token))
+        pieces += reader.finish()
+        assert CallBegun(0, "weather") in pieces
+        (call,) = reader.calls
+        assert (call.name, call.arguments, call.is_complete) == ("weather", '{"city": "Ulm"}', True)

@@ -1,0 +1,164 @@
+"""Thoughts told apart from answers, in every way that models write them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, STRIPS, Marked
+from unspool.text.chat.template import ChatTemplate
+from unspool.text.thoughts.formats import Start, ThoughtFormat, tail_of, thought_format
+from unspool.text.thoughts.reader import answer_reader, told_apart
+from unspool.text.thoughts.tags import TagReader
+
+ASKED = [{"role": "user", "content": "Is <think> a tag?"}]
+
+
+def format_of(template: str | None, *words: str) -> ThoughtFormat:
+    found = thought_format(template, Marked(template, *words))
+    assert found is not None
+    return found
+
+
+def start_of(template: str, messages=ASKED, words=("<think>", "</think>"), **options) -> Start:
+    tokenizer = Marked(template, *words)
+    ids = ChatTemplate(template, tokenizer).encode(messages, **options).ids
+    tail = "".join(map(tokenizer.token_text, tail_of(ids)))
+    return format_of(template, *words).start(ids, tail)
+
+
+def apart(template: str | None, text: str, start: Start, words=()) -> tuple[str, str]:
+    """Thought and answer of a text in which control tokens are spelled, however it is cut."""
+    format, tokenizer = format_of(template, *words), Marked(template, *words)
+    ids = tokenizer.encode(text, specials=True)
+    found = set()
+    for size in (1, 2, 3, 7, 1000):
+        written: list[tuple[int, str]] = []
+        for group in (ids[at : at + size] for at in range(0, len(ids), size)):
+            # A step has one token; the text of those before it may come with it.
+            controls = [at for at, token in enumerate(group) if token >= 0x110000]
+            cuts = [0, *(at + 1 for at in controls), len(group)]
+            for one, two in itertools.pairwise(cuts):
+                part = group[one:two]
+                if part:
+                    written.append((part[-1], "".join(map(tokenizer.shown, part))))
+        reader = answer_reader(format, start, None)
+        assert reader is not None
+        found.add(told_apart(reader, written))
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_the_marks_are_found() -> None:
+    assert (format_of(QWEN).open, format_of(QWEN).switch) == ("<think>", "enable_thinking")
+    assert format_of(QWEN).opening == "<think>\n"
+    assert format_of(QWEN).closing == "\n</think>\n\n"  # as the template writes it
+    assert format_of(GEMMA).close == "<channel|>" and format_of(GEMMA).head == "thought\n"
+    assert format_of(GEMMA).closing == "<channel|>"
+    assert format_of(HARMONY).channels and format_of(HARMONY).efforts
+    assert format_of(MISTRAL).open == "[THINK]"
+    assert format_of(STRIPS).open == "<think>"
+    assert thought_format(PLAIN, Marked(PLAIN)) is None
+    assert thought_format(None, Marked(None)) is None
+    assert format_of(PLAIN, "<think>", "</think>").closing == "</think>\n\n"  # by its vocabulary
+
+
+def test_where_an_answer_begins() -> None:
+    assert start_of(QWEN).place == "before"
+    assert start_of(QWEN, enable_thinking=False).place == "behind"
+    assert start_of(QWEN_OPEN).place == "inside"
+    for words in ((), ("<think>", "</think>")):  # as letters, and as one token
+        assert start_of(QWEN_OPEN, words=words).place == "inside"
+        assert start_of(QWEN_OPEN, words=words, enable_thinking=False).place == "behind"
+    assert start_of(GEMMA, words=()).place == "behind"
+    assert start_of(GEMMA, words=(), enable_thinking=True).place == "before"
+    assert start_of(HARMONY, words=()) == Start(header="assistant")
+    begun = [*ASKED, {"role": "assistant", "content": "It"}]
+    assert start_of(HARMONY, begun, words=(), continue_final_message=True).place == "behind"
+    assert start_of(QWEN, begun, continue_final_message=True).place == "before"
+
+
+@pytest.mark.parametrize("words", [(), ("<think>", "</think>")])
+def test_think_tags(words: tuple[str, ...]) -> None:
+    def read(text: str, place: str = "before") -> tuple[str, str]:
+        return apart(QWEN, text, Start(place), words)  # type: ignore[arg-type]
+
+    assert read("<think>\nHm, 2 < 3.\n</think>\n\nYes.") == ("Hm, 2 < 3.", "Yes.")
+    assert read("\n <think>a</think>b") == ("a", "b")
+    assert read("Hm.\n</think>\n\n Yes.", "inside") == ("Hm.", "Yes.")
+    assert read("Hm. </thin", "inside") == ("Hm. </thin", "")
+    assert read("<think>\nHm.\n") == ("Hm.", "")  # cut short
+    assert read("<think>\n\n</think>\n\nYes.") == ("", "Yes.")
+    assert read("  Yes, 1 <th 2 </p> \n") == ("", "  Yes, 1 <th 2 </p> \n")  # not a letter changed
+    assert read(" \n") == ("", " \n")
+    assert read("<think>a</think>\n<think>b</think>c") == ("a\n\nb", "c")
+    # A tag that is quoted is text, and so is one in an answer that was told not to think.
+    assert read("It is </think>.", "behind") == ("", "It is </think>.")
+    if not words:
+        assert read("Write <think> first.") == ("", "Write <think> first.")
+
+
+def test_a_thought_that_was_never_opened() -> None:
+    for words in ((), ("<think>", "</think>")):
+        reader = answer_reader(format_of(STRIPS, *words), Start(), None)
+        assert reader is not None
+        assert told_apart(reader, [(0, "Hm."), (0, "\n</think>"), (0, "\n\nYes.")]) == (
+            "",
+            "Hm.\nYes.",  # a stream cannot take back what it showed, but shows no tag
+        )
+        assert reader.is_stray
+        assert apart(STRIPS, "Hm.\n</think>\n\nYes.", Start("inside"), words) == ("Hm.", "Yes.")
+
+
+def test_another_turn_in_the_same_text() -> None:
+    tokenizer = Marked(QWEN, "<think>", "</think>")
+    reader = TagReader(format_of(QWEN, "<think>", "</think>"), Start("inside"))
+    turn, again = "Hm.</think>Say <think>!", "\nuser Hi\nassistant <think>So."
+    for token in tokenizer.encode(turn):
+        reader.push(token, tokenizer.shown(token))
+    assert not reader.in_thought  # quoted in an answer, it is text
+    reader.end_turn()
+    for token in tokenizer.encode(again):
+        reader.push(token, tokenizer.shown(token))
+    assert reader.in_thought
+
+
+def test_control_tokens() -> None:
+    text = "<|channel>thought\nSay <channel|> hi.<channel|>Hello."
+    assert apart(GEMMA, text, Start())[0].startswith("Say")
+    assert apart(GEMMA, "<|channel>thought\nHm.<channel|>Hello.", Start()) == ("Hm.", "Hello.")
+    assert apart(GEMMA, "<|channel><channel|>Hello.", Start()) == ("", "Hello.")
+    assert apart(GEMMA, "Hello.", Start("behind")) == ("", "Hello.")
+    assert apart(MISTRAL, "[THINK]a\n[/THINK]b", Start()) == ("a", "b")
+    # Letters that spell a control token are letters.
+    reader = answer_reader(format_of(MISTRAL), Start(), None)
+    assert reader is not None and told_apart(reader, [(0, "[THINK]a[/THINK]")])[0] == ""
+
+
+def test_channels() -> None:
+    header = Start(header="assistant")
+    two = (
+        "<|channel|>analysis<|message|>Greets.<|end|><|start|>assistant<|channel|>analysis"
+        "<|message|>So I do.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>"
+    )
+    assert apart(HARMONY, two, header) == ("Greets.\n\nSo I do.", "Hi!")
+    assert apart(HARMONY, "<|channel|>final<|message|>Hi!", header) == ("", "Hi!")
+    assert apart(HARMONY, "<|channel|>commentary<|message|>I look.<|end|>", header) == (
+        "",
+        "I look.",
+    )
+    assert apart(HARMONY, " to=python<|channel|>analysis<|message|>1+1<|call|>", header)[1] == ""
+    assert apart(HARMONY, "there.<|return|>", Start("behind")) == ("", "there.")
+    assert apart(HARMONY, "Hm.<|end|>", Start("inside")) == ("Hm.", "")
+
+
+def test_what_templates_are_told() -> None:
+    assert format_of(QWEN).asked(True, 9) == ({"enable_thinking": True}, 9)
+    assert format_of(QWEN).asked("none", None) == ({"enable_thinking": False}, 0)
+    assert format_of(QWEN).asked("high", None) == ({"enable_thinking": True}, None)
+    assert format_of(HARMONY).asked("high", None) == ({"reasoning_effort": "high"}, None)
+    # What cannot be switched off has no tokens to think with.
+    assert format_of(HARMONY).asked(False, None) == ({"reasoning_effort": "low"}, 0)
+    assert format_of(STRIPS).asked(False, None) == ({}, 0)
+    assert format_of(STRIPS).asked(None, 5) == ({}, 5)
