@@ -175,7 +175,8 @@ def test_memory_of_kinds_is_what_the_kernels_take() -> None:
         pytest.skip("no native library")
     import ctypes
 
-    from unspool.backends.cpu.packing import PACKINGS, _library
+    from unspool.backends.cpu.layout import PACKINGS
+    from unspool.backends.cpu.packing import _library
     from unspool.model.gguf import BLOCK_TYPES
 
     for block in BLOCK_TYPES.values():

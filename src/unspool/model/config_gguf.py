@@ -7,12 +7,14 @@ biases and tied embeddings are seen from which tensors there are.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from unspool.errors import ModelFileError
+from unspool.model import gpt_oss
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import longrope_attention
 from unspool.model.families import family_of_gguf
@@ -27,7 +29,10 @@ _INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "llada")
 
 
 def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
-    return gguf_rules(interleaved=config.family in _INTERLEAVED, plus_one=config.norm_plus_one)
+    more = gpt_oss.GGUF_RULES if config.family == "gpt-oss" else ()
+    return more + gguf_rules(
+        interleaved=config.family in _INTERLEAVED, plus_one=config.norm_plus_one
+    )
 
 
 class _Keys:
@@ -104,6 +109,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         values["parallel"] = bool(keys.get("use_parallel_residual", True))
     if family.name.startswith("gemma"):
         values.update(_gemma(family, keys, values))
+    if family.name == "gpt-oss":
+        values["rotary"] = replace(values["rotary"], whole_dimensions=False)
+        values["activation_limit"] = family.defaults["swiglu_limit"]
     if family.name == "smollm3":
         values["unrotated_layers"] = tuple(range(3, layers, 4))
     if experts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from unspool.errors import ModelFileError
 from unspool.model.family import BIASES, Family, like_llama
+from unspool.model.gpt_oss import GPT_OSS
 from unspool.model.masked_families import MASKED
 from unspool.model.tensor_names import (
     ATTENTION,
@@ -278,7 +279,7 @@ _CAUSAL = (
     ),
 )
 
-_ALL = (*_CAUSAL, *MASKED)
+_ALL = (*_CAUSAL, GPT_OSS, *MASKED)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from unspool.model.activation import activate, bend
 from unspool.model.config import ModelConfig
 from unspool.model.positions import sinusoidal
 
@@ -91,6 +92,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(width, shared, bias=config.qkv_bias)
         self.v = nn.Linear(width, shared, bias=config.qkv_bias)
         self.out = nn.Linear(out, width, bias=config.out_bias)
+        self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if config.qk_norm != "none":
@@ -172,7 +174,8 @@ class Attention(nn.Module):
         theirs: Tensor,
         visible_end: Tensor | None = None,
     ) -> Tensor:
-        """How much each query looks at each key: [batch, heads, queries, keys], rows sum to one.
+        """How much each query looks at each key: [batch, heads, queries, keys], rows sum to one
+        (to less where a sink takes a share).
 
         `ours` and `theirs` are the positions of queries [..., queries] and keys [..., keys]. A
         query sees the keys up to its own position, or before `visible_end` [..., queries].
@@ -185,6 +188,7 @@ class Attention(nn.Module):
             ours,
             theirs,
             ours + 1 if visible_end is None else visible_end,
+            self.sinks,
         )
 
 
@@ -200,6 +204,7 @@ def attention_weights(
     ours: Tensor,
     theirs: Tensor,
     visible_end: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`Attention.weights`, for a layer that sees the last `window` tokens (0: all), and as many
     ahead in a model that sees the whole text."""
@@ -217,15 +222,15 @@ def attention_weights(
             hidden = hidden | (theirs[..., None, :] >= ours[..., :, None] + window)
     if hidden.ndim == 3:  # one mask for each text of a batch, the same for all heads
         hidden = hidden[:, None]
-    return scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return with_sinks(scores.masked_fill(hidden, -math.inf), sinks)
 
 
-def activate(kind: str, x: Tensor) -> Tensor:
-    if kind == "silu":
-        return functional.silu(x)
-    if kind == "relu":
-        return functional.relu(x)
-    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys, and over one more score a head, whose share nobody gets."""
+    if sinks is None:
+        return scores.softmax(-1)
+    extra = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
 
 
 class FeedForward(nn.Module):
@@ -233,7 +238,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.config = config
         width, inner, bias = config.width, config.ff_width, config.ff_bias
         self.gate = nn.Linear(width, inner, bias=bias) if config.gated else None
         self.up = nn.Linear(width, inner, bias=bias)
@@ -241,16 +246,21 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(activate(self.activation, self.up(x)))
-        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
+            return self.down(activate(self.config.activation, self.up(x)))
+        return self.down(bend(self.config, self.gate(x), self.up(x)))
 
 
 class Stacked(nn.Module):
     """The same matrix of every expert, one above the other."""
 
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
+    def __init__(self, experts: int, rows: int, columns: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(experts, rows, columns) * columns**-0.5)
+        self.bias = nn.Parameter(torch.zeros(experts, rows)) if bias else None
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[expert]
+        return functional.linear(x, self.weight[expert], bias)
 
 
 class Experts(nn.Module):
@@ -259,10 +269,11 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.router = nn.Linear(config.width, config.experts, bias=False)
-        self.gate = Stacked(config.experts, config.expert_width, config.width)
-        self.up = Stacked(config.experts, config.expert_width, config.width)
-        self.down = Stacked(config.experts, config.width, config.expert_width)
+        count, inner, width = config.experts, config.expert_width, config.width
+        self.router = nn.Linear(width, count, bias=config.router_bias)
+        self.gate = Stacked(count, inner, width, config.expert_bias)
+        self.up = Stacked(count, inner, width, config.expert_bias)
+        self.down = Stacked(count, width, inner, config.expert_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
@@ -274,8 +285,8 @@ class Experts(nn.Module):
         for expert in chosen.unique().tolist():  # only the experts that somebody asked for
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             picked = tokens[rows]
-            bent = activate(self.config.activation, picked @ self.gate.weight[expert].t())
-            answer = (bent * (picked @ self.up.weight[expert].t())) @ self.down.weight[expert].t()
+            bent = bend(self.config, self.gate(picked, expert), self.up(picked, expert))
+            answer = self.down(bent, expert)
             total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
         return total.view_as(x)
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
-Layout = Literal["plain", "transposed", "per_head", "interleaved", "plus_one"]
+Layout = Literal[
+    "plain", "transposed", "per_head", "interleaved", "plus_one", "pairs", "pairs_transposed"
+]
 
 
 def shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -58,6 +60,8 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
             found[f"{at}.attention.k_norm.weight"] = (
                 config.kv_width if whole else config.head_width,
             )
+        if config.sinks:
+            found[f"{at}.attention.sinks"] = (config.heads,)
         linear(f"{at}.attention.out", width, out, config.out_bias)
         if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
@@ -65,10 +69,13 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
             norm(f"{at}.feed_norm")
         if config.has_experts(layer):
             experts, inner = config.experts, config.expert_width
-            found[f"{at}.feed.router.weight"] = (experts, width)
-            found[f"{at}.feed.gate.weight"] = (experts, inner, width)
-            found[f"{at}.feed.up.weight"] = (experts, inner, width)
-            found[f"{at}.feed.down.weight"] = (experts, width, inner)
+            linear(f"{at}.feed.router", experts, width, config.router_bias)
+            for name, rows, columns in (
+                ("gate", inner, width), ("up", inner, width), ("down", width, inner),
+            ):  # fmt: skip
+                found[f"{at}.feed.{name}.weight"] = (experts, rows, columns)
+                if config.expert_bias:
+                    found[f"{at}.feed.{name}.bias"] = (experts, rows)
         else:
             if config.gated:
                 linear(f"{at}.feed.gate", config.ff_width, width, config.ff_bias)
@@ -97,7 +104,8 @@ class Rule:
     """One tensor of somebody's file (or one an expert) and the weights of ours it holds.
 
     Names may contain {i} (the layer) and {e} (the expert). Several of ours in one of theirs
-    stand below each other, rows of the first on top.
+    stand below each other, rows of the first on top; in the layout "pairs" the rows of two
+    alternate, in each expert's matrix or bias.
     """
 
     theirs: str
@@ -108,7 +116,7 @@ class Rule:
 
     @property
     def for_experts(self) -> bool:
-        return "{e}" in self.theirs or "_exps." in self.theirs
+        return any(word in self.theirs for word in ("{e}", "_exps.", ".experts."))
 
 
 Fetch = Callable[[str], Stored | None]
@@ -184,7 +192,8 @@ def _fitting(
 ) -> Iterator[tuple[Rule, str, list[str]]]:
     """The rules by which a file may hold a weight: each with their name, and all ours in it."""
     layer = name.split(".")[1] if name.startswith("layers.") else ""
-    for_experts = len(wanted[name]) == 3  # the matrices of all experts
+    axes = len(wanted[name])  # the matrices or the biases of all experts
+    for_experts = axes == 3 or (axes == 2 and name.endswith(".bias"))
     for rule in rules:
         parts = [part.replace("{i}", layer) for part in rule.ours]
         if rule.for_experts == for_experts and name in parts and wanted.keys() >= set(parts):
@@ -208,8 +217,12 @@ def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:
 
 
 def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -> list[Stored]:
-    if rule.layout == "transposed" and len(whole.shape) == 2:
+    if rule.layout in ("transposed", "pairs_transposed") and len(whole.shape) >= 2:
         whole = whole.transposed()
+    if rule.layout in ("pairs", "pairs_transposed"):
+        return [whole.every_second(first) for first in range(2)]
+    if rule.layout == "transposed":
+        pass
     elif rule.layout == "plus_one":
         whole = whole.minus_one()
     else:
@@ -240,9 +253,12 @@ def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
     import torch
 
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if rule.layout == "transposed" and whole.ndim == 2:
-        return whole.t()
+    if rule.layout in ("pairs", "pairs_transposed"):
+        whole = torch.stack(parts, 2).flatten(1, 2)
+    else:
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if rule.layout in ("transposed", "pairs_transposed") and whole.ndim >= 2:
+        return whole.transpose(-1, -2)
     if rule.layout == "plus_one":
         return whole + 1
     order = row_order(rule.layout, len(whole), config)

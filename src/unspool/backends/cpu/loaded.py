@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error
+from unspool.backends.cpu.layout import Matrix
+from unspool.backends.cpu.packing import Packed, pack_all, relative_error
 from unspool.backends.cpu.plan import Plan
 from unspool.backends.cpu.plan_builder import build_plan
 from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
@@ -114,6 +115,9 @@ class CpuModel:
         for name, stored in checkpoint.weights():
             if len(stored.shape) == 1 or name == "position_embed.weight":
                 self.vectors[name] = self._vector(name, stored, checkpoint)
+            elif name.endswith(".bias"):  # one for each expert
+                every = self._vector(name, stored, checkpoint)
+                self.vectors.update({f"{name}[{n}]": one for n, one in enumerate(every)})
             elif len(stored.shape) == 3:
                 parts = stored.slices()
                 matrices.update({f"{name}[{n}]": part for n, part in enumerate(parts)})
@@ -131,6 +135,7 @@ class CpuModel:
         for name, stored in matrices.items():
             kinds[stored.type] += self.packed[name].nbytes
         self._precision = store or _said(kinds)
+        self._quantization_error = checkpoint.losses or None
         if store in ("4", "8"):
             already = all(stored.packed for stored in matrices.values())
             self._precision = _said(kinds) if already else f"{store} bits"
@@ -240,6 +245,9 @@ class CpuModel:
             name = "positions"
         if name in self.vectors:
             return self.vectors[name].reshape(-1)[spots]
+        if name.endswith(".bias"):
+            every = np.stack([self.vectors[f"{name}[{n}]"] for n in range(shape[0])])
+            return every.reshape(-1)[spots]
         rows, columns = np.divmod(spots, shape[-1])
         found = np.empty(len(spots), np.float32)
         for place, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):

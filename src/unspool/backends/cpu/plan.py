@@ -155,6 +155,8 @@ class Plan:
 
 def _bias_of(config: ModelConfig, matrix: str) -> str:
     """The vector that is added to a matrix's product; "" if there is none."""
+    if matrix.endswith("]"):  # an expert's
+        return matrix.replace(".weight[", ".bias[") if config.expert_bias else ""
     if not matrix.endswith(".weight"):
         return ""
     if matrix == "embed.weight":  # where it is the head as well; looking a token up adds none
@@ -168,7 +170,7 @@ def _bias_of(config: ModelConfig, matrix: str) -> str:
     elif ".attention." in matrix:
         has = config.qkv_bias
     elif ".router." in matrix:
-        has = False
+        has = config.router_bias
     else:
         has = config.ff_bias
     return matrix.removesuffix("weight") + "bias" if has else ""

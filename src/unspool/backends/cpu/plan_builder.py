@@ -118,6 +118,7 @@ class _Builder:
                 both_ways=config.sight == "whole",
                 scale=config.scale,
                 cap=config.attention_softcap,
+                vector=f"{at}.sinks" if config.sinks else "",
             )
         )
 
@@ -149,6 +150,7 @@ class _Builder:
             width=config.ff_width,
             prepare="activated",
             activation=config.activation,
+            cap=config.activation_limit,
             gated=config.gated,
             add=True,
         )
@@ -181,6 +183,7 @@ class _Builder:
                 width=inner,
                 prepare="activated",
                 activation=config.activation,
+                cap=config.activation_limit,
                 gated=True,
                 experts=count,
             )

@@ -33,6 +33,9 @@ def lacking(config: ModelConfig) -> str | None:
         "it has one more matrix before its head": config.head_transform,
         "its norms have no bias": config.norm == "layer" and not config.norm_bias,
         "its head is the table of tokens and has a bias": config.tied and config.head_bias,
+        "its heads have sinks": config.sinks,
+        "its router or its experts have biases": config.router_bias or config.expert_bias,
+        "its activation is clamped": config.activation == "swiglu_clamped",
         "its windows reach ahead": config.sight == "whole" and any(config.windows),
     }
     return next((words for words, needed in needs.items() if needed), None)

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from unspool.model.activation import activate
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
-from unspool.model.transformer import Transformer, activate, turn
+from unspool.model.transformer import Transformer, turn
 from unspool.train.data.batches import Batch
 from unspool.train.learning.objectives import Loss
 from unspool.train.twins.block import documents_of, kept_halves

@@ -31,7 +31,7 @@ enum Kind : int32_t {
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
 enum Prepare : int32_t { kAsIs = 0, kNormed = 1, kActivated = 2 };
-enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kClamped = 4 };
 enum Flags : int32_t {
     kAddToTarget = 1,
     kGated = 2,    // the source's rows are [gate | up]
@@ -50,7 +50,7 @@ struct Op {
     int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;         // norm weight, or the table of positions; -1: none
+    int32_t vector;         // norm weight, table of positions, sinks (kAttend); -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
@@ -61,7 +61,7 @@ struct Op {
     int32_t experts;  // kRoute: how many there are
     int32_t chosen;   // kRoute: how many each token gets
     float scale;
-    float cap;
+    float cap;  // of a softcap, or of what the activation kClamped lets through
     float epsilon;
 };
 

@@ -50,7 +50,7 @@ void gather(const Run& run, const Op& op, Worker& worker) {
 void activate(const Run& run, const Op& op, Worker& worker) {
     const Buffer& x = run.buffers[op.target];
     each_row(worker, 0, rows_of(run, op), [&](int64_t row) {
-        activate_row(x.row(row), x.width, op.activation, false, x.row(row));
+        activate_row(x.row(row), x.width, op.activation, false, op.cap, x.row(row));
     });
 }
 

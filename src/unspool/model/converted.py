@@ -1,0 +1,108 @@
+"""Groups of whole numbers as other files have them, made into blocks when they are asked for.
+
+A `Converted` moves its rows like any `Stored` and copies nothing while it does; its blocks are
+built from the parts of the file that are left then, so that a large model is never in memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unspool.model.block_types import GROUP
+from unspool.model.stored import Stored
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Parts = tuple[Array, ...]
+
+
+class Converted(Stored):
+    """A packed tensor whose blocks are built from parts, all with the same first axes."""
+
+    __slots__ = ("_build", "_parts")
+    _build: Callable[..., Bytes]
+    _parts: Parts
+
+    def __init__(
+        self, type: str, shape: tuple[int, ...], build: Callable[..., Bytes], parts: Parts,
+        factor: npt.NDArray[np.float32] | None = None,
+    ) -> None:  # fmt: skip
+        known = {"type": type, "shape": shape, "scales": None, "factor": factor}
+        for name, value in {**known, "_build": build, "_parts": parts}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def data(self) -> Bytes:  # type: ignore[override]
+        """The blocks, [..., bytes of a row]; built anew each time."""
+        return self._build(*self._parts)
+
+    def _only(self, choose: Callable[[Array], Array], axes: int) -> Converted:
+        """Some of the rows; `axes` of the shape may have become shorter."""
+        parts = tuple(map(choose, self._parts))
+        shape = (*parts[0].shape[:axes], *self.shape[axes:])
+        return Converted(self.type, shape, self._build, parts, self.factor)
+
+    def rows(self, start: int, stop: int) -> Stored:
+        return self._only(lambda part: part[start:stop], 1)
+
+    def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
+        return self._only(lambda part: part[order], 1)
+
+    def every_second(self, first: int) -> Stored:
+        return self._only(lambda part: part[:, first::2], 2)
+
+    def slices(self) -> list[Stored]:
+        factors = [None] * self.shape[0] if self.factor is None else list(self.factor)
+        return [
+            Converted(self.type, self.shape[1:], self._build, parts, factor)
+            for *parts, factor in zip(*self._parts, factors, strict=True)
+        ]
+
+
+# -- blocks of 32 numbers -----------------------------------------------------------------------
+
+
+def halves_apart(nibbles: Bytes) -> Bytes:
+    """16 bytes with neighbours side by side, to 16 with the first half of 32 in the low bits."""
+    front, back = nibbles[..., :8], nibbles[..., 8:]
+    out = np.empty_like(nibbles)
+    out[..., 0::2] = (front & 15) | (back << 4)
+    out[..., 1::2] = (front >> 4) | (back & 240)
+    return out
+
+
+def as_bytes(numbers: Array, of_block: int) -> Bytes:
+    """Packed numbers of any width as rows of blocks of so many bytes."""
+    flat = np.ascontiguousarray(numbers).view(np.uint8)
+    return flat.reshape(*numbers.shape[:-1], -1, of_block)
+
+
+def build_mxfp4(blocks: Bytes, scales: Bytes) -> Bytes:
+    joined = np.concatenate((scales[..., None], halves_apart(np.ascontiguousarray(blocks))), -1)
+    return joined.reshape(*joined.shape[:-2], -1)
+
+
+def build_groups(bits: int, signed: int) -> Callable[..., Bytes]:
+    """Blocks of a scale, what belongs to it (a zero point, a minimum or nothing), and numbers.
+
+    `signed` is what is taken from 8-bit numbers first, as Q8_0 has them with their sign.
+    """
+
+    def build(numbers: Array, scales: Array, *lows: Array) -> Bytes:
+        if bits == 4:
+            body = halves_apart(as_bytes(numbers, GROUP // 2))
+        else:
+            body = as_bytes(numbers, GROUP) - np.uint8(signed)
+        count = body.shape[-2]
+        fields = [
+            as_bytes(np.repeat(part, count // part.shape[-1], -1), part.dtype.itemsize)
+            for part in (scales, *lows)
+        ]
+        joined = np.concatenate((*fields, body), -1)
+        return joined.reshape(*joined.shape[:-2], -1)
+
+    return build
