@@ -53,7 +53,7 @@ def wide(groups: Any, columns: int) -> Any:
 
 def gptq(bits: int, group: int, act_order: bool, version: int = 1) -> Write:
     def write(name: str, values: Any, rng: np.random.Generator) -> tuple[Tensors, Any]:
-        rows, columns = values.shape
+        columns = values.shape[1]
         numbers, scales, zeros = parts(values, rng, bits, group or columns)
         of = np.arange(columns) // (group or columns)
         of = rng.permutation(of) if act_order else of

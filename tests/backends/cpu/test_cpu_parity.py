@@ -18,8 +18,8 @@ from parity import ODD_SHAPES, check_seen, difference, looked_at
 from unspool import native
 from unspool.backends.base import Backend
 from unspool.backends.cpu.backend import CpuBackend
-from unspool.backends.cpu.loaded import load_cpu
 from unspool.backends.cpu.layout import PACKINGS
+from unspool.backends.cpu.loaded import load_cpu
 from unspool.backends.step import Look
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint

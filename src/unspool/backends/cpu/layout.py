@@ -1,4 +1,4 @@
-"""How packed matrices lie in memory: `native/layout.h` in Python, and which file type becomes what."""
+"""How packed matrices lie in memory, as in `native/layout.h`, and which file type becomes what."""
 
 from __future__ import annotations
 

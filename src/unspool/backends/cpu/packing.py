@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool import native
-from unspool.errors import ModelFileError, SettingsError
 from unspool.backends.cpu.layout import PACKINGS, Matrix, Packing, grid_codes
+from unspool.errors import ModelFileError, SettingsError
 from unspool.model.block_types import OWN_TYPES
 from unspool.model.float8 import FLOAT8
 from unspool.model.gguf import BLOCK_TYPES
