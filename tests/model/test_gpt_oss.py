@@ -120,7 +120,7 @@ def test_native_gives_what_torch_gives(folder: Path):
     exact = written(load_cpu(checkpoint, store="float32", threads=2, kv_bits=32))
     assert np.abs(exact - theirs).max() < CLOSE
     ours = written(load_cpu(checkpoint, threads=2, kv_bits=32))
-    # Activations are rounded to bytes; where that lets a router choose another expert, more differs.
+    # Activations are rounded to bytes; where a router then chooses another expert, more differs.
     error = np.sqrt(((ours - theirs) ** 2).mean(-1) / (theirs**2).mean(-1))
     assert 0 < np.median(error) < 0.05
 
