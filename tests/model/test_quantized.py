@@ -131,6 +131,26 @@ def mlx(bits: int, group: int) -> Write:
     return write
 
 
+def nvfp4(divided: bool) -> Write:
+    def write(name: str, values: Any, rng: np.random.Generator) -> tuple[Tensors, Any]:
+        rows, columns = values.shape
+        codes = rng.integers(0, 16, values.shape)
+        scales = torch.from_numpy(rng.uniform(0.001, 400, (rows, columns // 16)))
+        scales = scales.to(torch.float8_e4m3fn)
+        packed = torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8))
+        factor = torch.tensor([2000.0 if divided else 0.0005])
+        fp4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        numbers = np.concatenate((fp4, -fp4))[codes] * np.repeat(scales.float().numpy(), 16, 1)
+        if divided:
+            names = {f"{name}_packed": packed, f"{name}_global_scale": factor}
+        else:
+            names = {name: packed, f"{name}_scale_2": factor}
+        whole = numbers / factor.numpy() if divided else numbers * factor.numpy()
+        return {**names, f"{name}_scale": scales}, whole
+
+    return write
+
+
 def packed_settings(bits: int) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "group_size": 32}
     groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
@@ -150,6 +170,12 @@ FORMATS: dict[str, tuple[Write, dict[str, Any], str]] = {
     "compressed": (compressed(4, 64, True), packed_settings(4), "Q4_0"),
     "compressed-zeros": (compressed(4, 32, False), packed_settings(4), "ZERO4"),
     "compressed-8": (compressed(8, 32, True), packed_settings(8), "Q8_0"),
+    "nvfp4": (
+        nvfp4(True),
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        "NVFP4",
+    ),
+    "nvfp4-nvidia": (nvfp4(False), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
     "mlx": (mlx(4, 64), {"bits": 4, "group_size": 64}, "Q4_1"),
     "mlx-8": (mlx(8, 32), {"bits": 8, "group_size": 32}, "AFFINE8"),
     "mlx-3": (mlx(3, 32), {"bits": 3, "group_size": 32}, "Q4_1"),

@@ -86,6 +86,17 @@ def build_mxfp4(blocks: Bytes, scales: Bytes) -> Bytes:
     return joined.reshape(*joined.shape[:-2], -1)
 
 
+def build_nvfp4(numbers: Bytes, scales: Bytes) -> Bytes:
+    """Blocks of 64: four scales, then 16 numbers each, the first eight in the low bits."""
+    pairs = as_bytes(numbers, 8)
+    front, back = pairs[..., :4], pairs[..., 4:]
+    body = np.empty_like(pairs)
+    body[..., 0::2] = (front & 15) | (back << 4)
+    body[..., 1::2] = (front >> 4) | (back & 240)
+    joined = np.concatenate((as_bytes(scales, 4), as_bytes(body.reshape(numbers.shape), 32)), -1)
+    return joined.reshape(*joined.shape[:-2], -1)
+
+
 def build_groups(bits: int, signed: int) -> Callable[..., Bytes]:
     """Blocks of a scale, what belongs to it (a zero point, a minimum or nothing), and numbers.
 

