@@ -158,7 +158,10 @@ UNSPOOL_INLINE Table load_table(const int8_t* p, int bias) {
     return table;
 }
 UNSPOOL_INLINE U8x64 look_up(const Table& table, U8x64 codes) {
-    for (int i = 0; i < 64; ++i) codes.v[i / 16][i % 16] = table.v[codes.v[i / 16][i % 16]];
+    uint8_t bytes[64];
+    __builtin_memcpy(bytes, &codes, sizeof bytes);
+    for (uint8_t& byte : bytes) byte = table.v[byte];
+    __builtin_memcpy(&codes, bytes, sizeof bytes);
     return codes;
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { __builtin_memcpy(p, &a, 64); }
