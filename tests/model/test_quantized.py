@@ -254,6 +254,24 @@ def test_the_native_layout_holds_the_same(pair: tuple[str, Path, Path]):
     assert (said is not None and "16-bit floats" in said) == (name == "gptq-act-order")
 
 
+@pytest.mark.parametrize(("name", "kept"), [("mlx", True), ("awq", False)])
+def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
+    name: str, kept: bool, tmp_path: Path
+):
+    pytest.importorskip("triton")
+    from unspool.backends.cuda.load import load_weights
+    from unspool.backends.cuda.packed import PackedMatrix
+
+    packed, plain = checkpoints(name, tmp_path)
+    here = torch.device("cpu")
+    found = load_weights(open_checkpoint(packed), dtype=torch.float32, device=here, keep=True)
+    matrix = found.layers[0].down
+    assert isinstance(matrix, PackedMatrix) == kept
+    if not kept:
+        expected = matrices(plain)["layers.0.feed.down.weight"].float32()
+        np.testing.assert_allclose(matrix.weight.numpy(), expected, rtol=0, atol=1e-6)
+
+
 def test_rows_move_without_being_built():
     """As they do for plain tensors: some of them, in another order, every second, one by one."""
     from unspool.model.converted import Converted, build_mxfp4

@@ -36,7 +36,7 @@ class Converted(Stored):
             object.__setattr__(self, name, value)
 
     @property
-    def data(self) -> Bytes:  # type: ignore[override]
+    def data(self) -> Bytes:
         """The blocks, [..., bytes of a row]; built anew each time."""
         return self._build(*self._parts)
 
@@ -58,7 +58,7 @@ class Converted(Stored):
     def slices(self) -> list[Stored]:
         factors = [None] * self.shape[0] if self.factor is None else list(self.factor)
         return [
-            Converted(self.type, self.shape[1:], self._build, parts, factor)
+            Converted(self.type, self.shape[1:], self._build, tuple(parts), factor)
             for *parts, factor in zip(*self._parts, factors, strict=True)
         ]
 

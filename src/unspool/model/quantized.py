@@ -149,7 +149,7 @@ def _unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
 
 def _nibbles(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Numbers of four bits, neighbours in one byte."""
-    return numbers[..., 0::2] | numbers[..., 1::2] << 4
+    return numbers[..., 0::2] | numbers[..., 1::2] << np.uint8(4)
 
 
 # -- the formats ----------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _nvfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
             f"tensor {numbers} and its scales do not fit together, or a row is no multiple of 64"
         )
     shape = (len(codes), codes.shape[1] * 2)
-    return Converted("NVFP4", shape, build_nvfp4, (codes, of), np.float32(factor))
+    return Converted("NVFP4", shape, build_nvfp4, (codes, of), np.array(factor, np.float32))
 
 
 def _group_of(said: Raw) -> Raw:

@@ -119,4 +119,5 @@ def grid_codes(type: str) -> npt.NDArray[np.uint8] | None:
     of_type: Any = getattr(quants, type)
     of_type.init_grid()
     places = np.searchsorted(np.array(of_type.grid_map), of_type.grid.reshape(-1))
-    return places.astype(np.uint8)
+    codes: npt.NDArray[np.uint8] = places.astype(np.uint8)
+    return codes
