@@ -295,6 +295,14 @@ def test_rows_move_without_being_built():
     order = np.array([3, 0, 2, 1])
     np.testing.assert_array_equal(one.reordered(order).float32(), values[2, 1::2][order])
     np.testing.assert_array_equal(one.rows(1, 3).float32(), values[2, 3:7:2])
+    assert whole.nbytes == whole.data.nbytes
+    stacked = Converted.stacked(whole.slices())
+    assert stacked.shape == whole.shape and stacked.nbytes == whole.nbytes
+    np.testing.assert_array_equal(stacked.float32(), values)
+    for number, part in enumerate(stacked.slices()):
+        np.testing.assert_array_equal(part.float32(), values[number])
+    mixed = Converted.stacked([whole.slices()[0], Stored.of(values[1])])
+    np.testing.assert_array_equal(mixed.float32(), values[:2])
 
 
 @pytest.mark.parametrize(

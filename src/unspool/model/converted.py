@@ -6,18 +6,23 @@ built from the parts of the file that are left then, so that a large model is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unspool.model.block_types import GROUP
+from unspool.model.block_types import GROUP, OWN_TYPES
+from unspool.model.gguf import BLOCK_TYPES
 from unspool.model.stored import Stored
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Parts = tuple[Array, ...]
+
+_SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()}
+_SIZES |= {name: (GROUP, size) for name, size in OWN_TYPES.items()}
 
 
 class Converted(Stored):
@@ -40,6 +45,15 @@ class Converted(Stored):
         """The blocks, [..., bytes of a row]; built anew each time."""
         return self._build(*self._parts)
 
+    @property
+    def nbytes(self) -> int:
+        elements, size = _SIZES[self.type]
+        return math.prod(self.shape) // elements * size
+
+    @property
+    def sources(self) -> Parts:
+        return self._parts
+
     def _only(self, choose: Callable[[Array], Array], axes: int) -> Converted:
         """Some of the rows; `axes` of the shape may have become shorter."""
         parts = tuple(map(choose, self._parts))
@@ -61,6 +75,24 @@ class Converted(Stored):
             Converted(self.type, self.shape[1:], self._build, tuple(parts), factor)
             for *parts, factor in zip(*self._parts, factors, strict=True)
         ]
+
+    @staticmethod
+    def stacked(parts: Sequence[Stored]) -> Stored:
+        """As for any other; of one type they stay apart until their blocks are asked for."""
+        if len({(type(part), part.type, part.shape) for part in parts}) != 1:
+            return Stored.stacked(parts)
+        each = np.empty(len(parts), object)
+        each[:] = parts
+        factors = [part.factor for part in parts if part.factor is not None]
+        shape = (len(parts), *parts[0].shape)
+        factor = np.stack(factors) if factors else None
+        return Converted(parts[0].type, shape, _blocks_of, (each,), factor)
+
+
+def _blocks_of(parts: Array | Stored) -> Bytes:
+    if isinstance(parts, Stored):
+        return parts.data
+    return np.stack([part.data for part in parts])
 
 
 # -- blocks of 32 numbers -----------------------------------------------------------------------

@@ -63,6 +63,15 @@ class Stored:
     def packed(self) -> bool:
         return self.type not in FLOAT_TYPES
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
+
+    @property
+    def sources(self) -> tuple[npt.NDArray[Any], ...]:
+        """The arrays that view the file."""
+        return (self.data,)
+
     def float32(self) -> npt.NDArray[np.float32]:
         """The numbers themselves: a view where they are stored so, else unpacked."""
         if self.type == "F32":

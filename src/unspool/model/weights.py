@@ -205,7 +205,7 @@ def _fetch(name: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
         return fetch(name)
     experts = [fetch(name.replace("{e}", str(expert))) for expert in range(config.experts)]
     found = [expert for expert in experts if expert is not None]
-    return Stored.stacked(found) if len(found) == config.experts else None
+    return type(found[0]).stacked(found) if len(found) == config.experts else None
 
 
 def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:

@@ -47,6 +47,10 @@ class StoredTensor(Protocol):
     @property
     def data(self) -> npt.NDArray[Any]: ...
     @property
+    def nbytes(self) -> int: ...
+    @property
+    def sources(self) -> tuple[npt.NDArray[Any], ...]: ...
+    @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def factor(self) -> npt.NDArray[np.float32] | None: ...
@@ -177,7 +181,7 @@ class _Task:
         if self.stored.type == FLOAT8:
             return self.stored.data.shape == self.stored.shape
         matrix = PACKINGS[self.stored.type].matrix(*self.stored.shape)
-        number, size = _TYPE_NUMBERS[self.stored.type], self.stored.data.nbytes
+        number, size = _TYPE_NUMBERS[self.stored.type], self.stored.nbytes
         no_blocks = (0, 0)
         tried = _library().unspool_repack(
             ctypes.byref(matrix), number, None, size, *no_blocks, None
@@ -211,16 +215,16 @@ class _Task:
             self._left -= 1
             if self._left == 0:  # at once, so that a file is never in memory twice
                 self._source = None
-                if self.release:
-                    release_pages(self.stored.data)
+                for source in self.stored.sources if self.release else ():
+                    release_pages(source)
 
     def _prepare(self) -> None:
         """The rows one after the other in memory, as floats if the packed form has floats."""
-        data = self.stored.data
         to_floats = self.packing.format in _FLOATS or self.stored.type == FLOAT8
         if to_floats and self.stored.type not in _FLOATS:
-            data, self._source_type = self.stored.float32(), "F32"
-        self._source = np.ascontiguousarray(data)
+            self._source, self._source_type = np.ascontiguousarray(self.stored.float32()), "F32"
+        else:
+            self._source = np.ascontiguousarray(self.stored.data)
 
     def finish(self) -> Packed:
         if not self.finite:
@@ -231,7 +235,7 @@ class _Task:
 
     def _misfit(self) -> ModelFileError:
         return ModelFileError(
-            f"tensor {self.name}: its {self.stored.data.nbytes:,} bytes are not a matrix of "
+            f"tensor {self.name}: its {self.stored.nbytes:,} bytes are not a matrix of "
             f"{' x '.join(str(size) for size in self.stored.shape)} numbers of type "
             f"{self.stored.type}; the file is damaged"
         )
