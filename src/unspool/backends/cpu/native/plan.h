@@ -31,7 +31,7 @@ enum Kind : int32_t {
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
 enum Prepare : int32_t { kAsIs = 0, kNormed = 1, kActivated = 2 };
-enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kClamped = 4 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSwigluClamped = 4 };
 enum Flags : int32_t {
     kAddToTarget = 1,
     kGated = 2,    // the source's rows are [gate | up]
@@ -61,7 +61,7 @@ struct Op {
     int32_t experts;  // kRoute: how many there are
     int32_t chosen;   // kRoute: how many each token gets
     float scale;
-    float cap;  // of a softcap, or of what the activation kClamped lets through
+    float cap;  // of a softcap, or of what the activation kSwigluClamped lets through
     float epsilon;
 };
 

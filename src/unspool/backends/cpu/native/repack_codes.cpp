@@ -26,7 +26,7 @@ struct MXFP4 : Plain {
     }
     static bool scale(const uint8_t* block, int, uint8_t* to) {
         *to = *block;
-        return *block != 255;  // which stands for "no number"
+        return *block <= 250;  // 255 stands for "no number", and others for none a float can hold
     }
 };
 

@@ -72,7 +72,7 @@ inline F32x16 clamped(F32x16 gate, F32x16 up, F32x16 limit) {
 
 inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated, float limit,
                          float* out) {
-    if (kind == kClamped) {  // always gated
+    if (kind == kSwigluClamped) {  // always gated
         for (int64_t i = 0; i < width; i += kLanes) {
             const F32x16 gate = load_first(x + i, width - i, 0.0f);
             const F32x16 up = load_first(x + width + i, width - i, 0.0f);
