@@ -8,9 +8,44 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
+from unspool.model.block_types import OWN_TYPES
+from unspool.model.gguf import BLOCK_TYPES
 from unspool.model.stored import Stored
 
 FLOATS = ("F32", "F16", "BF16")
+
+# Numbers and bytes of a block, and where its halves (scale, minimum or factors) lie.
+SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()}
+SIZES |= {name: (32, size) for name, size in OWN_TYPES.items()}
+HALVES: dict[str, tuple[int, ...]] = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "AFFINE8": (0, 2), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+QUANTIZED = [kind for kind in SIZES if kind not in FLOATS]
+
+
+def halves_of(kind: str) -> int:
+    """How many scales and minima a block has."""
+    return len(HALVES.get(kind, (0,)))
+
+
+def put_halves(kind: str, data: Any, halves: Any) -> None:
+    """Give blocks [..., bytes] their scales (and minima) [halves, ...], as near as they can."""
+    if kind == "MXFP4":  # a power of two
+        with np.errstate(divide="ignore"):
+            data[..., 0] = np.clip(np.rint(np.log2(np.abs(halves[0]))) + 128, 2, 250)
+    elif kind == "NVFP4":  # any, for sixteen columns each
+        data[..., :4] = gguf.quants.NVFP4.fp32_to_ue4m3(np.abs(halves[0]))[..., None]
+        data[..., 3] ^= 1
+    elif kind == "IQ1_M":  # four bits of it in each of four places
+        bits = halves[0].astype("<f2").view("<u2")
+        for place in range(4):
+            top = ((bits >> (4 * place)) & 15).astype(np.uint8)
+            at = 49 + 2 * place
+            data[..., at] = (data[..., at] & 15) | top << 4
+    else:
+        for at, values in zip(HALVES.get(kind, (0,)), halves, strict=True):
+            data[..., at : at + 2] = values.astype("<f2")[..., None].view(np.uint8)
 
 
 def floats(kind: str, values: Any) -> Stored:

@@ -7,23 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-from gguf.quants import dequantize
-from packing_support import FLOATS, floats
+from packing_support import FLOATS, SIZES, floats, halves_of, put_halves
 
 from unspool.backends.base import Backend
 from unspool.backends.step import Floats, Inside, Logits, Look, StepBatch, TableUpdates
+from unspool.model.block_types import unpacked
 from unspool.model.config import ModelConfig
-from unspool.model.gguf import BLOCK_TYPES
 from unspool.model.positions import Rotary
 from unspool.model.stored import Stored
 from unspool.model.weights import shapes
 
 PAGE = 16
-_SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()}
-_HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-_HALVES |= {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -48,18 +43,17 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) 
     """Random weights of any type, about as large as those of a model."""
     if kind in FLOATS:
         return floats(kind, rng.standard_normal((rows, columns)) / columns**0.5)
-    elements, size = _SIZES[kind]
+    elements, size = SIZES[kind]
     data = rng.integers(0, 256, (rows, columns // elements, size)).astype(np.uint8)
-    halves = rng.uniform(0.5, 1.5, (len(_HALVES[kind]), *data.shape[:2])).astype(np.float32)
+    halves = rng.uniform(0.5, 1.5, (halves_of(kind), *data.shape[:2])).astype(np.float32)
     halves[1:] *= -1 if kind.endswith("_1") else 1  # a minimum, to bring the mean near zero
     halves[1:] *= 8 if kind.endswith("_1") or kind == "Q4_K" else 1
 
     def put(scale: float) -> Stored:
-        for at, values in zip(_HALVES[kind], halves, strict=True):
-            data[..., at : at + 2] = (values * scale).astype("<f2")[..., None].view(np.uint8)
+        put_halves(kind, data, halves * np.float32(scale))
         return Stored(kind, data.reshape(rows, -1), (rows, columns))
 
-    spread = float(dequantize(put(2**-6).data, gguf.GGMLQuantizationType[kind]).std()) * 2**6
+    spread = float(unpacked(kind, put(2**-6).data).std()) * 2**6
     return put(1 / (spread * columns**0.5))
 
 
@@ -90,6 +84,8 @@ class RandomCheckpoint:
             parts = [random_blocks(self.kind, *shape[1:], rng) for _ in range(shape[0])]
             return Stored.stacked(parts)
         return random_blocks(self.kind, *shape, rng)
+
+    losses = ""
 
     def bits_per_weight(self) -> float:
         return 32.0

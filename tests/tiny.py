@@ -41,6 +41,11 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+_GPT_OSS: dict[str, Any] = {
+    "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2,
+    **_rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=8.0, truncate=False),
+}  # fmt: skip
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": named("GPT2", n_embd=48, n_layer=4, n_head=6, n_positions=128),
     "llama": named("Llama"),
@@ -105,6 +110,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         norm_topk_prob=True,
         mlp_only_layers=[1],
     ),
+    "gpt-oss": named("GptOss", **_GPT_OSS, sliding_window=7, swiglu_limit=1.5),
+    "gpt-oss-file": named("GptOss", **_GPT_OSS, sliding_window=7),
 }
 
 

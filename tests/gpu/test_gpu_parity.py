@@ -39,7 +39,11 @@ class Case:
     backends: tuple[Backend, Backend]
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+# The kernels know no sinks: plain torch runs what has them.
+OURS = [name for name in tiny.FAMILIES if not name.startswith("gpt-oss")]
+
+
+@pytest.fixture(scope="module", params=OURS)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> Case:

@@ -114,16 +114,17 @@ def test_kinds_in_names() -> None:
         "Qwen3-0.6B.gguf": None,
     }.items():
         assert kind_in_name(name) == kind
-    assert [is_readable(kind) for kind in ("Q4_K_M", "IQ4_XS", "MXFP4_MOE", "Q4_0_4_4", None)] == [
-        True, False, False, False, True,
-    ]  # fmt: skip
+    for kind in ("Q4_K_M", "IQ4_XS", "MXFP4_MOE", "NVFP4", "Q1_0", "UD-IQ2_M", None):
+        assert is_readable(kind)
+    for kind in ("Q4_0_4_4", "IQ4_NL_4_4", "Q2_0"):
+        assert not is_readable(kind)
 
 
 GB = 1_000_000_000
 FILES = {
     "m-Q2_K.gguf": 3 * GB, "m-Q4_0.gguf": 45 * GB // 10, "m-Q4_K_M.gguf": 5 * GB,
     "m-Q5_K_M.gguf": 6 * GB, "m-Q8_0.gguf": 9 * GB, "m-F16.gguf": 16 * GB,
-    "m-IQ4_XS.gguf": 4 * GB, "m-UD-Q4_K_XL.gguf": 5 * GB, "mmproj-F16.gguf": GB,
+    "m-Q4_0_4_4.gguf": 4 * GB, "m-UD-Q4_K_XL.gguf": 5 * GB, "mmproj-F16.gguf": GB,
 }  # fmt: skip
 
 
@@ -137,7 +138,10 @@ def test_the_best_file_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen(monkeypatch, 5.5, FILES) == "m-Q4_0.gguf", "Q4_K_M does not fit"
     small = {file: size // 20 for file, size in FILES.items()}
     assert chosen(monkeypatch, 64, small) == "m-Q8_0.gguf", "few weights need more bits"
-    assert chosen(monkeypatch, 64, {"m-IQ4_XS.gguf": 4 * GB, "m-F16.gguf": GB}) == "m-F16.gguf"
+    assert chosen(monkeypatch, 64, {"m-Q4_0_4_4.gguf": 4 * GB, "m-F16.gguf": GB}) == "m-F16.gguf"
+    some = {"m-IQ4_XS.gguf": 4 * GB, "m-IQ2_M.gguf": 2 * GB, "m-F16.gguf": 16 * GB}
+    assert chosen(monkeypatch, 64, some) == "m-IQ4_XS.gguf"
+    assert chosen(monkeypatch, 4.4, some) == "m-IQ2_M.gguf"
     assert chosen(monkeypatch, 1, dict.fromkeys(FILES, 0)) == "m-Q4_K_M.gguf", "sizes not told"
     with pytest.raises(UnspoolError, match=r"none of the 6 .* fits the 2\.0 GB.*org/name:Q4_0"):
         chosen(monkeypatch, 2, FILES)
@@ -175,7 +179,8 @@ def test_memory_of_kinds_is_what_the_kernels_take() -> None:
         pytest.skip("no native library")
     import ctypes
 
-    from unspool.backends.cpu.packing import PACKINGS, _library
+    from unspool.backends.cpu.layout import PACKINGS
+    from unspool.backends.cpu.packing import _library
     from unspool.model.gguf import BLOCK_TYPES
 
     for block in BLOCK_TYPES.values():

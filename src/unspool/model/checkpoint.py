@@ -17,9 +17,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
@@ -30,6 +31,7 @@ from unspool.model.float8 import SCALES, block_of
 from unspool.model.gguf import GGUFFile, part_paths
 from unspool.model.hub_files import PICKLES
 from unspool.model.mask_token import mask_id_in, named_block, says_mask
+from unspool.model.quantized import scheme_of
 from unspool.model.recurrent_config import only_ours
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.stored import Stored
@@ -48,6 +50,9 @@ class Checkpoint(Protocol):
     config: ModelConfig
 
     def weights(self) -> Iterator[tuple[str, Stored]]: ...
+
+    @property
+    def losses(self) -> str: ...
 
     def bits_per_weight(self) -> float: ...
 
@@ -123,6 +128,7 @@ class SafetensorsCheckpoint:
         raw = named_block(read_json(folder / "config.json"), folder)
         self.config = config_from_hf(raw)
         self._block = block_of(raw.get("quantization_config") or {})
+        self._scheme = scheme_of(raw)
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in map(SafetensorsFile, files):
             self._file_of.update(dict.fromkeys(file.tensors, file))
@@ -145,13 +151,20 @@ class SafetensorsCheckpoint:
 
     def _has(self, ours: str) -> bool:
         found = (rule.theirs for rule in self.rules if ours in rule.ours)
-        return any(name.replace("{p}", self._prefix()) in self._file_of for name in found)
+        names = [name.replace("{p}", self._prefix()) for name in found]
+        names += [f"{name}_packed" for name in names]  # what stands for it if it is quantized
+        names += [f"{name.removesuffix('weight')}qweight" for name in names]
+        return any(name in self._file_of for name in names)
 
     def weights(self) -> Iterator[tuple[str, Stored]]:
         prefix = self._prefix()
 
         def fetch(name: str) -> Stored | None:
             full = name.replace("{p}", prefix)
+            if self._scheme is not None:
+                quantized = self._scheme.stored(full, _Tensors(self._file_of))
+                if quantized is not None:
+                    return quantized
             file = self._file_of.get(full)
             return None if file is None else file.stored(full, self._scales(full), self._block)
 
@@ -164,9 +177,35 @@ class SafetensorsCheckpoint:
                 return self._file_of[beside].stored(beside)
         return None
 
+    @property
+    def losses(self) -> str:
+        """What reading the weights so far has lost of them, in words; mostly nothing."""
+        return "; ".join(sorted(self._scheme.losses)) if self._scheme is not None else ""
+
     def bits_per_weight(self) -> float:
         size = sum(file.stat().st_size for file in self.files)
         return size * 8 / parameter_count(self.config)
+
+
+class _Tensors:
+    """The tensors of all files together, as `quantized.py` asks for them."""
+
+    def __init__(self, file_of: Mapping[str, SafetensorsFile]) -> None:
+        self._file_of = file_of
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def floats(self, name: str) -> npt.NDArray[np.float32]:
+        return self._of(name).stored(name).float32()
+
+    def whole(self, name: str) -> npt.NDArray[Any]:
+        return self._of(name).whole_numbers(name)
+
+    def _of(self, name: str) -> SafetensorsFile:
+        if name not in self._file_of:
+            raise ModelFileError(f"the checkpoint lacks {name}, which its quantized weights need")
+        return self._file_of[name]
 
 
 class GGUFCheckpoint:
@@ -176,6 +215,7 @@ class GGUFCheckpoint:
         self.path = part_paths(path)[0]
         self.file = GGUFFile(self.path)
         self.config = config_from_gguf(self.file)
+        self.losses = ""
 
     def weights(self) -> Iterator[tuple[str, Stored]]:
         def fetch(name: str) -> Stored | None:

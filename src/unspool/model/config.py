@@ -18,7 +18,7 @@ from unspool.model.positions import SCALINGS, Rotary
 from unspool.model.recurrence import Recurrence, check_mixers
 
 SIGHTS = ("causal", "whole", "block")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped")
 
 # Sizes beyond these are not models but damaged files.
 _LARGEST = {
@@ -101,6 +101,7 @@ class ModelConfig:
     out_bias: bool = False
     attention_scale: float = 0.0  # 0: one over the root of head_width
     attention_softcap: float = 0.0
+    sinks: bool = False  # each head has one more term in its softmax, without a value (gpt-oss)
     attention_gate: bool = False  # what the heads found is multiplied with a sigmoid of the input
 
     # What mixes tokens in each layer: "attention", or a recurrence; empty: attention in all.
@@ -108,13 +109,16 @@ class ModelConfig:
     recurrence: Recurrence | None = None
     logit_softcap: float = 0.0
 
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"] = "silu"
+    activation_limit: float = 0.0  # swiglu_clamped: how large gate and up may be
     gated: bool = True
     ff_bias: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
     normalize_experts: bool = True  # the weights of the chosen experts sum to one
+    router_bias: bool = False
+    expert_bias: bool = False
     dense_layers: tuple[int, ...] = ()  # layers without experts in a model that has them
     router: Literal["softmax", "sigmoid"] = "softmax"  # what makes weights of the router's scores
     selection_bias: bool = False  # added to the weights where experts are chosen, and only there
@@ -144,6 +148,9 @@ class ModelConfig:
         self._need(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of {self.heads}")
         self._need(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         self._need(0 < self.norm_eps < 1, "norm_eps", "between 0 and 1")
+        if self.activation == "swiglu_clamped":
+            limited = self.gated and 0 < self.activation_limit < math.inf
+            self._need(limited, "activation_limit", "more than 0, and the model gated")
         for name in _FINITE:
             self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
         once = self.norm_sums + self.norm_after + self.parallel <= 1

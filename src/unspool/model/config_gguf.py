@@ -7,6 +7,7 @@ biases and tied embeddings are seen from which tensors there are.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         values["parallel"] = bool(keys.get("use_parallel_residual", True))
     if family.name in ("gemma2", "gemma3"):
         values.update(_gemma(family, keys, values))
+    if family.name == "gpt-oss":
+        values["rotary"] = replace(values["rotary"], whole_dimensions=False)
+        values["activation_limit"] = family.defaults["swiglu_limit"]
     if family.name == "smollm3":
         values["unrotated_layers"] = tuple(range(3, layers, 4))
     if experts:

@@ -16,8 +16,8 @@ from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 from unspool.model.families import FAMILIES, family_of_model_type
 from unspool.model.family import Family
-from unspool.model.float8 import is_float8
 from unspool.model.positions import Rotary
+from unspool.model.quantized import scheme_of
 from unspool.model.recurrent_config import only_ours, recurrent_from_hf, recurrent_to_hf
 from unspool.model.today_config import read_today, write_today
 
@@ -57,13 +57,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
         raise ModelFileError("config.json does not say its model_type; is this a language model?")
     if raw["model_type"] == OUR_MODEL_TYPE:
         return ModelConfig.from_dict(dict(raw.get("settings", {})))
-    quantization = raw.get("quantization_config")
-    if quantization and not is_float8(quantization):
-        method = quantization.get("quant_method", "unknown")
-        raise ModelFileError(
-            f"the checkpoint is quantized with {method!r}, which is not supported; use the "
-            "original 16-bit weights, FP8 ones or a GGUF file"
-        )
+    scheme_of(raw)  # refuses what cannot be read
     if "text_config" in raw:  # a model that also sees pictures: we read its language part
         raw = _language_part(raw)
     family = family_of_model_type(raw["model_type"])
@@ -111,14 +105,14 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     values.setdefault("kv_heads", values["heads"])
     values.setdefault("head_width", values["width"] // values["heads"])
     values.setdefault("ff_width", 4 * values["width"])
-    activation = values["activation"]
+    activation = full.get(family.keys["activation"], values["activation"])
     if activation not in _ACTIVATIONS:
         raise ModelFileError(
             f"the activation {activation!r} is not supported; these are: {', '.join(_ACTIVATIONS)}"
         )
     if full.get("classifier_activation", activation) != activation:
         raise ModelFileError("config.json names two activations, and one is supported")
-    values["activation"] = _ACTIVATIONS[activation]
+    values["activation"] = family.fixed.get("activation", _ACTIVATIONS[activation])
     values["windows"] = _windows(family, full, values["layers"])
     values["end_ids"] = _end_ids(raw)
     values.update(_sight(family, raw, values))
@@ -333,7 +327,7 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         if raw.get(key) == 0:
             raw[key] = None
     names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}  # the last name of each wins
-    raw[family.keys["activation"]] = names[config.activation]
+    raw[family.keys["activation"]] = names.get(config.activation, "silu")
     if config.windows:
         kinds = {0: "full_attention"}
         raw["layer_types"] = [kinds.get(w, "sliding_attention") for w in config.windows]

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from unspool.errors import ModelFileError
 from unspool.model.family import BIASES, Family, like_llama
+from unspool.model.gpt_oss import GPT_OSS
 from unspool.model.masked_families import MASKED
 from unspool.model.recurrent_families import RECURRENT
 from unspool.model.tensor_names import (
@@ -283,7 +284,7 @@ _CAUSAL = (
     ),
 )
 
-_ALL = (*_CAUSAL, *TODAY, *RECURRENT, *MASKED)
+_ALL = (*_CAUSAL, *TODAY, GPT_OSS, *RECURRENT, *MASKED)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from unspool.model.config import ModelConfig
-from unspool.model.parts import activate
+from unspool.model.parts import activate, bend
 
 SMALLEST_SUM = 1e-6  # sigmoids of a router may all be next to nothing
 
@@ -16,7 +17,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, inner: int) -> None:
         super().__init__()
-        self.activation = config.activation
+        self.config = config
         width, bias = config.width, config.ff_bias
         self.gate = nn.Linear(width, inner, bias=bias) if config.gated else None
         self.up = nn.Linear(width, inner, bias=bias)
@@ -24,16 +25,21 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(activate(self.activation, self.up(x)))
-        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
+            return self.down(activate(self.config.activation, self.up(x)))
+        return self.down(bend(self.config, self.gate(x), self.up(x)))
 
 
 class Stacked(nn.Module):
     """The same matrix of every expert, one above the other."""
 
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
+    def __init__(self, experts: int, rows: int, columns: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(experts, rows, columns) * columns**-0.5)
+        self.bias = nn.Parameter(torch.zeros(experts, rows)) if bias else None
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        bias = None if self.bias is None else self.bias[expert]
+        return functional.linear(x, self.weight[expert], bias)
 
 
 class Experts(nn.Module):
@@ -42,10 +48,11 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.router = nn.Linear(config.width, config.experts, bias=False)
-        self.gate = Stacked(config.experts, config.expert_width, config.width)
-        self.up = Stacked(config.experts, config.expert_width, config.width)
-        self.down = Stacked(config.experts, config.width, config.expert_width)
+        count, inner, width = config.experts, config.expert_width, config.width
+        self.router = nn.Linear(width, count, bias=config.router_bias)
+        self.gate = Stacked(count, inner, width, config.expert_bias)
+        self.up = Stacked(count, inner, width, config.expert_bias)
+        self.down = Stacked(count, width, inner, config.expert_bias)
         self.selection_bias: nn.Parameter | None = None
         if config.selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(config.experts))
@@ -68,8 +75,8 @@ class Experts(nn.Module):
         for expert in chosen.unique().tolist():  # only the experts that somebody asked for
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             picked = tokens[rows]
-            bent = activate(self.config.activation, picked @ self.gate.weight[expert].t())
-            answer = (bent * (picked @ self.up.weight[expert].t())) @ self.down.weight[expert].t()
+            bent = bend(self.config, self.gate(picked, expert), self.up(picked, expert))
+            answer = self.down(bent, expert)
             total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
         return total
 

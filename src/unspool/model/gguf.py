@@ -69,7 +69,21 @@ BLOCK_TYPES = {
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    20: BlockType("IQ4_NL", 32, 18),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    23: BlockType("IQ4_XS", 256, 136),
+    29: BlockType("IQ1_M", 256, 56),
     30: BlockType("BF16", 1, 2),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    39: BlockType("MXFP4", 32, 17),
+    40: BlockType("NVFP4", 64, 36),
+    41: BlockType("Q1_0", 128, 18),
 }
 
 
@@ -254,9 +268,17 @@ class GGUFFile:
         kind = tensor.type.name
         if kind in FLOAT_TYPES:
             return Stored(kind, raw.view(FLOAT_TYPES[kind]), tensor.shape)
-        stored = Stored(kind, raw, tensor.shape)
+        stored = Stored(kind, raw, tensor.shape, factor=self._factor(name, kind))
         # A packed vector has no rows to move; nobody writes one, and it is small.
         return Stored.of(stored.float32()) if len(tensor.shape) == 1 else stored
+
+    def _factor(self, name: str, kind: str) -> npt.NDArray[np.float32] | None:
+        """What every number of an NVFP4 tensor (or of each expert's) is multiplied with."""
+        beside = name.removesuffix(".weight") + ".scale"
+        if kind != "NVFP4" or beside not in self.tensors:
+            return None
+        factor = self.float32(beside).reshape(-1)
+        return factor if len(self.tensors[name].shape) == 3 else factor[0]
 
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor as 32-bit floats: a view where it is stored so, else dequantized."""

@@ -1,7 +1,7 @@
 """Kinds of GGUF files (Q4_K_M, Q8_0, ...): which can be read, what they take, which to prefer.
 
 Kinds are named as llama.cpp names them. In memory the kernels keep 4 or 8 bits a weight, so a file
-of 5 or 6 bits grows to 8 and one of 2 or 3 to 4: such files spare a download, not memory.
+of 5 or 6 bits grows to 8 and one of 1 to 3 to 4: such files spare a download, not memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from collections.abc import Mapping
 
 # Best first, for a machine that has room: small and quick at little loss, then better but larger.
 READABLE = (
-    "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q8_0", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K",
-    "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K", "Q2_K_S", "BF16", "F16", "F32",
+    "Q4_K_M", "MXFP4_MOE", "MXFP4", "Q4_K_S", "IQ4_XS", "IQ4_NL", "Q4_1", "Q4_0", "NVFP4", "Q8_0",
+    "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K", "Q3_K_L", "Q3_K_M", "IQ3_M", "IQ3_S", "Q3_K_S",
+    "IQ3_XS", "IQ3_XXS", "Q2_K", "IQ2_M", "IQ2_S", "Q2_K_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "TQ1_0",
+    "IQ1_M", "IQ1_S", "Q1_0", "BF16", "F16", "F32",
 )  # fmt: skip
 SMALL = 1_000_000_000  # bytes of Q8_0: below, four bits lose too much to be worth the speed
 
 # How much larger weights are in memory than in the file, by the beginning of the kind.
-_GROWTH = {"Q2": 1.7, "Q3": 1.35, "Q4_K": 1.1, "Q5": 1.56, "Q6": 1.31}
+_GROWTH = {
+    "Q2": 1.7, "Q3": 1.35, "Q4_K": 1.1, "Q5": 1.56, "Q6": 1.31, "Q1": 4.0,
+    "IQ1": 2.68, "IQ2": 1.93, "IQ3": 1.33, "TQ1": 2.56, "TQ2": 2.09,
+}  # fmt: skip
 
 # general.file_type in a GGUF file; what is not in READABLE is named to be refused by its name.
 FILE_TYPES = {
@@ -26,6 +31,7 @@ FILE_TYPES = {
     17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS",
     23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M",
     30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+    39: "NVFP4", 40: "Q1_0",
 }  # fmt: skip
 
 _IN_NAME = re.compile(
@@ -33,7 +39,7 @@ _IN_NAME = re.compile(
     r"(I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32)(?=$|[-./])",
     re.IGNORECASE,
 )
-_UNREADABLE = re.compile(r"IQ|TQ|Q1|MXFP4|NVFP4|Q4_0_\d")
+_UNREADABLE = re.compile(r"Q2_0|I?Q\d_(0_\d|NL_\d)")
 
 
 def kind_in_name(name: str) -> str | None:

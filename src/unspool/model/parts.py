@@ -54,6 +54,15 @@ def activate(kind: str, x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def bend(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+    """The two sides of a gated feed-forward, made one."""
+    if config.activation != "swiglu_clamped":
+        return activate(config.activation, gate) * up
+    limit = config.activation_limit
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
 def norm_or_not(config: ModelConfig, wanted: bool) -> nn.Module:
     return Norm(config, config.width, config.norm) if wanted else nn.Identity()
 

@@ -157,9 +157,9 @@ class SafetensorsFile:
         )
 
     def whole_numbers(self, name: str) -> npt.NDArray[Any]:
-        """A tensor of whole numbers, or of truth values; a view into the file."""
+        """A tensor of whole numbers, of truth values, or of FP8's bits; a view into the file."""
         placed = self.tensors[name]
-        kind = {"BOOL": "?", "U8": "u1", "I8": "i1"}.get(placed.type)
+        kind = {"BOOL": "?", "U8": "u1", "I8": "i1", FLOAT8: "u1"}.get(placed.type)
         if kind is None and placed.type[0] in "UI":
             kind = f"<{placed.type[0].lower()}{_TYPES[placed.type][0] // 8}"
         if kind is None:

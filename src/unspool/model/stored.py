@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
+from unspool.model.block_types import unpacked
 from unspool.model.float8 import float8_to_float32
 
 FLOAT_TYPES: dict[str, np.dtype[Any]] = {
@@ -44,13 +45,15 @@ class Stored:
     `type` is F32, F16, BF16 or the name of a packed type (Q4_0, Q6_K, F8_E4M3, ...). `data` has
     float32, float16 or (for BF16) uint16 numbers in the tensor's shape; of a packed type it has
     uint8 [..., bytes of a row]. A packed tensor has at least two axes. `scales` are those of FP8
-    numbers, [..., blocks of a row].
+    numbers, [..., blocks of a row]. `factor` is what all numbers of an NVFP4 matrix are multiplied
+    with at last: one number, or one for each matrix along the first axis of three.
     """
 
     type: str
     data: npt.NDArray[Any]
     shape: tuple[int, ...]
     scales: npt.NDArray[np.float32] | None = None
+    factor: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float32]) -> Stored:
@@ -59,6 +62,15 @@ class Stored:
     @property
     def packed(self) -> bool:
         return self.type not in FLOAT_TYPES
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
+
+    @property
+    def sources(self) -> tuple[npt.NDArray[Any], ...]:
+        """The arrays that view the file."""
+        return (self.data,)
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The numbers themselves: a view where they are stored so, else unpacked."""
@@ -70,11 +82,8 @@ class Stored:
             return (self.data.astype(np.uint32) << 16).view(np.float32)
         if self.scales is not None:
             return float8_to_float32(self.data, self.scales)
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        values: npt.NDArray[np.float32] = dequantize(self.data, GGMLQuantizationType[self.type])
-        return values.reshape(self.shape)
+        values = unpacked(self.type, self.data).reshape(self.shape)
+        return values if self.factor is None else values * self.factor[..., None, None]
 
     # -- moving rows: the same for packed and plain numbers ------------------------------------
 
@@ -82,26 +91,35 @@ class Stored:
         """Some of the rows; a view."""
         data = self.data[start:stop]
         scales = None if self.scales is None else self.scales[start:stop]
-        return Stored(self.type, data, (len(data), *self.shape[1:]), scales)
+        return Stored(self.type, data, (len(data), *self.shape[1:]), scales, self.factor)
 
     def inner_rows(self, start: int, stop: int) -> Stored:
         """Some of the rows of every matrix of a tensor with three axes; a view."""
         data = self.data[:, start:stop]
         scales = None if self.scales is None else self.scales[:, start:stop]
         shape = (self.shape[0], data.shape[1], self.shape[2])
-        return Stored(self.type, data, shape, scales)
+        return Stored(self.type, data, shape, scales, self.factor)
 
     def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
         """All rows, in another order."""
         scales = None if self.scales is None else self.scales[order]
-        return Stored(self.type, self.data[order], self.shape, scales)
+        return Stored(self.type, self.data[order], self.shape, scales, self.factor)
+
+    def every_second(self, first: int) -> Stored:
+        """Every second row of each matrix along the first axis, from `first` on; a view."""
+        data = self.data[:, first::2]
+        scales = None if self.scales is None else self.scales[:, first::2]
+        shape = (data.shape[0], data.shape[1], *self.shape[2:])
+        return Stored(self.type, data, shape, scales, self.factor)
 
     def slices(self) -> list[Stored]:
         """The tensors along the first axis; views."""
-        scales = [None] * len(self.data) if self.scales is None else list(self.scales)
+        count = len(self.data)
+        scales = [None] * count if self.scales is None else list(self.scales)
+        factors = [None] * count if self.factor is None else list(self.factor)
         return [
-            Stored(self.type, data, self.shape[1:], of)
-            for data, of in zip(self.data, scales, strict=True)
+            Stored(self.type, data, self.shape[1:], of, factor)
+            for data, of, factor in zip(self.data, scales, factors, strict=True)
         ]
 
     @staticmethod
@@ -118,19 +136,24 @@ class Stored:
         if len({part.type for part in parts}) == 1:
             data = np.stack([part.data for part in parts])
             scales = [part.scales for part in parts if part.scales is not None]
+            factors = [part.factor for part in parts if part.factor is not None]
             return Stored(
-                parts[0].type, data, (len(parts), *shape), np.stack(scales) if scales else None
+                parts[0].type,
+                data,
+                (len(parts), *shape),
+                np.stack(scales) if scales else None,
+                np.stack(factors) if factors else None,
             )
         return Stored.of(np.stack([part.float32() for part in parts]))
 
     # -- changes to single numbers: packed ones are unpacked -----------------------------------
 
     def transposed(self) -> Stored:
-        """The last two axes changed with each other."""
+        """Rows and columns change places, in each matrix where there are several."""
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         if self.packed:
             return Stored.of(self.float32().swapaxes(-1, -2))
-        data = self.data.swapaxes(-1, -2)
-        return Stored(self.type, data, data.shape)
+        return Stored(self.type, self.data.swapaxes(-1, -2), shape)
 
     def minus_one(self) -> Stored:
         return Stored.of(self.float32() - np.float32(1))

@@ -100,6 +100,7 @@ class Attention(nn.Module):
         if config.attention_gate:
             self.gate = nn.Linear(width, out, bias=config.qkv_bias)
         self.out = nn.Linear(out, width, bias=config.out_bias)
+        self.sinks = nn.Parameter(torch.zeros(self.shape.heads)) if config.sinks else None
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if config.qk_norm != "none":
@@ -207,7 +208,8 @@ class Attention(nn.Module):
         theirs: Tensor,
         visible_end: Tensor | None = None,
     ) -> Tensor:
-        """How much each query looks at each key: [batch, heads, queries, keys], rows sum to one.
+        """How much each query looks at each key: [batch, heads, queries, keys], rows sum to one
+        (to less where a sink takes a share).
 
         `ours` and `theirs` are the positions of queries [..., queries] and keys [..., keys]. A
         query sees the keys up to its own position, or before `visible_end` [..., queries].
@@ -220,6 +222,7 @@ class Attention(nn.Module):
             ours,
             theirs,
             ours + 1 if visible_end is None else visible_end,
+            self.sinks,
         )
 
 
@@ -235,6 +238,7 @@ def attention_weights(
     ours: Tensor,
     theirs: Tensor,
     visible_end: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`Attention.weights`, for a layer that sees the last `window` tokens (0: all), and as many
     ahead in a model that sees the whole text."""
@@ -252,7 +256,15 @@ def attention_weights(
             hidden = hidden | (theirs[..., None, :] >= ours[..., :, None] + window)
     if hidden.ndim == 3:  # one mask for each text of a batch, the same for all heads
         hidden = hidden[:, None]
-    return scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return with_sinks(scores.masked_fill(hidden, -math.inf), sinks)
+
+
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys, and over one more score a head, whose share nobody gets."""
+    if sinks is None:
+        return scores.softmax(-1)
+    extra = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
 
 
 class Layer(nn.Module):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Layout = Literal[
     "plain", "transposed", "per_head", "interleaved", "plus_one", "gated_heads", "grouped",
-    "grouped_values", "channels", "log_of_minus",
+    "grouped_values", "channels", "log_of_minus", "pairs", "pairs_transposed",
 ]  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
             found[f"{at}.feed.expert_scale"] = (config.experts,)
         if config.has_experts(layer):
             count, inner = config.experts, config.expert_width
-            found[f"{experts}.router.weight"] = (count, width)
+            linear(f"{experts}.router", count, width, config.router_bias)
             if config.selection_bias:
                 found[f"{experts}.selection_bias"] = (count,)
             if config.shared_width:
@@ -84,9 +84,12 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
                 for side in ("gate", "up"):
                     linear(f"{experts}.shared.{side}", config.shared_width, width, False)
                 linear(f"{experts}.shared.down", width, config.shared_width, False)
-            found[f"{experts}.gate.weight"] = (count, inner, width)
-            found[f"{experts}.up.weight"] = (count, inner, width)
-            found[f"{experts}.down.weight"] = (count, width, inner)
+            for name, rows, columns in (
+                ("gate", inner, width), ("up", inner, width), ("down", width, inner),
+            ):  # fmt: skip
+                found[f"{experts}.{name}.weight"] = (count, rows, columns)
+                if config.expert_bias:
+                    found[f"{experts}.{name}.bias"] = (count, rows)
         if not config.has_experts(layer) or config.has_both(layer):
             if config.gated:
                 linear(f"{dense}.gate", shape.ff_width, width, config.ff_bias)
@@ -131,6 +134,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         found["q_norm.weight"] = (shape.out_width if whole else head,)
         if own:
             found["k_norm.weight"] = (shape.kv_width if whole else head,)
+    if config.sinks:
+        found["sinks"] = (shape.heads,)
     found["out.weight"] = (config.width, shape.out_width)
     if config.out_bias:
         found["out.bias"] = (config.width,)
@@ -165,7 +170,8 @@ class Rule:
     """One tensor of somebody's file (or one an expert) and the weights of ours it holds.
 
     Names may contain {i} (the layer) and {e} (the expert). Several of ours in one of theirs
-    stand below each other, rows of the first on top.
+    stand below each other, rows of the first on top; in the layout "pairs" the rows of two
+    alternate, in each expert's matrix or bias.
     """
 
     theirs: str
@@ -176,7 +182,8 @@ class Rule:
 
     @property
     def for_experts(self) -> bool:
-        return any(sign in self.theirs for sign in ("{e}", "_exps.weight", ".experts."))
+        signs = ("{e}", "_exps.weight", "_exps.bias", ".experts.")
+        return any(sign in self.theirs for sign in signs)
 
 
 Fetch = Callable[[str], Stored | None]
@@ -252,7 +259,8 @@ def _fitting(
 ) -> Iterator[tuple[Rule, str, list[str]]]:
     """The rules by which a file may hold a weight: each with their name, and all ours in it."""
     layer = name.split(".")[1] if name.startswith("layers.") else ""
-    for_experts = len(wanted[name]) == 3  # the matrices of all experts
+    axes = len(wanted[name])  # the matrices or the biases of all experts
+    for_experts = axes == 3 or (axes == 2 and name.endswith(".bias"))
     for rule in rules:
         parts = [part.replace("{i}", layer) for part in rule.ours]
         fits = rule.for_experts == for_experts or rule.theirs in rule.ours  # our own name
@@ -265,7 +273,7 @@ def _fetch(name: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
         return fetch(name)
     experts = [fetch(name.replace("{e}", str(expert))) for expert in range(config.experts)]
     found = [expert for expert in experts if expert is not None]
-    return Stored.stacked(found) if len(found) == config.experts else None
+    return type(found[0]).stacked(found) if len(found) == config.experts else None
 
 
 def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:
@@ -277,10 +285,14 @@ def _readable_rows(rule: Rule, whole: Stored, fetch: Fetch) -> Stored:
 
 
 def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -> list[Stored]:
+    if rule.layout in ("transposed", "pairs_transposed") and len(whole.shape) >= 2:
+        whole = whole.transposed()
+    if rule.layout in ("pairs", "pairs_transposed"):
+        return [whole.every_second(first) for first in range(2)]
     if len(parts[0]) == 3:
         return _split_experts(whole, parts)
-    if rule.layout == "transposed" and len(whole.shape) == 2:
-        whole = whole.transposed()
+    if rule.layout == "transposed":
+        pass
     elif rule.layout == "plus_one":
         whole = whole.minus_one()
     elif rule.layout == "channels":  # a convolution's taps: [channels, (1,) tokens] in files
@@ -344,13 +356,16 @@ def _grouped_order(recurrence: Recurrence, count: int) -> npt.NDArray[np.int64] 
 def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.Tensor:
     import torch
 
-    whole = torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
+    if rule.layout in ("pairs", "pairs_transposed"):
+        whole = torch.stack(parts, 2).flatten(1, 2)
+    else:
+        whole = torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
     if rule.layout == "channels":
         return whole.t()[:, None]
     if rule.layout == "log_of_minus":
         return -whole.exp()
-    if rule.layout == "transposed" and whole.ndim == 2:
-        return whole.t()
+    if rule.layout in ("transposed", "pairs_transposed") and whole.ndim >= 2:
+        return whole.transpose(-1, -2)
     if rule.layout == "plus_one":
         return whole + 1
     order = row_order(rule.layout, len(whole), config)

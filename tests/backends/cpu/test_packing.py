@@ -13,29 +13,16 @@ import pytest
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_support import FLOATS, floats
+from packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of, put_halves
 
 from unspool import native
 from unspool.backends.cpu import packing
-from unspool.backends.cpu.packing import PACKINGS, Matrix, Packing, pack, pack_all, packing_for
+from unspool.backends.cpu.layout import PACKINGS, Matrix, Packing
+from unspool.backends.cpu.packing import pack, pack_all, packing_for
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.stored import Stored
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-
-# Numbers and bytes of a block, and where its halves (scale, minimum or factors) lie.
-BLOCKS = {
-    "Q4_0": (32, 18, [0]),
-    "Q4_1": (32, 20, [0, 2]),
-    "Q5_0": (32, 22, [0]),
-    "Q5_1": (32, 24, [0, 2]),
-    "Q8_0": (32, 34, [0]),
-    "Q2_K": (256, 84, [80, 82]),
-    "Q3_K": (256, 110, [108]),
-    "Q4_K": (256, 144, [0, 2]),
-    "Q5_K": (256, 176, [0, 2]),
-    "Q6_K": (256, 210, [208]),
-}
 
 
 def random_halves(rng: np.random.Generator, count: int) -> Any:
@@ -46,11 +33,10 @@ def random_halves(rng: np.random.Generator, count: int) -> Any:
 
 def random_stored(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> Stored:
     """Random bytes, but for the scales, which are finite."""
-    elements, size, halves = BLOCKS[kind]
+    elements, size = SIZES[kind]
     data = rng.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
-    for at in halves:
-        values = random_halves(rng, rows * blocks).view(np.uint8)
-        data[..., at : at + 2] = values.reshape(rows, blocks, 2)
+    halves = random_halves(rng, halves_of(kind) * rows * blocks).view("<f2")
+    put_halves(kind, data, halves.reshape(-1, rows, blocks))
     return Stored(kind, data.reshape(rows, -1), (rows, blocks * elements))
 
 
@@ -66,8 +52,10 @@ def test_the_structure_is_that_of_the_header():
     text = header.read_text(encoding="utf-8")
     body = text[text.index("struct Matrix {") : text.index("};", text.index("struct Matrix {"))]
     lines = [line.split(";")[0].split() for line in body.splitlines()[1:] if ";" in line]
-    assert [line[-1] for line in lines] == [name for name, *_ in Matrix._fields_]
-    sizes = {"uint8_t*": 8, "int64_t": 8, "int32_t": 4}
+    assert [line[-1].removesuffix("[16]") for line in lines] == [
+        name for name, *_ in Matrix._fields_
+    ]
+    sizes = {"uint8_t*": 8, "int64_t": 8, "int32_t": 4, "float": 4, "int8_t": 16}
     assert [sizes[line[-2]] for line in lines] == [ctypes.sizeof(kind) for _, kind in
                                                    Matrix._fields_]  # fmt: skip
 
@@ -131,18 +119,17 @@ def test_a_super_group_of_q6_k_by_hand():
 # -- exactness -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (16, 2), (37, 3), (64, 9), (33, 17)])
 def test_every_type_is_kept_to_the_bit(kind: str, rows: int, blocks: int):
     stored = random_stored(kind, rows, blocks, np.random.default_rng(rows + blocks))
     packed = pack(stored)
     assert packed.packing == PACKINGS[kind]
-    expected = dequantize(stored.data, gguf.GGMLQuantizationType[kind])
-    assert same_bits(packed.float32(), expected)
+    assert same_bits(packed.float32(), stored.float32())
 
 
 @given(
-    kind=st.sampled_from(sorted(BLOCKS)),
+    kind=st.sampled_from(sorted(QUANTIZED)),
     rows=st.integers(1, 50),
     blocks=st.integers(1, 4),
     seed=st.integers(0, 2**32),
@@ -153,8 +140,7 @@ def test_any_rows_of_any_matrix(kind: str, rows: int, blocks: int, seed: int, da
     stored = random_stored(kind, rows, blocks, np.random.default_rng(seed))
     first = data.draw(st.integers(0, rows))
     last = data.draw(st.integers(first, rows))
-    expected = dequantize(stored.data, gguf.GGMLQuantizationType[kind])[first:last]
-    assert same_bits(pack(stored).float32(first, last), expected)
+    assert same_bits(pack(stored).float32(first, last), stored.float32()[first:last])
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -210,7 +196,7 @@ def test_quantized_types_as_floats(kind: str):
 
 def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(4)
-    items = {kind: random_stored(kind, 100, 2, rng) for kind in BLOCKS}
+    items = {kind: random_stored(kind, 100, 2, rng) for kind in QUANTIZED}
     items["floats"] = floats("F32", rng.standard_normal((100, 48)))
     alone = pack_all(items, store="4", threads=1)
     monkeypatch.setattr(packing, "CHUNK", 1)  # every block of rows on its own
@@ -258,20 +244,30 @@ def test_pages_of_the_file_are_given_back(tmp_path: Path):
 
 def test_which_packing():
     assert packing_for("Q4_K", "8") == PACKINGS["Q4_K"]
-    assert packing_for("BF16", "8") == Packing("Q8", 32, 128, False, False)
-    assert packing_for("F32", "4") == Packing("Q4", 32, 0, True, False)
+    assert packing_for("BF16", "8") == Packing("Q8", offset=128)
+    assert packing_for("F32", "4") == Packing("Q4", lows="minima")
     assert packing_for("Q4_K", "bfloat16").format == "BF16"
     with pytest.raises(SettingsError, match="'5' is unknown; use one of 4, 8"):
         packing_for("F32", "5")
-    with pytest.raises(ModelFileError, match="IQ4_XS cannot be packed"):
-        packing_for("IQ4_XS", None)
+    with pytest.raises(ModelFileError, match="Q8_K cannot be packed"):
+        packing_for("Q8_K", None)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_power_that_is_no_number():
+    stored = random_stored("MXFP4", 37, 2, np.random.default_rng(11))
+    stored.data[36, 17] = 255
+    with np.errstate(all="ignore"), pytest.raises(ModelFileError, match="NaN or infinite"):
+        pack(stored)
+
+
+IN_HALVES = [kind for kind in QUANTIZED if kind not in ("MXFP4", "NVFP4", "IQ1_M")]
+
+
+@pytest.mark.parametrize("kind", IN_HALVES)
 @pytest.mark.parametrize("bad", [0x7C00, 0xFC00, 0x7E01])
 def test_a_scale_that_is_no_number(kind: str, bad: int):
-    size, halves = BLOCKS[kind][1:]
-    for at in halves:
+    size = SIZES[kind][1]
+    for at in HALVES.get(kind, (0,)):
         stored = random_stored(kind, 37, 2, np.random.default_rng(11))
         stored.data[36, size + at : size + at + 2] = bad & 255, bad >> 8
         with (

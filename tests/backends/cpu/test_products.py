@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packing_support import FLOATS
+from packing_support import FLOATS, SIZES
 from paged_texts import random_blocks
 
 from unspool import native
-from unspool.backends.cpu.packing import PACKINGS, Packed, pack
+from unspool.backends.cpu.layout import PACKINGS
+from unspool.backends.cpu.packing import Packed, pack
 from unspool.backends.cpu.structures import address, functions
 from unspool.model.float8 import FLOAT8
 
@@ -76,8 +77,9 @@ def activations(count: int, width: int, seed: int = 0) -> Any:
 def shapes_of(kind: str) -> list[tuple[int, int]]:
     if kind in FLOATS:
         return [(1, 1), (16, 32), (37, 45), (50, 100)]
-    if kind.endswith("_K"):
-        return [(1, 256), (37, 512), (70, 768)]
+    elements = SIZES[kind][0]
+    if elements > 32:
+        return [(1, elements), (37, 2 * elements), (70, 3 * elements)]
     return [(1, 32), (16, 64), (37, 96), (70, 288)]
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from packing_support import FLOATS, floats
 
 from unspool import native
-from unspool.backends.cpu.packing import PACKINGS, pack, pack_all, relative_error
+from unspool.backends.cpu.layout import PACKINGS
+from unspool.backends.cpu.packing import pack, pack_all, relative_error
 from unspool.model.stored import Stored
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))

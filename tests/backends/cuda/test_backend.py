@@ -77,7 +77,7 @@ def test_however_the_tokens_arrive(name: str):
     assert difference(mine, theirs) < CLOSE
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if not n.startswith("gpt-oss")])
 def test_weights_lie_as_the_kernels_read_them(name: str, tmp_path: Path):
     """Row behind row, in every family: of some files a matrix is only seen turned."""
     weights = fused(load_transformer(family(name, tmp_path)))

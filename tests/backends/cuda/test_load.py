@@ -253,4 +253,5 @@ def test_float8_on_the_cpu(tmp_path):
     found = model.wait().packed["layers.1.feed.up.weight"].float32()
     expected = plain["model.layers.1.mlp.up_proj.weight"]
     assert np.allclose(found, expected, rtol=0.01) and model.precision == "bfloat16"
+    assert "FP8 weights were rounded to bfloat16" in str(model.quantization_error)
     assert load_cpu(open_checkpoint(tmp_path), store="8").precision == "8 bits"

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unspool.backends.cpu.packing import Matrix, Packed, pack_all, relative_error
+from unspool.backends.cpu.layout import Matrix
+from unspool.backends.cpu.packing import Packed, pack_all, relative_error
 from unspool.backends.cpu.plan import Plan
 from unspool.backends.cpu.plan_builder import build_plan
 from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
@@ -27,6 +28,7 @@ from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
+from unspool.model.float8 import FLOAT8
 from unspool.model.positions import sinusoidal
 from unspool.model.stored import Stored
 from unspool.model.weights import shapes
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from unspool.backends.cpu.backend import CpuBackend
     from unspool.backends.step import Floats, Ints
 
-_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "bfloat16"}
+_NAMES |= {"ZERO4": "4 bits", "ZERO8": "8 bits", "AFFINE8": "8 bits"}
 _SAMPLED = 64  # numbers of each weight that go into the fingerprint
 
 
@@ -115,6 +118,9 @@ class CpuModel:
             taps = name.endswith(".conv.weight")
             if len(stored.shape) == 1 or taps or name == "position_embed.weight":
                 self.vectors[name] = self._vector(name, stored, checkpoint)
+            elif name.endswith(".bias"):  # one for each expert
+                every = self._vector(name, stored, checkpoint)
+                self.vectors.update({f"{name}[{n}]": one for n, one in enumerate(every)})
             elif len(stored.shape) == 3:
                 parts = stored.slices()
                 matrices.update({f"{name}[{n}]": part for n, part in enumerate(parts)})
@@ -132,6 +138,10 @@ class CpuModel:
         for name, stored in matrices.items():
             kinds[stored.type] += self.packed[name].nbytes
         self._precision = store or _said(kinds)
+        lost = [checkpoint.losses] if checkpoint.losses else []
+        if FLOAT8 in kinds and store is None:
+            lost.append("FP8 weights were rounded to bfloat16, which differs by 0.2% on average")
+        self._quantization_error = "; ".join(lost) or None
         if store in ("4", "8"):
             already = all(stored.packed for stored in matrices.values())
             self._precision = _said(kinds) if already else f"{store} bits"
@@ -243,6 +253,9 @@ class CpuModel:
             name = "positions"
         if name in self.vectors:
             return self.vectors[name].reshape(-1)[spots]
+        if name.endswith(".bias"):
+            every = np.stack([self.vectors[f"{name}[{n}]"] for n in range(shape[0])])
+            return every.reshape(-1)[spots]
         rows, columns = np.divmod(spots, shape[-1])
         found = np.empty(len(spots), np.float32)
         for place, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):

@@ -25,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool import native
+from unspool.backends.cpu.layout import PACKINGS, Matrix, Packing, grid_codes
 from unspool.errors import ModelFileError, SettingsError
+from unspool.model.block_types import OWN_TYPES
 from unspool.model.float8 import FLOAT8
 from unspool.model.gguf import BLOCK_TYPES
 
@@ -33,8 +35,8 @@ LANES = 16  # rows of a block
 ALIGNMENT = 64  # bytes: where a matrix may begin, a cache line and the widest vector
 CHUNK = 1 << 20  # bytes of packed memory that one thread fills before it asks for more work
 
-FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q4": 3, "Q8": 4}
-_TYPE_NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
+_OWN_NUMBERS = {name: 1000 + place for place, name in enumerate(OWN_TYPES)}
+_TYPE_NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()} | _OWN_NUMBERS
 
 
 class StoredTensor(Protocol):
@@ -45,60 +47,15 @@ class StoredTensor(Protocol):
     @property
     def data(self) -> npt.NDArray[Any]: ...
     @property
+    def nbytes(self) -> int: ...
+    @property
+    def sources(self) -> tuple[npt.NDArray[Any], ...]: ...
+    @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def factor(self) -> npt.NDArray[np.float32] | None: ...
     def float32(self) -> npt.NDArray[np.float32]: ...
 
-
-class Matrix(ctypes.Structure):
-    """The structure of the same name in `native/layout.h`."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("format", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("offset", ctypes.c_int32),
-        ("has_minima", ctypes.c_int32),
-        ("is_super", ctypes.c_int32),
-        ("bias", ctypes.c_int32),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """How the numbers of a packed matrix are kept; `native/layout.h` says what each part means."""
-
-    format: str
-    group: int = 32
-    offset: int = 0
-    has_minima: bool = False
-    is_super: bool = False
-
-    def matrix(self, rows: int, columns: int, address: int | None = None) -> Matrix:
-        return Matrix(
-            data=address, rows=rows, columns=columns, format=FORMATS[self.format],
-            group=self.group, offset=self.offset, has_minima=self.has_minima,
-            is_super=self.is_super, bias=-1,
-        )  # fmt: skip
-
-
-PACKINGS = {
-    "F32": Packing("F32"),
-    "F16": Packing("F16"),
-    "BF16": Packing("BF16"),
-    "Q4_0": Packing("Q4", offset=8),
-    "Q4_1": Packing("Q4", has_minima=True),
-    "Q5_0": Packing("Q8", offset=16),
-    "Q5_1": Packing("Q8", has_minima=True),
-    "Q8_0": Packing("Q8", offset=128),
-    "Q2_K": Packing("Q4", group=16, has_minima=True, is_super=True),
-    "Q3_K": Packing("Q4", group=16, offset=4, is_super=True),
-    "Q4_K": Packing("Q4", has_minima=True, is_super=True),
-    "Q5_K": Packing("Q8", has_minima=True, is_super=True),
-    "Q6_K": Packing("Q8", group=16, offset=32, is_super=True),
-    FLOAT8: Packing("BF16"),
-}
 
 # What a caller can ask for, by the type whose packing is used.
 STORES = {"4": "Q4_1", "8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -177,7 +134,18 @@ def _library() -> ctypes.CDLL:
     library.unspool_quantize.restype = int32
     library.unspool_unpack.argtypes = [matrix, int64, int64, pointer]
     library.unspool_unpack.restype = None
+    library.unspool_set_grid.argtypes = [int32, pointer, int64]
+    library.unspool_set_grid.restype = int32
     return library
+
+
+@functools.cache
+def _grid(type: str) -> npt.NDArray[np.uint8] | None:
+    """The type's grid, handed to the library, which does not copy it; None: it has none."""
+    codes = grid_codes(type)
+    if codes is not None:
+        _library().unspool_set_grid(_TYPE_NUMBERS[type], codes.ctypes.data, codes.size)
+    return codes
 
 
 class _Task:
@@ -191,7 +159,10 @@ class _Task:
                 f"tensor {name} has the shape {tuple(stored.shape)}, and a matrix is needed; "
                 "the file is damaged"
             )
+        _grid(stored.type)
         self.matrix = self.packing.matrix(*stored.shape)
+        if stored.factor is not None and self.packing.format not in _FLOATS:
+            self.matrix.factor *= float(stored.factor)
         self.size = int(_library().unspool_packed_bytes(ctypes.byref(self.matrix)))
         if self.size < 0 or not self._fits():
             raise self._misfit()
@@ -210,7 +181,7 @@ class _Task:
         if self.stored.type == FLOAT8:
             return self.stored.data.shape == self.stored.shape
         matrix = PACKINGS[self.stored.type].matrix(*self.stored.shape)
-        number, size = _TYPE_NUMBERS[self.stored.type], self.stored.data.nbytes
+        number, size = _TYPE_NUMBERS[self.stored.type], self.stored.nbytes
         no_blocks = (0, 0)
         tried = _library().unspool_repack(
             ctypes.byref(matrix), number, None, size, *no_blocks, None
@@ -232,7 +203,7 @@ class _Task:
             ctypes.byref(self.matrix), _TYPE_NUMBERS[self._source_type], source.ctypes.data,
             source.nbytes, first, last, self.memory.ctypes.data,
         )  # fmt: skip
-        if self._source_type in _FLOATS and self.packing.format in ("Q4", "Q8"):
+        if self._source_type in _FLOATS and self.packing.format not in _FLOATS:
             result = _library().unspool_quantize(*arguments, self.squares[part].ctypes.data)
         else:
             result = _library().unspool_repack(*arguments)
@@ -244,16 +215,16 @@ class _Task:
             self._left -= 1
             if self._left == 0:  # at once, so that a file is never in memory twice
                 self._source = None
-                if self.release:
-                    release_pages(self.stored.data)
+                for source in self.stored.sources if self.release else ():
+                    release_pages(source)
 
     def _prepare(self) -> None:
         """The rows one after the other in memory, as floats if the packed form has floats."""
-        data = self.stored.data
         to_floats = self.packing.format in _FLOATS or self.stored.type == FLOAT8
         if to_floats and self.stored.type not in _FLOATS:
-            data, self._source_type = self.stored.float32(), "F32"
-        self._source = np.ascontiguousarray(data)
+            self._source, self._source_type = np.ascontiguousarray(self.stored.float32()), "F32"
+        else:
+            self._source = np.ascontiguousarray(self.stored.data)
 
     def finish(self) -> Packed:
         if not self.finite:
@@ -264,7 +235,7 @@ class _Task:
 
     def _misfit(self) -> ModelFileError:
         return ModelFileError(
-            f"tensor {self.name}: its {self.stored.data.nbytes:,} bytes are not a matrix of "
+            f"tensor {self.name}: its {self.stored.nbytes:,} bytes are not a matrix of "
             f"{' x '.join(str(size) for size in self.stored.shape)} numbers of type "
             f"{self.stored.type}; the file is damaged"
         )

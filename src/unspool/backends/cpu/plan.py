@@ -177,6 +177,8 @@ class Plan:
 
 def _bias_of(config: ModelConfig, matrix: str) -> str:
     """The vector that is added to a matrix's product; "" if there is none."""
+    if matrix.endswith("]"):  # an expert's
+        return matrix.replace(".weight[", ".bias[") if config.expert_bias else ""
     if not matrix.endswith(".weight"):
         return ""
     if matrix == "embed.weight":  # where it is the head as well; looking a token up adds none
@@ -189,7 +191,9 @@ def _bias_of(config: ModelConfig, matrix: str) -> str:
         has = config.out_bias
     elif ".attention." in matrix:
         has = config.qkv_bias
-    elif any(part in matrix for part in (".router.", "token_input", ".mixer.", ".shared")):
+    elif ".router." in matrix:
+        has = config.router_bias
+    elif any(part in matrix for part in ("token_input", ".mixer.", ".shared")):
         has = False
     else:
         has = config.ff_bias

@@ -141,6 +141,7 @@ class _Builder:
                 both_ways=config.sight == "whole",
                 scale=config.scale,
                 cap=config.attention_softcap,
+                vector=f"{at}.sinks" if config.sinks else "",
             )
         )
         if config.attention_gate:
@@ -181,6 +182,7 @@ class _Builder:
             width=inner,
             prepare="activated",
             activation=config.activation,
+            cap=config.activation_limit,
             gated=config.gated,
             add=True,
         )
@@ -223,6 +225,7 @@ class _Builder:
                 width=inner,
                 prepare="activated",
                 activation=config.activation,
+                cap=config.activation_limit,
                 gated=True,
                 experts=count,
             )

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.cpu.packing import Matrix, Packed
+from unspool.backends.cpu.layout import Matrix
+from unspool.backends.cpu.packing import Packed
 from unspool.backends.cpu.plan import Plan
 from unspool.backends.cpu.structures import (
     ROWS,

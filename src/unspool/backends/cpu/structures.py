@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool import native
-from unspool.backends.cpu.packing import Matrix
+from unspool.backends.cpu.layout import Matrix
 
 _i32, _i64, _f32, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -35,7 +35,9 @@ KINDS = {
 }
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}
+ACTIVATIONS = {
+    "silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "swiglu_clamped": 5
+}  # fmt: skip
 ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY, BOTH_WAYS = 1, 2, 4, 8, 16, 32  # flags
 KEYS_AS_VALUES, NORM_VALUES, SIGMOID_ROUTER, TILED_HEADS = 64, 128, 256, 512
 

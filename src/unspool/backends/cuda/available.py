@@ -46,6 +46,9 @@ def lacking(config: ModelConfig) -> str | None:
         "its attention has a gate": config.attention_gate,
         "its router is no softmax": config.router != "softmax" or config.experts_scale != 1,
         "it has an expert that is shared": config.shared_width > 0,
+        "its heads have sinks": config.sinks,
+        "its router or its experts have biases": config.router_bias or config.expert_bias,
+        "its activation is clamped": config.activation == "swiglu_clamped",
         "its windows reach ahead": config.sight == "whole" and any(config.windows),
     }
     return next((words for words, needed in needs.items() if needed), None)

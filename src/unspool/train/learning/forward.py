@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unspool.model.config import ModelConfig
-from unspool.model.transformer import Angles, Attend, Attention, Shared, Transformer
+from unspool.model.transformer import Angles, Attend, Attention, Shared, Transformer, with_sinks
 
 Positions = npt.NDArray[np.int64]
 # Row of the batch, head, query, key -> may this query see this key? Numbers or tensors of numbers.
@@ -56,7 +56,7 @@ class Sight:
         for window in {config.window(layer) for layer in range(config.layers)}:
             if allowed is None and (window == 0 or window >= length):
                 masks[window] = None
-            elif allowed is everything and not (window or config.attention_softcap):
+            elif allowed is everything and not (window or _by_hand(config)):
                 masks[window] = ALL
             else:
                 whole = _within(window, allowed or causal)
@@ -65,8 +65,8 @@ class Sight:
 
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         config, mask = attention.config, self.masks[attention.window]
-        if config.attention_softcap:
-            return _capped(config, query, key, value, mask)
+        if _by_hand(config):
+            return _attend(attention, query, key, value, mask)
         grouped = query.shape[1] != key.shape[1]
         if mask is ALL:
             return functional.scaled_dot_product_attention(
@@ -138,7 +138,7 @@ def looking(
 ) -> Any:
     """The mask of so many queries that look at so many keys: on a GPU the blocks that anybody sees,
     so that the others are not computed."""
-    if device.type == "cuda" and not config.attention_softcap:
+    if device.type == "cuda" and not _by_hand(config):
         from torch.nn.attention.flex_attention import create_block_mask
 
         return create_block_mask(allowed, rows, None, queries, keys, device=device)
@@ -155,18 +155,26 @@ def _flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _capped(
-    config: ModelConfig, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+def _by_hand(config: ModelConfig) -> bool:
+    """Whether attention does what no ready-made kernel does."""
+    return bool(config.attention_softcap) or config.sinks
+
+
+def _attend(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Scores bent by tanh before the softmax, which no ready-made kernel does."""
+    """Scores bent by tanh before the softmax, or with a sink beside them."""
+    config = attention.config
     group = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, 1) for part in (key, value))
     scores = (query @ key.transpose(-1, -2)).float() * config.scale
-    scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
+    if config.attention_softcap:
+        scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
     if mask is None:
         length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    return scores.masked_fill(~mask, -math.inf).softmax(-1).to(value.dtype) @ value
+    scores = scores.masked_fill(~mask, -math.inf)
+    return with_sinks(scores, attention.sinks).to(value.dtype) @ value
 
 
 def hidden(

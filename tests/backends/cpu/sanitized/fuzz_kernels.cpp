@@ -18,7 +18,7 @@ namespace {
 struct Kind {
     int32_t type;
     int elements, bytes;
-    int32_t format, group, offset, has_minima, is_super;
+    int32_t format, group, offset, lows, scales;
     int halves[2];  // where scale, minimum or factors lie
 };
 
@@ -36,12 +36,39 @@ const Kind kKinds[] = {
     {kTypeQ4_K, 256, 144, kQ4, 32, 0, 1, 1, {0, 2}},
     {kTypeQ5_K, 256, 176, kQ8, 32, 0, 1, 1, {0, 2}},
     {kTypeQ6_K, 256, 210, kQ8, 16, 32, 0, 1, {208, -1}},
+    {kTypeIQ4_NL, 32, 18, kCodes, 32, 0, 0, kHalves, {0, -1}},
+    {kTypeIQ4_XS, 256, 136, kCodes, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeNVFP4, 64, 36, kCodes, 16, 0, 0, kFloat8, {-1, -1}},
+    {kTypeIQ2_XXS, 256, 66, kCodes, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ2_XS, 256, 74, kCodes, 16, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ2_S, 256, 82, kCodes, 16, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ3_XXS, 256, 98, kCodes, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ3_S, 256, 110, kCodes, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ1_S, 256, 50, kCodes, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeTQ1_0, 256, 54, kCodes, 32, 0, 0, kSuper, {52, -1}},
+    {kTypeTQ2_0, 256, 66, kCodes, 32, 0, 0, kSuper, {64, -1}},
+    {kTypeQ1_0, 128, 18, kCodes, 32, 0, 0, kHalves, {0, -1}},
+    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeros, kHalves, {0, -1}},
+    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeros, kHalves, {0, -1}},
+    {kTypeAffine8, 32, 36, kQ8, 32, 128, kMinima, kHalves, {0, 2}},
 };
 
 std::mt19937_64 random_bits;
 
 int64_t random(int64_t low, int64_t high) {  // both included
     return low + static_cast<int64_t>(random_bits() % static_cast<uint64_t>(high - low + 1));
+}
+
+// Grids of any codes; the library only keeps where they are.
+void set_grids() {
+    static uint8_t codes[2048 * 8];
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(random(0, 7));
+    const int64_t sizes[][2] = {{kTypeIQ2_XXS, 256 * 8}, {kTypeIQ2_XS, 512 * 8},
+                                {kTypeIQ2_S, 1024 * 8},  {kTypeIQ3_XXS, 256 * 4},
+                                {kTypeIQ3_S, 512 * 4},   {kTypeIQ1_S, 2048 * 8},
+                                {kTypeIQ1_M, 2048 * 8}};
+    for (const auto& size : sizes)
+        if (!unspool_set_grid(static_cast<int32_t>(size[0]), codes, size[1])) std::abort();
 }
 
 float random_float() { return static_cast<float>(random(-1000, 1000)) / 1000; }
@@ -75,9 +102,11 @@ void one_product() {
     m.format = kind.format;
     m.group = kind.group;
     m.offset = kind.offset;
-    m.has_minima = kind.has_minima;
-    m.is_super = kind.is_super;
+    m.lows = kind.lows;
+    m.scales = kind.scales;
     m.bias = -1;
+    m.factor = 1.0f;
+    for (int8_t& number : m.table) number = static_cast<int8_t>(random(-127, 127));
     Exactly<uint8_t> source(m.rows * blocks * kind.bytes);
     for (int64_t i = 0; i < m.rows * blocks * kind.bytes; ++i) {
         source.data[i] = static_cast<uint8_t>(random_bits());
@@ -156,6 +185,7 @@ void one_sampling() {
 
 int main(int, char** arguments) {
     random_bits.seed(static_cast<uint64_t>(std::atoll(arguments[1])));
+    set_grids();
     const auto end = std::chrono::steady_clock::now() +
                      std::chrono::milliseconds(static_cast<int>(1000 * std::atof(arguments[2])));
     int count = 0;

@@ -17,17 +17,40 @@ namespace {
 struct Case {
     int32_t type;
     int elements, bytes;
-    int32_t format, group, offset, has_minima, is_super;
+    int32_t format, group, offset, lows, scales;
 };
 
 const Case kCases[] = {
-    {kTypeF32, 1, 4, kF32, 32, 0, 0, 0},      {kTypeF16, 1, 2, kF16, 32, 0, 0, 0},
-    {kTypeBF16, 1, 2, kBF16, 32, 0, 0, 0},    {kTypeQ4_0, 32, 18, kQ4, 32, 8, 0, 0},
-    {kTypeQ4_1, 32, 20, kQ4, 32, 0, 1, 0},    {kTypeQ5_0, 32, 22, kQ8, 32, 16, 0, 0},
-    {kTypeQ5_1, 32, 24, kQ8, 32, 0, 1, 0},    {kTypeQ8_0, 32, 34, kQ8, 32, 128, 0, 0},
-    {kTypeQ2_K, 256, 84, kQ4, 16, 0, 1, 1},   {kTypeQ3_K, 256, 110, kQ4, 16, 4, 0, 1},
-    {kTypeQ4_K, 256, 144, kQ4, 32, 0, 1, 1},  {kTypeQ5_K, 256, 176, kQ8, 32, 0, 1, 1},
+    {kTypeF32, 1, 4, kF32, 32, 0, 0, 0},
+    {kTypeF16, 1, 2, kF16, 32, 0, 0, 0},
+    {kTypeBF16, 1, 2, kBF16, 32, 0, 0, 0},
+    {kTypeQ4_0, 32, 18, kQ4, 32, 8, 0, 0},
+    {kTypeQ4_1, 32, 20, kQ4, 32, 0, 1, 0},
+    {kTypeQ5_0, 32, 22, kQ8, 32, 16, 0, 0},
+    {kTypeQ5_1, 32, 24, kQ8, 32, 0, 1, 0},
+    {kTypeQ8_0, 32, 34, kQ8, 32, 128, 0, 0},
+    {kTypeQ2_K, 256, 84, kQ4, 16, 0, 1, 1},
+    {kTypeQ3_K, 256, 110, kQ4, 16, 4, 0, 1},
+    {kTypeQ4_K, 256, 144, kQ4, 32, 0, 1, 1},
+    {kTypeQ5_K, 256, 176, kQ8, 32, 0, 1, 1},
     {kTypeQ6_K, 256, 210, kQ8, 16, 32, 0, 1},
+    {kTypeIQ4_NL, 32, 18, kCodes, 32, 0, 0, kHalves},
+    {kTypeIQ4_XS, 256, 136, kCodes, 32, 0, 0, kSuper},
+    {kTypeMXFP4, 32, 17, kCodes, 32, 0, 0, kPowers},
+    {kTypeNVFP4, 64, 36, kCodes, 16, 0, 0, kFloat8},
+    {kTypeIQ2_XXS, 256, 66, kCodes, 32, 0, 0, kSuper},
+    {kTypeIQ2_XS, 256, 74, kCodes, 16, 0, 0, kSuper},
+    {kTypeIQ2_S, 256, 82, kCodes, 16, 0, 0, kSuper},
+    {kTypeIQ3_XXS, 256, 98, kCodes, 32, 0, 0, kSuper},
+    {kTypeIQ3_S, 256, 110, kCodes, 32, 0, 0, kSuper},
+    {kTypeIQ1_S, 256, 50, kCodes, 32, 0, 0, kSuper},
+    {kTypeIQ1_M, 256, 56, kCodes, 16, 0, 0, kSuper},
+    {kTypeTQ1_0, 256, 54, kCodes, 32, 0, 0, kSuper},
+    {kTypeTQ2_0, 256, 66, kCodes, 32, 0, 0, kSuper},
+    {kTypeQ1_0, 128, 18, kCodes, 32, 0, 0, kHalves},
+    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeros, kHalves},
+    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeros, kHalves},
+    {kTypeAffine8, 32, 36, kQ8, 32, 128, kMinima, kHalves},
 };
 constexpr int kFloats = 3;  // the first of them
 constexpr int kAll = sizeof kCases / sizeof kCases[0];
@@ -36,6 +59,18 @@ std::mt19937_64 random_bits;
 
 int64_t random(int64_t low, int64_t high) {  // both included
     return low + static_cast<int64_t>(random_bits() % static_cast<uint64_t>(high - low + 1));
+}
+
+// Grids of any codes; the library only keeps where they are.
+void set_grids() {
+    static uint8_t codes[2048 * 8];
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(random(0, 7));
+    const int64_t sizes[][2] = {{kTypeIQ2_XXS, 256 * 8}, {kTypeIQ2_XS, 512 * 8},
+                                {kTypeIQ2_S, 1024 * 8},  {kTypeIQ3_XXS, 256 * 4},
+                                {kTypeIQ3_S, 512 * 4},   {kTypeIQ1_S, 2048 * 8},
+                                {kTypeIQ1_M, 2048 * 8}};
+    for (const auto& size : sizes)
+        if (!unspool_set_grid(static_cast<int32_t>(size[0]), codes, size[1])) std::abort();
 }
 
 // Exactly so many bytes, at an odd address every other time: sources have no alignment.
@@ -97,9 +132,11 @@ void one() {
     m.format = kCases[to].format;
     m.group = kCases[to].group;
     m.offset = kCases[to].offset;
-    m.has_minima = kCases[to].has_minima;
-    m.is_super = kCases[to].is_super;
+    m.lows = kCases[to].lows;
+    m.scales = kCases[to].scales;
     m.bias = -1;
+    m.factor = 1.0f;
+    for (int8_t& number : m.table) number = static_cast<int8_t>(random(-127, 127));
 
     Buffer source(m.rows * blocks * from.bytes);
     fill_randomly(source);
@@ -135,6 +172,7 @@ void one() {
 
 int main(int, char** arguments) {
     random_bits.seed(static_cast<uint64_t>(std::atoll(arguments[1])));
+    set_grids();
     const auto end = std::chrono::steady_clock::now() +
                      std::chrono::milliseconds(static_cast<int>(1000 * std::atof(arguments[2])));
     int count = 0;

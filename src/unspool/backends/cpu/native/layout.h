@@ -15,7 +15,8 @@
 //                       Q4: 4 x 64 bytes. The low half of byte 4 * row + t of piece j is column
 //                           4 * j + t, the high half is column 16 + 4 * j + t.
 //                     and each tile is followed by its scales, then its minima:
-//                       plain:  16 halves (one a row) of scales; 16 halves of minima if any.
+//                       plain:  16 halves (one a row) of scales; 16 halves of minima if any, or 16
+//                               bytes of zero points: minimum = -(scale * byte).
 //                               The group is always 32.
 //                       super:  for each group of the tile (two of 16, or one of 32) 16 signed
 //                               bytes of scales; then as many unsigned bytes of minima if any.
@@ -23,12 +24,23 @@
 //                               common factor of scales, and if there are minima by 16 more, the
 //                               factor of minima: scale = factor * byte, and
 //                               minimum = -(factor * byte).
+//                       power:  16 bytes, scale = 2 to the (byte - 127). The group is 32.
+//                       float8: two times 16 bytes, each a float without a sign: 5 bits of
+//                               exponent (15 means 1), 3 behind the point. The group is 16.
+//
+//   Codes             as Q4, where what is stored is no number but its place in a table of sixteen
+//                     signed bytes, the same for the whole matrix. There are no minima.
+//
+// At last every number is multiplied with the matrix's own factor.
 //
 // GGUF's types become these without changing a number:
 //   Q4_0: Q4 offset 8            Q4_1: Q4 minima          Q4_K: Q4 super 32 minima
 //   Q5_0: Q8 offset 16           Q5_1: Q8 minima          Q5_K: Q8 super 32 minima
 //   Q8_0: Q8 offset 128 (the stored byte is the signed number + 128)
 //   Q2_K: Q4 super 16 minima     Q3_K: Q4 super 16 offset 4     Q6_K: Q8 super 16 offset 32
+//   IQ4_NL: Codes                IQ4_XS: Codes super 32         MXFP4: Codes power
+//   NVFP4: Codes float8          IQ1_S, IQ2_XXS, IQ3_*, TQ*: Codes super 32, four bits a number
+//   Q1_0: Codes                  IQ1_M, IQ2_XS, IQ2_S: Codes super 16
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -44,7 +56,9 @@ constexpr int kLanes = 16;      // rows of a block
 constexpr int kTile = 32;       // columns of a tile
 constexpr int kSuperTiles = 8;  // tiles that share the factors of a super group
 
-enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kQ4 = 3, kQ8 = 4 };
+enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kQ4 = 3, kQ8 = 4, kCodes = 5 };
+enum Scales : int32_t { kHalves = 0, kSuper = 1, kPowers = 2, kFloat8 = 3 };
+enum Lows : int32_t { kNone = 0, kMinima = 1, kZeros = 2 };
 
 // A packed matrix; Python fills the same structure (see `packing.py`).
 struct Matrix {
@@ -52,27 +66,40 @@ struct Matrix {
     int64_t rows;
     int64_t columns;
     int32_t format;
-    int32_t group;   // columns that share a scale: 16 or 32 (quantized formats)
-    int32_t offset;  // what is taken from a stored number (0 where there are minima)
-    int32_t has_minima;
-    int32_t is_super;
-    int32_t bias;  // number of the vector that is added to the product, or -1
+    int32_t group;  // columns that share a scale: 16 or 32 (quantized formats)
+    // What is taken from a stored number. Where there are minima it is 0, or says that bytes are
+    // larger than a signed one, and changes no value.
+    int32_t offset;
+    int32_t lows;      // see Lows
+    int32_t scales;    // see Scales
+    int32_t bias;      // number of the vector that is added to the product, or -1
+    float factor;      // what every number is multiplied with at last
+    int8_t table[16];  // Codes: what they mean
 };
 
 inline int64_t blocks_of(const Matrix& m) { return (m.rows + kLanes - 1) / kLanes; }
 inline int64_t tiles_of(const Matrix& m) { return (m.columns + kTile - 1) / kTile; }
 inline bool is_quantized(const Matrix& m) { return m.format >= kQ4; }
 
+// Bytes of a tile's scales, and of its minima.
+constexpr int scale_bytes(int32_t scales, int group) {
+    if (scales == kHalves) return kLanes * 2;
+    return scales == kPowers ? kLanes : kLanes * (kTile / group);
+}
+constexpr int low_bytes(int32_t lows, int32_t scales, int group) {
+    if (lows == kNone) return 0;
+    return lows == kZeros ? kLanes : scale_bytes(scales, group);
+}
+
 // Bytes of one tile with its scales and minima, without the factors of a super group.
 inline int64_t tile_bytes(const Matrix& m) {
-    const int64_t stored = kLanes * kTile / (m.format == kQ4 ? 2 : 1);
-    const int64_t scales = m.is_super ? kLanes * (kTile / m.group) : kLanes * 2;
-    return stored + scales * (m.has_minima ? 2 : 1);
+    const int64_t stored = kLanes * kTile / (m.format == kQ8 ? 1 : 2);
+    return stored + scale_bytes(m.scales, m.group) + low_bytes(m.lows, m.scales, m.group);
 }
 
 // Bytes of the factors that stand before eight tiles of a super format.
 inline int64_t factor_bytes(const Matrix& m) {
-    return m.is_super ? kLanes * 2 * (m.has_minima ? 2 : 1) : 0;
+    return m.scales == kSuper ? kLanes * 2 * (m.lows ? 2 : 1) : 0;
 }
 
 inline int64_t block_bytes(const Matrix& m) {
@@ -80,7 +107,7 @@ inline int64_t block_bytes(const Matrix& m) {
     if (m.format == kF16 || m.format == kBF16) return m.columns * kLanes * 2;
     const int64_t tiles = tiles_of(m);
     const int64_t supers = (tiles + kSuperTiles - 1) / kSuperTiles;
-    return tiles * tile_bytes(m) + (m.is_super ? supers * factor_bytes(m) : 0);
+    return tiles * tile_bytes(m) + supers * factor_bytes(m);
 }
 
 }  // namespace unspool

@@ -35,7 +35,14 @@ enum Kind : int32_t {
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
 enum Prepare : int32_t { kAsIs = 0, kNormed = 1, kActivated = 2 };
-enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSigmoid = 4 };
+enum Activation : int32_t {
+    kSilu = 0,
+    kGelu = 1,
+    kGeluTanh = 2,
+    kRelu = 3,
+    kSigmoid = 4,
+    kSwigluClamped = 5,
+};
 enum Flags : int32_t {
     kAddToTarget = 1,
     kGated = 2,    // the source's rows are [gate | up]
@@ -60,7 +67,8 @@ struct Op {
                      // kGate: 1: the row has one gate for all; kDelta: of values
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;         // norm weight, table of positions, or what each expert counts; -1: none
+    int32_t vector;         // norm weight, table of positions, sinks (kAttend), or what each
+                            // expert counts; -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
@@ -75,7 +83,8 @@ struct Op {
     int32_t key_heads;    // kDelta; `heads` are those of values, `width` is that of a key
     int32_t value_width;  // kDelta
     float scale;          // kPlace: by how much queries grow (see cap)
-    float cap;            // kPlace: ... with every so many positions; 0: they do not
+    float cap;            // kPlace: ... with every so many positions; 0: they do not; elsewhere that
+                          // of a softcap, or of what the activation kSwigluClamped lets through
     float epsilon;
 };
 

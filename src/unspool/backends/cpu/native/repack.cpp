@@ -13,37 +13,28 @@ struct BlockSize {
     int bytes;
 };
 
+struct Size {
+    int32_t type;
+    BlockSize block;
+};
+
+constexpr Size kSizes[] = {
+    {kTypeF32, {1, 4}},        {kTypeF16, {1, 2}},        {kTypeBF16, {1, 2}},
+    {kTypeQ4_0, {32, 18}},     {kTypeQ4_1, {32, 20}},     {kTypeQ5_0, {32, 22}},
+    {kTypeQ5_1, {32, 24}},     {kTypeQ8_0, {32, 34}},     {kTypeQ2_K, {256, 84}},
+    {kTypeQ3_K, {256, 110}},   {kTypeQ4_K, {256, 144}},   {kTypeQ5_K, {256, 176}},
+    {kTypeQ6_K, {256, 210}},   {kTypeIQ2_XXS, {256, 66}}, {kTypeIQ2_XS, {256, 74}},
+    {kTypeIQ3_XXS, {256, 98}}, {kTypeIQ1_S, {256, 50}},   {kTypeIQ4_NL, {32, 18}},
+    {kTypeIQ3_S, {256, 110}},  {kTypeIQ2_S, {256, 82}},   {kTypeIQ4_XS, {256, 136}},
+    {kTypeIQ1_M, {256, 56}},   {kTypeTQ1_0, {256, 54}},   {kTypeTQ2_0, {256, 66}},
+    {kTypeMXFP4, {32, 17}},    {kTypeNVFP4, {64, 36}},    {kTypeQ1_0, {128, 18}},
+    {kTypeZero4, {32, 19}},    {kTypeZero8, {32, 35}},    {kTypeAffine8, {32, 36}},
+};
+
 BlockSize block_size(int32_t type) {
-    switch (type) {
-        case kTypeF32:
-            return {1, 4};
-        case kTypeF16:
-            return {1, 2};
-        case kTypeBF16:
-            return {1, 2};
-        case kTypeQ4_0:
-            return {32, 18};
-        case kTypeQ4_1:
-            return {32, 20};
-        case kTypeQ5_0:
-            return {32, 22};
-        case kTypeQ5_1:
-            return {32, 24};
-        case kTypeQ8_0:
-            return {32, 34};
-        case kTypeQ2_K:
-            return {256, 84};
-        case kTypeQ3_K:
-            return {256, 110};
-        case kTypeQ4_K:
-            return {256, 144};
-        case kTypeQ5_K:
-            return {256, 176};
-        case kTypeQ6_K:
-            return {256, 210};
-        default:
-            return {0, 0};
-    }
+    for (const Size& size : kSizes)
+        if (size.type == type) return size.block;
+    return {0, 0};
 }
 
 int64_t row_bytes_of(const Matrix& m, int32_t type) {
@@ -58,7 +49,7 @@ int rows_of_block(const Matrix& m, int64_t block) {
 
 bool possible(const Matrix& m) {
     return m.rows > 0 && m.rows <= kMostRows && m.columns > 0 && m.columns <= kMostColumns &&
-           m.format >= kF32 && m.format <= kQ8 &&
+           m.format >= kF32 && m.format <= kCodes &&
            (!is_quantized(m) || m.group == 16 || m.group == 32);
 }
 
@@ -83,8 +74,9 @@ int64_t unspool_packed_bytes(const Matrix* m) {
 int32_t unspool_repack(const Matrix* m, int32_t type, const uint8_t* source, int64_t source_bytes,
                        int64_t first, int64_t last, uint8_t* target) {
     if (!fits(*m, type, source_bytes, first, last)) return -1;
-    const RepackBlock repack =
-        is_float_type(type) ? float_repacker(*m, type) : quantized_repacker(*m, type);
+    const RepackBlock repack = is_float_type(type)   ? float_repacker(*m, type)
+                               : m->format == kCodes ? codes_repacker(*m, type)
+                                                     : quantized_repacker(*m, type);
     if (repack == nullptr) return -1;
     const int64_t row_bytes = row_bytes_of(*m, type);
     bool finite = true;
@@ -98,9 +90,9 @@ int32_t unspool_repack(const Matrix* m, int32_t type, const uint8_t* source, int
 int32_t unspool_quantize(const Matrix* m, int32_t type, const uint8_t* source, int64_t source_bytes,
                          int64_t first, int64_t last, uint8_t* target, double* error) {
     if (!fits(*m, type, source_bytes, first, last) || !is_float_type(type)) return -1;
-    const bool plain = m->group == kTile && !m->is_super;
-    const bool q4 = m->format == kQ4 && plain && m->has_minima && m->offset == 0;
-    const bool q8 = m->format == kQ8 && plain && !m->has_minima && m->offset == 128;
+    const bool plain = m->group == kTile && m->scales == kHalves && m->factor == 1.0f;
+    const bool q4 = m->format == kQ4 && plain && m->lows == kMinima && m->offset == 0;
+    const bool q8 = m->format == kQ8 && plain && m->lows == kNone && m->offset == 128;
     if (is_quantized(*m) && !q4 && !q8) return -1;
     const int64_t row_bytes = row_bytes_of(*m, type);
     bool finite = true;

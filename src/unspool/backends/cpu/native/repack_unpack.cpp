@@ -29,11 +29,11 @@ void unpack_floats(const Matrix& m, const uint8_t* block, int lane, float* out) 
 
 // The 32 stored numbers of one row of a tile.
 void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out) {
-    const int pieces = m.format == kQ4 ? 4 : 8;
+    const int pieces = m.format == kQ8 ? 8 : 4;
     for (int j = 0; j < pieces; ++j) {
         for (int t = 0; t < 4; ++t) {
             const uint8_t byte = tile[4 * (kLanes * j + lane) + t];
-            if (m.format == kQ4) {
+            if (m.format != kQ8) {
                 out[4 * j + t] = byte & 15;
                 out[16 + 4 * j + t] = byte >> 4;
             } else {
@@ -43,38 +43,48 @@ void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out
     }
 }
 
+// A scale that is a byte: the exponent of a power of two, or a float of 8 bits.
+float scale_of_byte(int32_t scales, uint8_t byte) {
+    return scales == kPowers ? float_of(static_cast<uint32_t>(byte) << 23)
+                             : float_of(static_cast<uint32_t>(byte) << 20) * 0x1p112f;
+}
+
 void unpack_quantized(const Matrix& m, const uint8_t* block, int lane, float* out) {
-    const int stored_bytes = kLanes * kTile / (m.format == kQ4 ? 2 : 1);
-    const int groups = m.is_super ? kTile / m.group : 1;
-    const int width = kTile / groups;
+    const int stored_bytes = kLanes * kTile / (m.format == kQ8 ? 1 : 2);
+    const int width = m.group, groups = kTile / m.group;
     float factor = 0, minimum_factor = 0;
     for (int64_t tile = 0; tile < tiles_of(m); ++tile) {
-        if (m.is_super && tile % kSuperTiles == 0) {
+        if (m.scales == kSuper && tile % kSuperTiles == 0) {
             factor = half_to_float(half_at(block, lane));
-            if (m.has_minima) minimum_factor = half_to_float(half_at(block, kLanes + lane));
+            if (m.lows) minimum_factor = half_to_float(half_at(block, kLanes + lane));
             block += factor_bytes(m);
         }
         uint8_t stored[kTile];
         stored_numbers(m, block, lane, stored);
         const uint8_t* scales = block + stored_bytes;
-        const uint8_t* minima = scales + (m.is_super ? kLanes * groups : 2 * kLanes);
+        const uint8_t* minima = scales + scale_bytes(m.scales, m.group);
         for (int group = 0; group < groups; ++group) {
+            const int at = kLanes * group + lane;
             float scale, minimum = 0;
-            if (m.is_super) {
-                const int at = kLanes * group + lane;
+            if (m.scales == kSuper) {
                 scale = factor * static_cast<float>(static_cast<int8_t>(scales[at]));
-                if (m.has_minima) minimum = -(minimum_factor * static_cast<float>(minima[at]));
+                if (m.lows) minimum = -(minimum_factor * static_cast<float>(minima[at]));
+            } else if (m.scales != kHalves) {
+                scale = scale_of_byte(m.scales, scales[at]);
             } else {
                 scale = half_to_float(half_at(scales, lane));
-                if (m.has_minima) minimum = half_to_float(half_at(minima, lane));
+                if (m.lows == kMinima) minimum = half_to_float(half_at(minima, lane));
+                if (m.lows == kZeros) minimum = -(scale * static_cast<float>(minima[lane]));
             }
             const int64_t column = kTile * tile + width * group;
             const int64_t left = m.columns - column;
             for (int i = 0; i < width && i < left; ++i) {
                 const int number = stored[width * group + i];
+                const int meant = m.format == kCodes ? m.table[number] : number - m.offset;
                 // Nothing is added where there are no minima: -0 + 0 would lose its sign.
-                out[column + i] = m.has_minima ? scale * static_cast<float>(number) + minimum
-                                               : scale * static_cast<float>(number - m.offset);
+                const float value = m.lows ? scale * static_cast<float>(number) + minimum
+                                           : scale * static_cast<float>(meant);
+                out[column + i] = value * m.factor;
             }
         }
         block += tile_bytes(m);

@@ -180,8 +180,19 @@ inline void attend_segment(const Tile& tile, int64_t segment, Gathered* found) {
     return attend_segment<Float>(tile, segment, found);
 }
 
-inline void finish(const Tile& tile, int64_t row, const Gathered& whole) {
+// One more term of the softmax, which has no value: what a head gives away when nothing fits.
+inline void add_sink(Gathered& whole, float sink, int64_t width) {
+    const float most = whole.most > sink ? whole.most : sink;
+    const float ours = std::exp(whole.most - most);
+    whole.most = most;
+    whole.total = whole.total * ours + std::exp(sink - most);
+    for (int64_t i = 0; i < width; ++i) whole.values[i] *= ours;
+}
+
+inline void finish(const Tile& tile, int64_t row, Gathered whole) {
     const int64_t head = tile.kv_head * tile.group + row % tile.group;
+    if (tile.op->vector >= 0)
+        add_sink(whole, tile.run->vectors[tile.op->vector].data[head], tile.width);
     float* to = tile.run->buffers[tile.op->target].row(tile.first_token + row / tile.group) +
                 head * tile.width;
     const float inverse = 1.0f / whole.total;

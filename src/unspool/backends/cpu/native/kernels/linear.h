@@ -32,6 +32,7 @@ inline void put(const Part& part, const Matrix& m, int64_t column, int64_t block
                 F32x16 result) {
     const int64_t at = block * kLanes, left = m.rows - at;
     float* target = part.run->buffers[part.op->target].row(row) + column + at;
+    if (m.factor != 1.0f) result = mul(result, set1(m.factor));
     if (m.bias >= 0)
         result = add(result, load_first(part.run->vectors[m.bias].data + at, left, 0.0f));
     if (part.op->flags & kAddToTarget) result = add(load_first(target, left, 0.0f), result);
@@ -42,16 +43,26 @@ inline void put(const Part& part, const Matrix& m, int64_t column, int64_t block
 template <class F>
 UNSPOOL_INLINE void by_format(const Matrix& m, F f) {
     const bool four = m.format == kQ4;
-    if (!m.is_super) {
-        if (m.has_minima)
-            return four ? f(Spec<4, 32, false, true>()) : f(Spec<8, 32, false, true>());
-        return four ? f(Spec<4, 32, false, false>()) : f(Spec<8, 32, false, false>());
+    if (m.format == kCodes) {
+        if (m.scales == kHalves) return f(Spec<kCodes, 32, kHalves, kNone>());
+        if (m.scales == kPowers) return f(Spec<kCodes, 32, kPowers, kNone>());
+        if (m.scales == kFloat8) return f(Spec<kCodes, 16, kFloat8, kNone>());
+        return m.group == 32 ? f(Spec<kCodes, 32, kSuper, kNone>())
+                             : f(Spec<kCodes, 16, kSuper, kNone>());
+    }
+    if (m.scales == kHalves) {
+        if (m.lows == kZeros)
+            return four ? f(Spec<kQ4, 32, kHalves, kZeros>()) : f(Spec<kQ8, 32, kHalves, kZeros>());
+        if (m.lows == kMinima)
+            return four ? f(Spec<kQ4, 32, kHalves, kMinima>())
+                        : f(Spec<kQ8, 32, kHalves, kMinima>());
+        return four ? f(Spec<kQ4, 32, kHalves, kNone>()) : f(Spec<kQ8, 32, kHalves, kNone>());
     }
     if (m.group == 32)  // Q4_K and Q5_K
-        return four ? f(Spec<4, 32, true, true>()) : f(Spec<8, 32, true, true>());
-    if (m.has_minima) return f(Spec<4, 16, true, true>());  // Q2_K
-    return four ? f(Spec<4, 16, true, false>())             // Q3_K
-                : f(Spec<8, 16, true, false>());            // Q6_K
+        return four ? f(Spec<kQ4, 32, kSuper, kMinima>()) : f(Spec<kQ8, 32, kSuper, kMinima>());
+    if (m.lows) return f(Spec<kQ4, 16, kSuper, kMinima>());  // Q2_K
+    return four ? f(Spec<kQ4, 16, kSuper, kNone>())          // Q3_K
+                : f(Spec<kQ8, 16, kSuper, kNone>());         // Q6_K
 }
 
 }  // namespace ISA

@@ -64,7 +64,24 @@ inline F32x16 activate(int32_t kind, F32x16 x) {
     }
 }
 
-inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated, float* out) {
+// What gpt-oss puts between gate and up: (up + 1) * gate * sigmoid(1.702 * gate), both limited.
+inline F32x16 clamped(F32x16 gate, F32x16 up, F32x16 limit) {
+    gate = vmin(gate, limit);
+    up = vmax(sub(zero(), limit), vmin(up, limit));
+    const F32x16 bent = add(set1(1.0f), exp16(mul(set1(-1.702f), gate)));
+    return mul(add(up, set1(1.0f)), div(gate, bent));
+}
+
+inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated, float limit,
+                         float* out) {
+    if (kind == kSwigluClamped) {  // always gated
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const F32x16 gate = load_first(x + i, width - i, 0.0f);
+            const F32x16 up = load_first(x + width + i, width - i, 0.0f);
+            store_first(out + i, width - i, clamped(gate, up, set1(limit)));
+        }
+        return;
+    }
     for (int64_t i = 0; i < width; i += kLanes) {
         const int64_t left = width - i;
         F32x16 part = activate(kind, load_first(x + i, left, 0.0f));
@@ -96,7 +113,7 @@ inline void prepare_row(const Run& run, const Op& op, const float* source, const
         norm_row(source, width, run.vectors[op.vector].data, bias, op.flags & kCentred, op.epsilon,
                  values);
     } else if (op.prepare == kActivated) {
-        activate_row(source, width, op.activation, op.flags & kGated, values);
+        activate_row(source, width, op.activation, op.flags & kGated, op.cap, values);
     } else {
         for (int64_t i = 0; i < width; i += kLanes)
             store_first(values + i, width - i, load_first(source + i, width - i, 0.0f));

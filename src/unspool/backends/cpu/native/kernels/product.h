@@ -16,14 +16,16 @@
 namespace unspool {
 namespace ISA {
 
-template <int Bits, int Group, bool Super, bool Minima>
+// How a quantized matrix is packed. `Kind` is its Format, `How` its Scales, `Low` its Lows.
+template <int32_t Kind, int Group, int32_t How, int32_t Low>
 struct Spec {
-    static constexpr int bits = Bits, group = Group;
-    static constexpr bool super = Super, minima = Minima;
-    static constexpr int stored = kLanes * kTile * Bits / 8;
-    static constexpr int scale_bytes = Super ? kLanes * (kTile / Group) : kLanes * 2;
-    static constexpr int tile = stored + scale_bytes * (Minima ? 2 : 1);
-    static constexpr int factors = Super ? kLanes * 2 * (Minima ? 2 : 1) : 0;
+    static constexpr int32_t format = Kind, how = How, lows = Low;
+    static constexpr int group = Group;
+    static constexpr bool super = How == kSuper, minima = Low != kNone;
+    static constexpr int stored = kLanes * kTile / (Kind == kQ8 ? 1 : 2);
+    static constexpr int scale_bytes = unspool::scale_bytes(How, Group);
+    static constexpr int tile = stored + scale_bytes + low_bytes(Low, How, Group);
+    static constexpr int factors = super ? kLanes * 2 * (minima ? 2 : 1) : 0;
 };
 
 // What the scales and minima of eight tiles are multiplied with.
@@ -48,9 +50,16 @@ template <class S>
 struct TileScales {
     F32x16 scale[kTile / S::group], minimum[kTile / S::group];
 
-    UNSPOOL_INLINE void read(const uint8_t* p, const Factors<S>& factors) {
+    // `offset` was taken from numbers that have minima too, only to make them signed: the minimum
+    // gives it back.
+    UNSPOOL_INLINE void read(const uint8_t* p, const Factors<S>& factors, int32_t offset) {
         for (int g = 0; g < kTile / S::group; ++g) {
-            if constexpr (S::super) {
+            if constexpr (S::how == kPowers) {
+                scale[g] = load_shifted<23>(p);
+            } else if constexpr (S::how == kFloat8) {
+                // The exponent counts from 15 there and from 127 here.
+                scale[g] = mul(load_shifted<20>(p + g * kLanes), set1(0x1p112f));
+            } else if constexpr (S::super) {
                 scale[g] =
                     mul(factors.scale, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
                 if constexpr (S::minima)
@@ -58,17 +67,25 @@ struct TileScales {
                         sub(zero(), mul(factors.low, load_u8(p + S::scale_bytes + g * kLanes)));
             } else {
                 scale[g] = load_half(reinterpret_cast<const uint16_t*>(p));
-                if constexpr (S::minima)
+                if constexpr (S::lows == kZeros)
+                    minimum[g] = sub(zero(), mul(scale[g], load_u8(p + S::scale_bytes)));
+                else if constexpr (S::minima)
                     minimum[g] = load_half(reinterpret_cast<const uint16_t*>(p + S::scale_bytes));
+                if constexpr (S::minima && S::format == kQ8)
+                    minimum[g] = fma(scale[g], set1(static_cast<float>(offset)), minimum[g]);
             }
         }
     }
 };
 
+// What is added to a table's numbers: the dot product wants some signed, some not.
+constexpr int kTableBias = kSignedDot ? 0 : 128;
+
 // What the offset takes from a dot product, for each activation's sum of one.
-template <int Bits>
+template <class S>
 UNSPOOL_INLINE int32_t correction(const Matrix& m) {
-    return Bits == 4 ? m.offset : m.offset - kByteBias;
+    if (S::format == kCodes) return kTableBias;
+    return S::format == kQ4 ? m.offset : m.offset - kByteBias;
 }
 
 // Adds one group's share to a row's result.
@@ -87,7 +104,9 @@ template <class S, int T>
 UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
                                    int64_t first, F32x16* out) {
     const int64_t tiles = tiles_of(m);
-    const int32_t taken = correction<S::bits>(m);
+    const int32_t taken = correction<S>(m);
+    [[maybe_unused]] Table table;
+    if constexpr (S::format == kCodes) table = load_table(m.table, kTableBias);
     const int8_t* numbers = acts.numbers + first * acts.columns;
     const float* scales = acts.scales + first * (acts.columns / kTile);
     const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
@@ -109,7 +128,15 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
         }
         const auto piece = [&](auto number) {
             constexpr int j = decltype(number)::value;
-            if constexpr (S::bits == 4) {
+            if constexpr (S::format == kCodes) {
+                const U8x64 both = load_bytes(p + 64 * j);
+                const U8x64 one = look_up(table, low_halves(both));
+                const U8x64 other = look_up(table, high_halves(both));
+                for (int t = 0; t < T; ++t) {
+                    front[t] = dot_signed<j>(front[t], one, a[t]);
+                    back[t] = dot_signed<j>(back[t], other, b[t]);
+                }
+            } else if constexpr (S::format == kQ4) {
                 const U8x64 both = load_bytes(p + 64 * j);
                 const U8x64 one = low_halves(both), other = high_halves(both);
                 for (int t = 0; t < T; ++t) {
@@ -129,7 +156,7 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
         piece(std::integral_constant<int, 2>());
         piece(std::integral_constant<int, 3>());
         TileScales<S> s;
-        s.read(p + S::stored, factors);
+        s.read(p + S::stored, factors, m.offset);
         for (int t = 0; t < T; ++t) {
             const float a = scales[t * (acts.columns / kTile) + tile];
             const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;

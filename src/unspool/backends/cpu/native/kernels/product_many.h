@@ -47,13 +47,22 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to
     const int64_t tiles = tiles_of(m);
     const int offset = kSignedBytes ? m.offset : 0;
     to.taken = m.offset - offset;
+    [[maybe_unused]] Table table;
+    if constexpr (S::format == kCodes) {
+        to.taken = kSignedBytes ? 0 : 128;
+        table = load_table(m.table, to.taken);
+    }
     Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         p = factors.before(tile, p);
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
         uint8_t* bytes = to.bytes + tile * kTile * kLanes;
         for (int j = 0; j < 4; ++j) {
-            if constexpr (S::bits == 4) {
+            if constexpr (S::format == kCodes) {
+                const U8x64 both = load_bytes(p + 64 * j);
+                store_bytes(bytes + 64 * j, look_up(table, low_halves(both)));
+                store_bytes(bytes + 64 * (j + 4), look_up(table, high_halves(both)));
+            } else if constexpr (S::format == kQ4) {
                 const U8x64 both = load_bytes(p + 64 * j);
                 store_bytes(bytes + 64 * j, take_from(low_halves(both), offset));
                 store_bytes(bytes + 64 * (j + 4), take_from(high_halves(both), offset));
@@ -63,7 +72,7 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to
             }
         }
         TileScales<S> s;
-        s.read(p + S::stored, factors);
+        s.read(p + S::stored, factors, m.offset);
         for (int g = 0; g < kTile / S::group; ++g) {
             const int64_t group = tile * (kTile / S::group) + g;
             store(to.scales + group * kLanes, s.scale[g]);

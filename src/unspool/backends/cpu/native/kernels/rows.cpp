@@ -52,7 +52,7 @@ void gather(const Run& run, const Op& op, Worker& worker) {
 void activate(const Run& run, const Op& op, Worker& worker) {
     const Buffer& x = run.buffers[op.target];
     each_row(worker, 0, rows_of(run, op), [&](int64_t row) {
-        activate_row(x.row(row), x.width, op.activation, false, x.row(row));
+        activate_row(x.row(row), x.width, op.activation, false, op.cap, x.row(row));
         if (op.source < 0) return;
         const float* by = run.buffers[op.source].row(row) + op.offset;
         for (int64_t i = 0; i < x.width; ++i) x.row(row)[i] *= by[i];

@@ -47,6 +47,10 @@ template <int J>
 UNSPOOL_INLINE I32x16 dot_bytes(const I32x16& total, const U8x64& w, Columns a) {
     return dot_bytes(total, w, a.v + 4 * J);
 }
+template <int J>
+UNSPOOL_INLINE I32x16 dot_signed(const I32x16& total, const U8x64& w, Columns a) {
+    return dot_signed(total, w, a.v + 4 * J);
+}
 
 #endif
 

@@ -63,6 +63,12 @@ UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     UNSPOOL_BOTH(_mm256_cvtepi32_ps(
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)))));
 }
+// Sixteen bytes, each moved up into a float's bits.
+template <int Bits>
+UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
+    UNSPOOL_BOTH(_mm256_castsi256_ps(_mm256_slli_epi32(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i))), Bits)));
+}
 #undef UNSPOOL_BOTH
 
 UNSPOOL_INLINE void store(float* p, F32x16 a) {
@@ -151,6 +157,19 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
         total.v[i] = _mm256_add_epi32(total.v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     return total;
+}
+// Sixteen bytes that codes of 0 to 15 stand for.
+struct Table {
+    __m256i v;
+};
+UNSPOOL_INLINE Table load_table(const int8_t* p, int bias) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {
+        _mm256_broadcastsi128_si256(_mm_add_epi8(bytes, _mm_set1_epi8(static_cast<char>(bias))))};
+}
+UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
+    for (auto& v : codes.v) v = _mm256_shuffle_epi8(table.v, v);
+    return codes;
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 2; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32 * i), a.v[i]);

@@ -55,6 +55,12 @@ UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
 }
+// Sixteen bytes, each moved up into a float's bits.
+template <int Bits>
+UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), Bits))};
+}
 // Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
 UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     const __m512i n = _mm512_cvtps_epi32(a.v);
@@ -85,6 +91,17 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
 }
 UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     return dot_bytes(total, w, four);
+}
+// Sixteen bytes that codes of 0 to 15 stand for.
+struct Table {
+    __m512i v;
+};
+UNSPOOL_INLINE Table load_table(const int8_t* p, int bias) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_broadcast_i32x4(_mm_add_epi8(bytes, _mm_set1_epi8(static_cast<char>(bias))))};
+}
+UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
+    return {_mm512_shuffle_epi8(table.v, codes.v)};
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { _mm512_storeu_si512(p, a.v); }
 // Every byte less a number, as a signed byte.

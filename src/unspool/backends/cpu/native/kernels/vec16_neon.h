@@ -72,6 +72,17 @@ UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
              vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))),
              vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
 }
+// Sixteen bytes, each moved up into a float's bits.
+template <int Bits>
+UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+    const auto shifted = [](uint16x4_t four) {
+        return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(four), Bits));
+    };
+    return {{shifted(vget_low_u16(low)), shifted(vget_high_u16(low)), shifted(vget_low_u16(high)),
+             shifted(vget_high_u16(high))}};
+}
 // Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
 UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     int32x4_t n[4];
@@ -150,6 +161,22 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, Columns a) {
         total.v[i] = vdotq_laneq_s32(total.v[i], row, a.v, J);
     }
     return total;
+}
+// Signed weights times activations 4 * J to 4 * J + 3.
+template <int J>
+UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, Columns a) {
+    return dot_small<J>(total, w, a);
+}
+// Sixteen bytes that codes of 0 to 15 stand for.
+struct Table {
+    uint8x16_t v;
+};
+UNSPOOL_INLINE Table load_table(const int8_t* p, int bias) {
+    return {vaddq_u8(vreinterpretq_u8_s8(vld1q_s8(p)), vdupq_n_u8(static_cast<uint8_t>(bias)))};
+}
+UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
+    for (int i = 0; i < 4; ++i) codes.v[i] = vqtbl1q_u8(table.v, codes.v[i]);
+    return codes;
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]);

@@ -75,6 +75,11 @@ UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {
 UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     UNSPOOL_EACH(F32x16, __builtin_convertvector(four_of<Ints>(p + 4 * i), Floats));
 }
+// Sixteen bytes, each moved up into a float's bits.
+template <int Bits>
+UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
+    UNSPOOL_EACH(F32x16, read_as<Floats>(four_of<Words>(p + 4 * i) << Bits));
+}
 UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
     UNSPOOL_EACH(F32x16, read_as<Floats>(four_of<Words>(p + 4 * i) << 16));
 }
@@ -142,6 +147,22 @@ UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     U8x64 out;
     __builtin_memcpy(&out, p, sizeof out);
     return out;
+}
+// Sixteen bytes that codes of 0 to 15 stand for.
+struct Table {
+    uint8_t v[16];
+};
+UNSPOOL_INLINE Table load_table(const int8_t* p, int bias) {
+    Table table;
+    for (int i = 0; i < 16; ++i) table.v[i] = static_cast<uint8_t>(p[i] + bias);
+    return table;
+}
+UNSPOOL_INLINE U8x64 look_up(const Table& table, U8x64 codes) {
+    uint8_t bytes[64];
+    __builtin_memcpy(bytes, &codes, sizeof bytes);
+    for (uint8_t& byte : bytes) byte = table.v[byte];
+    __builtin_memcpy(&codes, bytes, sizeof bytes);
+    return codes;
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { __builtin_memcpy(p, &a, 64); }
 

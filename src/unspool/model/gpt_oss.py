@@ -1,0 +1,70 @@
+"""gpt-oss: attention with sinks, a window in every second layer, and experts in MXFP4.
+
+Its experts' matrices lie in safetensors with rows of gate and up in turns, either as floats (rows
+and columns changed) or packed: `gate_up_proj_blocks` holds 32 numbers of 4 bits in 16 bytes,
+`gate_up_proj_scales` a power of two for each of these.
+"""
+
+from __future__ import annotations
+
+from unspool.model.family import like_llama
+from unspool.model.tensor_names import ATTENTION, ENDS, IN_LAYER, NORMS_BEFORE, layer, rules
+from unspool.model.weights import Rule
+
+_EXPERTS = IN_LAYER + "mlp.experts."
+_SIDES = ("layers.{i}.feed.gate", "layers.{i}.feed.up")
+_WEIGHTS = tuple(f"{side}.weight" for side in _SIDES)
+_BIASES = tuple(f"{side}.bias" for side in _SIDES)
+
+GPT_OSS = like_llama(
+    "gpt-oss",
+    "GptOssForCausalLM",
+    model_type="gpt_oss",
+    keys={
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+        "experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "expert_width": "intermediate_size",
+        "activation_limit": "swiglu_limit",
+    },
+    defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "max_position_embeddings": 131072,
+    },
+    only={"swiglu_alpha": 1.702},
+    fixed={
+        "sinks": True,
+        "router_bias": True,
+        "expert_bias": True,
+        "activation": "swiglu_clamped",
+    },
+    window_layers="every second",
+    gguf_rules=(
+        # What llama.cpp calls the norm before the experts, as it does in few other families.
+        *layer("blk.{i}.post_attention_norm", "feed_norm"),
+        Rule("blk.{i}.attn_sinks.weight", ("layers.{i}.attention.sinks",)),
+    ),
+    rules=rules(
+        ENDS,
+        ATTENTION,
+        NORMS_BEFORE,
+        (Rule(IN_LAYER + "self_attn.sinks", ("layers.{i}.attention.sinks",)),),
+        layer(IN_LAYER + "mlp.router", "feed.router"),
+        (
+            Rule(_EXPERTS + "gate_up_proj", _WEIGHTS, "pairs_transposed"),
+            Rule(_EXPERTS + "gate_up_proj_blocks", _WEIGHTS, "pairs"),
+            Rule(_EXPERTS + "gate_up_proj_bias", _BIASES, "pairs"),
+            Rule(_EXPERTS + "down_proj", ("layers.{i}.feed.down.weight",), "transposed"),
+            Rule(_EXPERTS + "down_proj_blocks", ("layers.{i}.feed.down.weight",)),
+            Rule(_EXPERTS + "down_proj_bias", ("layers.{i}.feed.down.bias",)),
+        ),
+    ),
+)

@@ -1,0 +1,150 @@
+"""gpt-oss with its experts in MXFP4, as it is published: safetensors and GGUF, torch and native."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import assets
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from paged_texts import Library, read
+from safetensors.torch import load_file, save_file
+
+from unspool import native
+from unspool.backends.base import Backend
+from unspool.backends.cpu.loaded import CpuModel, load_cpu
+from unspool.backends.torch.loaded import TorchModel
+from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
+
+transformers.logging.disable_progress_bar()
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+CLOSE = 1e-4
+LONGEST = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with packed experts; `plain` in it is the same with their numbers worked out."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    root = tmp_path_factory.mktemp("gpt-oss")
+    shape = {"hidden_size": 64, "intermediate_size": 96, "sliding_window": 7}
+    config = transformers.GptOssConfig(**{**tiny._SHAPE, **tiny._GPT_OSS, **shape})
+    torch.manual_seed(0)
+    tiny.filled(transformers.GptOssForCausalLM(config)).save_pretrained(root / "plain")
+    plain = load_file(root / "plain" / "model.safetensors")
+    packed = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in plain.items():
+        if not name.endswith("_proj"):
+            packed[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        size = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 124, size, generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(plain, root / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(packed, root / "model.safetensors", {"format": "pt"})
+    said = json.loads((root / "plain" / "config.json").read_text())
+    said["quantization_config"] = {"quant_method": "mxfp4"}
+    (root / "config.json").write_text(json.dumps(said))
+    return root
+
+
+@pytest.fixture(scope="module")
+def converted(folder: Path) -> Path:
+    script = Path(__file__).parent.parent / "convert_to_gguf.py"
+    target = folder / "model.gguf"
+    command = [sys.executable, str(script), str(assets.llama_cpp_source()), str(folder)]
+    subprocess.run([*command, str(target)], check=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def logits(folder: Path) -> tuple[torch.Tensor, Any]:
+    """Some tokens, and what transformers says to them."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "plain", dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = torch.randint(0, 259, (1, LONGEST), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return tokens, theirs(tokens).logits[0].numpy()
+
+
+def kinds(checkpoint: Checkpoint) -> set[str]:
+    """The types of the experts' matrices."""
+    every = checkpoint.weights()
+    return {stored.type for name, stored in every if len(stored.shape) == 3 and ".feed." in name}
+
+
+@pytest.mark.parametrize("form", ["safetensors", pytest.param("gguf", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_torch_gives_what_transformers_gives(
+    form: str, folder: Path, logits: tuple[Any, Any], request: pytest.FixtureRequest
+):
+    path = folder if form == "safetensors" else request.getfixturevalue("converted")
+    checkpoint = open_checkpoint(path)
+    assert kinds(checkpoint) == {"MXFP4"}
+    ours = load_transformer(checkpoint)
+    tokens, expected = logits
+    assert np.abs(ours(tokens)[0].numpy() - expected).max() < CLOSE
+    cache = ours.new_cache(LONGEST)
+    steps = [ours(tokens[:, at : at + 1], cache)[0] for at in range(LONGEST)]
+    assert np.abs(torch.cat(steps).numpy() - expected).max() < CLOSE
+
+
+def written(model: Any) -> Any:
+    """Logits of two texts, read at once and token by token, each token's in a row."""
+    backend: Backend = model.backend(memory=1 << 22, context=128)
+    library = Library(16, 259)
+    text, other = library.text(LONGEST), library.text(30)
+    some = [*read(backend, [(text, 23), (other, 9)])]
+    some += [row for _ in range(8) for row in read(backend, [(text, 1), (other, 1)])]
+    return np.concatenate(some)
+
+
+@needs_native
+def test_native_gives_what_torch_gives(folder: Path):
+    checkpoint = open_checkpoint(folder)
+    theirs = written(TorchModel(load_transformer(checkpoint)))
+    exact = written(load_cpu(checkpoint, store="float32", threads=2, kv_bits=32))
+    assert np.abs(exact - theirs).max() < CLOSE
+    ours = written(load_cpu(checkpoint, threads=2, kv_bits=32))
+    # Activations are rounded to bytes; where a router then chooses another expert, more differs.
+    error = np.sqrt(((ours - theirs) ** 2).mean(-1) / (theirs**2).mean(-1))
+    assert 0 < np.median(error) < 0.05
+
+
+@needs_native
+def test_experts_keep_their_bits(folder: Path):
+    model: CpuModel = load_cpu(open_checkpoint(folder), threads=1).wait()
+    for name, stored in _experts(open_checkpoint(folder)):
+        for number, part in enumerate(stored.slices()):
+            packed = model.packed[f"{name}[{number}]"]
+            np.testing.assert_array_equal(packed.float32(), part.float32())
+            assert packed.packing.format == "codes"
+    assert model.quantization_error is None
+
+
+def _experts(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
+    return (
+        (name, stored)
+        for name, stored in checkpoint.weights()
+        if len(stored.shape) == 3 and ".feed." in name
+    )
+
+
+@pytest.mark.slow
+def test_the_yarn_of_gguf_files_keeps_its_borders(converted: Path):
+    rotary = open_checkpoint(converted).config.rotary
+    assert rotary is not None and rotary.scaling == "yarn" and not rotary.whole_dimensions
