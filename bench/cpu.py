@@ -42,6 +42,7 @@ from peers.environments import (
     prepare,
     say,
 )
+from peers.random_model import random_model
 from peers.report import markdown
 from peers.workers import Worker, WorkerError, cold_start
 
@@ -54,6 +55,7 @@ EXAMPLES = """examples:
   python bench/cpu.py --only llama_cpp,onnxruntime --work decode,prompt --rounds 9
   python bench/cpu.py --only transformers --work quality
   python bench/cpu.py --only llama_cpp --work growth --threads 4
+  python bench/cpu.py --random --only llama_cpp --work decode,prompt,batch    recurrent layers
   python bench/cpu.py --installed --only llama_cpp      engines that this Python has already"""
 
 
@@ -256,12 +258,15 @@ def main() -> int:
     from unspool.model.checkpoint import open_checkpoint
     from unspool.model.hub import find_model
 
+    given.environments.mkdir(parents=True, exist_ok=True)
+    if given.random:
+        random_model(given.environments / "random-qwen3.5-0.8b.gguf")
+        given.model = str(given.environments / "random-qwen3.5-0.8b.gguf")
     gguf = find_model(given.model)
     tokenizer = open_tokenizer(open_checkpoint(gguf))
     assert tokenizer is not None
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*.md")))
     bench = Bench(given, gguf, measure.Prompts(tokenizer.encode(pages)))
-    given.environments.mkdir(parents=True, exist_ok=True)
     given.out.mkdir(parents=True, exist_ok=True)
     code = 0
     try:
@@ -319,6 +324,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(names)}")
     parser.add_argument("--work", default=",".join(WORKS), metavar="NAMES", help="of the above")
     parser.add_argument("--model", metavar="FILE", help="a GGUF file (the default model)")
+    parser.add_argument(
+        "--random", action="store_true", help="a random model of Qwen3.5-0.8B's shape instead"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="FOLDER")
     parser.add_argument(
         "--environments", type=Path, default=cache / "unspool-bench", metavar="FOLDER",
