@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -219,6 +220,21 @@ def test_what_is_worth_most_stays():
         write(engine, text_of(100, seed), 40)
     assert states.forgotten > 0
     assert read_by(backend, lambda: write(engine, prompt, 1)) < 150
+
+
+def test_states_that_go_together_leave_no_large_gap():
+    """Of pages that are worth the same, every second one goes, and not all of the oldest."""
+    engine, _, states = engine_of(states=64, state_bytes=1)
+    branch = engine.open(text_of(60 * SIZE + 3))
+    engine.extend(branch)
+    assert states.used > 60
+    engine.call(lambda: states.evict(30))
+    kept, node = list[int](), branch.node
+    while node.parent is not None:
+        kept += node.states
+        node = node.parent
+    places = [0, *sorted(kept), 60 * SIZE]
+    assert max(b - a for a, b in pairwise(places)) <= 6 * SIZE
 
 
 def test_faults_lose_no_slot():

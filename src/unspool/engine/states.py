@@ -234,21 +234,18 @@ class StatePool:
         going = True
         while going and len(self._free) < wanted:
             going = False
-            ranked = sorted(
-                (self._worth(state), state.slot, state)
-                for state in self._states
-                if not (state.pins or state.running)
-            )
-            gone: set[State] = set()
-            for _, _, state in ranked:
+            candidates = [state for state in self._states if not (state.pins or state.running)]
+            earlier = {state: self._earlier(state) for state in candidates}
+            candidates.sort(key=lambda state: (self._worth(state, earlier[state]), state.slot))
+            neighbours: set[State] = set()  # of those forgotten: worth more than was said
+            for state in candidates:
                 if len(self._free) >= wanted:
                     return
-                # Forgetting one may free others, or make them worth more.
-                if state not in self._states or self._earlier(state) in gone:
-                    continue
-                gone.add(state)
-                self._forget(state)
-                going = True
+                before = earlier[state]
+                if state in self._states and state not in neighbours and before not in neighbours:
+                    neighbours |= {state} if before is None else {state, before}
+                    self._forget(state)
+                    going = True
 
     def _allocate(self, length: int) -> State:
         if not self._free:
@@ -277,10 +274,9 @@ class StatePool:
             found.append(state)
         return found
 
-    def _worth(self, state: State) -> float:
+    def _worth(self, state: State, earlier: State | None) -> float:
         """Tokens that would have to be computed again without it, against how long it was not
         used."""
-        earlier = self._earlier(state)
         gap = state.length - (0 if earlier is None else earlier.length)
         kind = _WORTH[MARK if state.tips else state.why]
         return kind * gap / (1 + self.clock - state.used)
