@@ -264,11 +264,16 @@ def load_weights(
     dtype = wanted.dtype
     if dtype == "auto":
         dtype = "bfloat16" if choice.device.startswith("cuda") else "float32"
+    loaded: Loaded
     if choice.backend == "cuda" and _fits_kernels(checkpoint, wanted):
-        return _on_gpu(checkpoint, wanted, choice.device, dtype, progress)
-    from unspool.backends.torch.loaded import TorchModel
+        loaded = _on_gpu(checkpoint, wanted, choice.device, dtype, progress)
+    else:
+        from unspool.backends.torch.loaded import TorchModel
 
-    return TorchModel(load_transformer(checkpoint, dtype=dtype, device=choice.device))
+        loaded = TorchModel(load_transformer(checkpoint, dtype=dtype, device=choice.device))
+    if checkpoint.losses:  # the native backend says it itself, when it has read the weights
+        warnings.warn(checkpoint.losses, UnspoolWarning, stacklevel=2)
+    return loaded
 
 
 def _fits_kernels(checkpoint: Checkpoint, wanted: Placement) -> bool:

@@ -75,7 +75,10 @@ def test_pickles_are_refused_with_the_reason(tmp_path: Path):
         ({"rope_parameters": [1]}, "cannot be understood"),
         ({"hidden_size": 96}, "do not belong together"),
         ({"num_hidden_layers": 5}, "lacks .*layers.4"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized with 'gptq'"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantized with 'bitsandbytes'",
+        ),
     ],
 )
 def test_impossible_settings(folder: Path, changes: dict[str, Any], words: str):

@@ -14,9 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import unspool
 from unspool import native
 from unspool.backends.cpu.loaded import load_cpu
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolWarning
 from unspool.model.checkpoint import open_checkpoint
 from unspool.model.stored import Stored
 
@@ -242,6 +243,12 @@ def test_loss_is_said_where_there_is_one(pair: tuple[str, Path, Path]):
     assert checkpoint.losses == ""
     list(checkpoint.weights())
     assert ("16-bit floats" in checkpoint.losses) == (name == "gptq-act-order")
+
+
+def test_plain_torch_says_a_loss_too(tmp_path: Path):
+    packed, _ = checkpoints("gptq-act-order", tmp_path)
+    with pytest.warns(UnspoolWarning, match="became 16-bit floats"):
+        unspool.load(packed, backend="torch").close()
 
 
 @needs_native
