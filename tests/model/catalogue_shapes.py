@@ -51,6 +51,27 @@ def _gemma4(
     return _shape("gemma4", layers, width, heads, inner, 262144, layer_types=kinds, **more)
 
 
+def _qwen35(
+    layers: int, width: int, heads: str, inner: int, values: int, **more: Any
+) -> dict[str, Any]:
+    """Every fourth layer attends; the others have 16 key heads and so many value heads."""
+    linear = {
+        "linear_num_key_heads": 16, "linear_num_value_heads": values, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    }  # fmt: skip
+    return _shape("qwen3_5_text", layers, width, heads, inner, 248320, **{**linear, **more})
+
+
+def _lfm2(
+    layers: int, width: int, heads: str, inner: int, attending: tuple[int, ...]
+) -> dict[str, Any]:
+    kinds = ["full_attention" if n in attending else "conv" for n in range(layers)]
+    return _shape(
+        "lfm2", layers, width, heads, inner, 65536, layer_types=kinds,
+        block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256, conv_L_cache=3, conv_bias=False,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _shape("llama", 30, 576, "9/3/64", 1536, 49152),
     "smollm2-360m": _shape("llama", 32, 960, "15/5/64", 2560, 49152),
@@ -102,4 +123,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite4.1-3b": _shape("granite", 40, 2560, "40/8/64", 8192, 100352),
     "granite4.1-8b": _shape("granite", 40, 4096, "32/8/128", 12800, 100352),
     "olmo3-7b": _shape("olmo3", 32, 4096, "32/32/128", 11008, 100278, **_UNTIED),
+    "qwen3.5-0.8b": _qwen35(24, 1024, "8/2/256", 3584, 16),
+    "qwen3.5-2b": _qwen35(24, 2048, "8/2/256", 6144, 16),
+    "qwen3.5-4b": _qwen35(32, 2560, "16/4/256", 9216, 32),
+    "qwen3.5-9b": _qwen35(32, 4096, "16/4/256", 12288, 32, **_UNTIED),
+    "gpt-oss-20b": _shape(
+        "gpt_oss", 24, 2880, "64/8/64", 2880, 201088, **_UNTIED, num_local_experts=32,
+        num_experts_per_tok=4, sliding_window=128,
+    ),
+    "lfm2.5-1.2b": _lfm2(16, 2048, "32/8/64", 12288, (2, 5, 8, 10, 12, 14)),
 }  # fmt: skip

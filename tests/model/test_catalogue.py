@@ -33,7 +33,14 @@ def test_figures_follow_from_the_shapes() -> None:
 
 
 # Bits a weight of a file of this kind; more where small models keep tables of words in more bits.
-BITS = {"Q4_1": (5, 6), "Q4_K_M": (4.7, 8), "Q8_0": (8.49, 11), "F16": (16, 19), "F32": (32, 36)}
+BITS = {
+    "Q4_1": (5, 6),
+    "Q4_K_M": (4.7, 8),
+    "Q8_0": (8.49, 11),
+    "MXFP4_MOE": (4.3, 5),
+    "F16": (16, 19),
+    "F32": (32, 36),
+}
 
 
 def test_sizes_are_possible() -> None:
