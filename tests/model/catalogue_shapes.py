@@ -68,7 +68,8 @@ def _lfm2(
     kinds = ["full_attention" if n in attending else "conv" for n in range(layers)]
     return _shape(
         "lfm2", layers, width, heads, inner, 65536, layer_types=kinds,
-        block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256, conv_L_cache=3, conv_bias=False,
+        block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.0, block_multiple_of=256,
+        conv_L_cache=3, conv_bias=False,
     )  # fmt: skip
 
 
