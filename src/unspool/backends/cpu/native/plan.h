@@ -64,7 +64,7 @@ struct Op {
     int32_t offset;  // kNorm: where in a row the normed part begins ...
     int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
     int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself;
-                     // kGate: 1: the row has one gate for all; kDelta: of values
+                     // kGate: 1: the row has one gate for all, kDelta: of values
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
     int32_t vector;         // norm weight, table of positions, sinks (kAttend), or what each
@@ -155,7 +155,7 @@ struct Batch {
     const int64_t* echo_starts;  // [count + 1]; null: none are
     const int64_t* echo_lines;
     // Recurrent states: `state_floats` numbers a slot. A row reads one (-1: zeros) and writes one,
-    // [rows, 2]; the state behind token t goes to capture_slots[capture_starts[t] ...] as well.
+    // [rows, 2]. The state behind token t goes to capture_slots[capture_starts[t] ...] as well.
     float* state_data;
     int64_t state_slots;
     int64_t state_floats;
@@ -176,8 +176,8 @@ struct TapList {
     float* weights;            // a token's weights: [layers, heads, past], at attention[token]
     const int64_t* places;  // [snapshots of the plan]: where each goes, -1: nowhere; null: in order
     int64_t heads;          // of the layer that has most
-    // Recurrent layers: [count]: where a token's numbers go, or -1; null: the model has none. Those
-    // of a layer begin at layer * recurrent_room.
+    // Recurrent layers: [count]: where a token's numbers go, or -1 (null: the model has none).
+    // Those of a layer begin at layer * recurrent_room.
     const int64_t* recurrent;
     float* recurrent_seen;
     int64_t recurrent_room;
