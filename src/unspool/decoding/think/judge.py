@@ -17,8 +17,8 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.decoding.voting import Extract, final_answer, finder, tally
 from unspool.decoding.written import mean_logprob
+from unspool.engine.branch import Branch
 from unspool.engine.generation import Generation
-from unspool.engine.tree import Branch
 from unspool.sampling.operations import operations
 from unspool.sampling.scoring import log_softmax
 from unspool.session import Session

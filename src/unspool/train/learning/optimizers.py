@@ -112,7 +112,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+            shapes: dict[tuple[int, ...], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     shapes.setdefault(tuple(parameter.shape), []).append(parameter)
@@ -129,7 +129,7 @@ class Muon(Optimizer):
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, updates, alpha=-size)
 
-    def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
+    def _directions(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
         """Where the momentum points one step ahead (Nesterov)."""
         gradients = [each.grad for each in parameters if each.grad is not None]
         for parameter, gradient in zip(parameters, gradients, strict=True):
