@@ -29,7 +29,10 @@ def test_attention_is_causal_and_sums_to_one(family, family_lm):
             seen.attention_mean,
         ):
             assert (rows >= 0).all()
-            np.testing.assert_allclose(rows.sum(-1), 1, atol=1e-5)
+            if config.sinks:  # which take a share of every row
+                assert (rows.sum(-1) < 1).all()
+            else:
+                np.testing.assert_allclose(rows.sum(-1), 1, atol=1e-5)
         for layer in range(config.layers):
             if config.window(layer):  # what lies before the window is not seen either
                 before = max(0, position + 1 - config.window(layer))
