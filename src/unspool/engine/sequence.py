@@ -35,7 +35,12 @@ from unspool.engine.stream import StepQueue
 from unspool.sampling import Pick, RowInput, StageState, next_state
 from unspool.sampling.guards import GuardRun
 from unspool.sampling.picker import (
-    POSITION, Ints, history_range, is_ordinary, row_numbers, sees_history,
+    POSITION,
+    Ints,
+    history_range,
+    is_ordinary,
+    row_numbers,
+    sees_history,
 )  # fmt: skip
 
 
