@@ -33,7 +33,6 @@ from unspool.engine.state_policy import message_ends
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
 from unspool.sampling import Pick, RowInput, StageState, next_state
-from unspool.sampling.guards import GuardRun
 from unspool.sampling.picker import (
     POSITION,
     Ints,
@@ -82,9 +81,7 @@ class Sequence(Task):
         self.history = np.empty(max(room, self.length), np.int64)
         self.history[: self.length] = start
         self.ending = Ending(limits, self.prompt_length)
-        self.guard: GuardRun | None = None
-        if request.guards is not None:
-            self.guard = request.guards.start()
+        self.guard = None if request.guards is None else request.guards.start()
         self.grammar, self.thoughts = follow(request, token_bytes, vocab_size)
         self.follower = self.thoughts if self.grammar is None else self.grammar
         self.reader = drafter if isinstance(drafter, ReadingDrafter) else None
