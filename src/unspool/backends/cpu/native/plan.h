@@ -83,8 +83,8 @@ struct Op {
     int32_t key_heads;    // kDelta; `heads` are those of values, `width` is that of a key
     int32_t value_width;  // kDelta
     float scale;          // kPlace: by how much queries grow (see cap)
-    float cap;            // kPlace: ... with every so many positions; 0: they do not; elsewhere that
-                          // of a softcap, or of what the activation kSwigluClamped lets through
+    float cap;  // kPlace: ... with every so many positions; 0: they do not; elsewhere that
+                // of a softcap, or of what the activation kSwigluClamped lets through
     float epsilon;
 };
 
