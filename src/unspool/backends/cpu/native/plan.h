@@ -67,8 +67,7 @@ struct Op {
                      // kGate: 1: the row has one gate for all, kDelta: of values
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;         // norm weight, table of positions, sinks (kAttend), or what each
-                            // expert counts; -1: none
+    int32_t vector;         // norm weight, positions, sinks (kAttend), what experts count; -1: none
     int32_t second_vector;  // norm bias; the norm of keys (kPlace)
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
