@@ -133,7 +133,7 @@ def test_with_a_twin_there_are_its_figures(small: Any, texts: list[str]):
     from unspool.costing.plan import Plan
 
     part = whole.measure(small, Plan(True, 0, texts, twin=_Masked(small.tokenizer)))
-    assert part.figure("swap noticed by the masked twin").n == 5
+    assert part.figure("swap noticed by the masked twin").n == 4
     assert part.figure("AUC of the masked twin").value is not None
 
 

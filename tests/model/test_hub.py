@@ -378,7 +378,7 @@ def test_choosing_files() -> None:
     shards = ["n-00001-of-00002.gguf", "n-00002-of-00002.gguf"]
     assert choose("o/n", *shards) == (shards, shards[0])
     for name, files, words in [
-        ("o/n", ["a.gguf", "b-IQ4_XS.gguf"], r"2 GGUF files.*a\.gguf, b-IQ4_XS\.gguf"),
+        ("o/n", ["a.gguf", "b-Q2_0.gguf"], r"2 GGUF files.*a\.gguf, b-Q2_0\.gguf"),
         ("o/n:Q2_K", ggufs, "no GGUF file of kind Q2_K; choose from: n-Q4_K_M"),
         ("o/n/x.gguf", ggufs, r"no file x\.gguf; it has"),
         ("o/n", ["pytorch_model.bin", "config.json"], "pickle.*run any code"),

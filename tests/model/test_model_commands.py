@@ -223,4 +223,4 @@ def test_the_shell_completes_names(unspool: Run, home: Path) -> None:
 
     assert completed("unspool run -m qwen3-0") == ["qwen3-0.6b"]
     assert completed("unspool run -m llama.c") == ["llama.cpp/qwen-own"]
-    assert completed("unspool pull gpt") == ["gpt2"]
+    assert completed("unspool pull gpt") == ["gpt2", "gpt-oss-20b"]

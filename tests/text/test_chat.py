@@ -450,7 +450,7 @@ def test_text_parts(built: Any) -> None:
     reads = "{% for m in messages %}{% for p in m.content %}{{ p.text }}+{% endfor %}{% endfor %}"
     assert ChatTemplate(reads, built[0]).render(parts) == "one+two+"
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
-    with pytest.raises(UnspoolError, match="only text parts"):
+    with pytest.raises(UnspoolError, match="only text is read"):
         ChatTemplate(CHATML, built[0]).render(picture)
 
 

@@ -55,7 +55,7 @@ def save_model(folder: Path, name: str = "Qwen3", vocab: int = 300, **changes: A
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
         "num_attention_heads": 4, "vocab_size": vocab, "bos_token_id": 0, "eos_token_id": 1,
     }  # fmt: skip
-    tiny.FAMILIES["small"] = tiny._named(name, **{**shape, **changes})
+    tiny.FAMILIES["small"] = tiny.named(name, **{**shape, **changes})
     model = tiny.save("small", folder)
     save_vocabulary(folder)
     return model

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unspool.model.beside import DenseAndExperts, TokenInput, TokenInputs
 from unspool.model.config import ModelConfig
-from unspool.model.feed import Experts, FeedForward
-from unspool.model.mixers import Mixer, new_mixer
-from unspool.model.parts import HeadTransform, Norm, norm_or_not, turn, unit
+from unspool.model.layers.beside import DenseAndExperts, TokenInput, TokenInputs
+from unspool.model.layers.feed import Experts, FeedForward
+from unspool.model.layers.mixers import Mixer, new_mixer
+from unspool.model.layers.parts import HeadTransform, Norm, norm_or_not, turn, unit
 from unspool.model.positions import Rotary, sinusoidal
 
 # Attention looks at this many queries at a time, so that a long prompt needs no giant table.

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from unspool.backends.cuda.products import Around, NormWeights  # noqa: E402
 from unspool.backends.cuda.weights import PlainMatrix  # noqa: E402
-from unspool.model.parts import activate  # noqa: E402
+from unspool.model.layers.parts import activate  # noqa: E402
 
 
 def normed(x, norm, eps):

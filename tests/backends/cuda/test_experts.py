@@ -11,7 +11,7 @@ from unspool.backends.cuda import experts as module
 from unspool.backends.cuda.experts import ExpertScratch, experts
 from unspool.backends.cuda.weights import ExpertWeights, Weights, fused
 from unspool.model.config import ModelConfig
-from unspool.model.feed import Experts
+from unspool.model.layers.feed import Experts
 from unspool.model.transformer import Transformer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,8 +17,8 @@ from unspool.backends.cuda.exact import exact_many
 from unspool.backends.cuda.packed import PackedMatrix
 from unspool.backends.cuda.products import Around, NormWeights, times_many, times_one
 from unspool.model.config import ModelConfig
-from unspool.model.feed import Experts, FeedForward
-from unspool.model.parts import Norm
+from unspool.model.layers.feed import Experts, FeedForward
+from unspool.model.layers.parts import Norm
 from unspool.model.transformer import Layer, Transformer
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from unspool.backends.step import RECURRENT_LOOK, Floats, Ints, Look, StepBatch
 from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.model.mixers import Mixer, Seen
+from unspool.model.layers.mixers import Mixer, Seen
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,6 @@ class _Engines(Collector):
             batches.add_metric((served.name,), engine.steps)
             aside.add_metric((served.name,), engine.scheduler.preemptions)
         yield pages
-        if states.samples:
-            yield states
+        yield states
         yield batches
         yield aside

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
-from unspool.model.parts import activate, turn
+from unspool.model.layers.parts import activate, turn
 from unspool.model.positions import Rotary
 from unspool.model.transformer import Transformer
 from unspool.train.data.batches import Batch

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
-from unspool.model.parts import activate, bend
+from unspool.model.layers.parts import activate, bend
 
 SMALLEST_SUM = 1e-6  # sigmoids of a router may all be next to nothing
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unspool.model.config import ModelConfig
-from unspool.model.parts import Norm, activate
+from unspool.model.layers.parts import Norm, activate
 
 
 class DenseAndExperts(nn.Module):

@@ -1,0 +1,1 @@
+"""What a transformer's layers are made of, in plain torch."""
