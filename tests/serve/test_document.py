@@ -51,7 +51,12 @@ def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 OPERATIONS = [
-    pytest.param(path, method, id=f"{method.upper()} {path}")
+    pytest.param(
+        path,
+        method,
+        id=f"{method.upper()} {path}",
+        marks=[pytest.mark.slow] * ((path, method) == ("/v1/costs", "post")),  # it measures
+    )  # fmt: skip
     for path, item in DOCUMENT["paths"].items()
     for method in item
 ]

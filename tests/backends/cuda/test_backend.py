@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 # All of them run on a GPU (tests/gpu); by the interpreter those that have most in them.
-_LONG = ("as olmo", "as qwen", "as neox", "as llama", "as gpt2", "as mixtral")
+_LONG = ("as gemma", "as olmo", "as qwen", "as neox", "as llama", "as gpt2", "as mixtral")
 
 
 @pytest.mark.parametrize(
