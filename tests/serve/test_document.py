@@ -56,7 +56,7 @@ OPERATIONS = [
         method,
         id=f"{method.upper()} {path}",
         marks=[pytest.mark.slow] * ((path, method) == ("/v1/costs", "post")),  # it measures
-    )  # fmt: skip
+    )
     for path, item in DOCUMENT["paths"].items()
     for method in item
 ]
