@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import assets
 import numpy as np
 import pytest
 import tiny
@@ -18,6 +15,7 @@ import transformers
 from paged_texts import Library, read
 from safetensors.torch import load_file, save_file
 
+from gguf_converted import convert
 from unspool import native
 from unspool.backends.base import Backend
 from unspool.backends.cpu.loaded import CpuModel, load_cpu
@@ -63,10 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(folder: Path) -> Path:
-    script = Path(__file__).parent.parent / "convert_to_gguf.py"
     target = folder / "model.gguf"
-    command = [sys.executable, str(script), str(assets.llama_cpp_source()), str(folder)]
-    subprocess.run([*command, str(target)], check=True)
+    convert([(folder, target)])
     return target
 
 

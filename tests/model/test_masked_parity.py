@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import assets
 import numpy as np
 import pytest
 import torch
 import transformers
 
 import tiny_masked
+from gguf_converted import convert_each
 from unspool import native
 from unspool.backends.base import Backend, Loaded
 from unspool.backends.cpu.loaded import load_cpu
@@ -190,16 +188,8 @@ def test_a_causal_family_taught_to_look_ahead_is_saved_with_that(tmp_path: Path)
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Those that llama.cpp's own converter knows."""
-    root = tmp_path_factory.mktemp("gguf")
-    arguments = []
-    for name in ("dream", "llada"):
-        tiny_masked.save(name, root / name)
-        arguments += [str(root / name), str(root / f"{name}.gguf")]
-    script = Path(__file__).parent.parent / "convert_to_gguf.py"
-    subprocess.run(
-        [sys.executable, str(script), str(assets.llama_cpp_source()), *arguments], check=True
-    )
-    return root
+    folder = tmp_path_factory.mktemp("gguf")
+    return convert_each(("dream", "llada"), tiny_masked.save, folder)
 
 
 @pytest.mark.parametrize("name", ["dream", "llada"])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import assets
 import pytest
 import tiny
 import torch
 import transformers
 
 import tiny_recurrent
+from gguf_converted import convert_each
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.weights import parameter_count, shapes
 
@@ -83,16 +81,7 @@ IN_GGUF = tiny_recurrent.FAMILIES.keys() - {"lfm2-moe-no-bias", "qwen3-next-dens
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every family as a GGUF file, made by llama.cpp's converter."""
-    root = tmp_path_factory.mktemp("gguf")
-    arguments = []
-    for name in IN_GGUF:
-        tiny.save(name, root / name)
-        arguments += [str(root / name), str(root / f"{name}.gguf")]
-    script = Path(__file__).parent.parent / "convert_to_gguf.py"
-    subprocess.run(
-        [sys.executable, str(script), str(assets.llama_cpp_source()), *arguments], check=True
-    )
-    return root
+    return convert_each(IN_GGUF, tiny.save, tmp_path_factory.mktemp("gguf"))
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from gguf.quants import quantize
 
 import unspool
+from gguf_converted import convert
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.gguf import GGUFFile
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -92,7 +91,6 @@ def test_packed_numbers(folder: Path, tmp_path: Path, kind: str):
 def test_settings_and_tensors_are_those_of_llama_cpps_converter(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    source = assets.llama_cpp_source()
     monkeypatch.setitem(tiny._SHAPE, "vocab_size", 300)
     tiny.save("llama-llama3", tmp_path / "llama3")
     small.save_vocabulary(tmp_path / "llama3")
@@ -102,9 +100,7 @@ def test_settings_and_tensors_are_those_of_llama_cpps_converter(
         (tmp_path / name / "copy").mkdir(parents=True)
         for file in ("config.json", "model.safetensors"):
             (tmp_path / name / "copy" / file).write_bytes((origin / file).read_bytes())
-    script = Path(tiny.__file__).with_name("convert_to_gguf.py")
-    words = [w for n in pairs for w in (tmp_path / n / "copy", tmp_path / f"{n}-theirs.gguf")]
-    subprocess.run([sys.executable, script, source, *words], check=True, capture_output=True)
+    convert((tmp_path / name / "copy", tmp_path / f"{name}-theirs.gguf") for name in pairs)
     for name, path in pairs.items():
         mine, theirs = GGUFFile(path), GGUFFile(tmp_path / f"{name}-theirs.gguf")
         for key, value in theirs.metadata.items():

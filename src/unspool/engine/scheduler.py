@@ -30,30 +30,9 @@ class Task:
     """A branch to be computed, and what is wanted of it. Subclasses say what becomes of it."""
 
     __slots__ = (
-        "admitted",
-        "ahead",
-        "branch",
-        "cached",
-        "decoding",
-        "deep",
-        "first",
-        "flights",
-        "inside",
-        "landmarks",
-        "logits",
-        "look",
-        "number",
-        "pick_floats",
-        "pick_ints",
-        "pick_number",
-        "picked",
-        "priority",
-        "queued",
-        "sees_history",
-        "splits",
-        "stop",
-        "until",
-        "wanted",
+        "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
+        "landmarks", "logits", "look", "number", "pick_floats", "pick_ints", "pick_number",
+        "picked", "priority", "queued", "sees_history", "splits", "stop", "until", "wanted",
         "watch",
     )  # fmt: skip
 

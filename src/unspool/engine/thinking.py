@@ -80,7 +80,7 @@ def think_options(
         if think not in (None, False, "none") or budget:
             raise SettingsError(
                 "this model does not think before it answers: neither its chat template nor its "
-                "vocabulary knows of thoughts; leave think and think_budget out"
+                "vocabulary knows of thoughts; leave out what asks for thoughts"
             )
         options.pop("think_budget", None)
         return {}

@@ -11,6 +11,7 @@ with gradients through them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -56,7 +57,7 @@ def _same_document(documents: Tensor, back: int) -> Tensor:
     return (earlier == documents)[..., None]
 
 
-class Mixer(nn.Module):
+class Mixer(nn.Module, ABC):
     """What recurrent layers have in common."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -67,19 +68,21 @@ class Mixer(nn.Module):
         self.floats = config.state_floats(layer)
         self.conv = Taps(self.recurrence.conv_kernel, self.channels)
 
+    @abstractmethod
     def project(self, x: Tensor) -> Parts:
-        raise NotImplementedError
+        """What the matrices make of each token by itself."""
 
+    @abstractmethod
     def recur(self, parts: Parts, state: Tensor, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
         """The tokens' outcome, and the state [batch, floats] behind the last of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, mixed: Tensor, parts: Parts) -> Tensor:
-        raise NotImplementedError
+        """What the layer adds to each token's vector."""
 
+    @abstractmethod
     def whole(self, x: Tensor, documents: Tensor | None) -> Tensor:
         """Whole rows of text, none of which has a past; no document knows of another."""
-        raise NotImplementedError
 
     def fresh(self, batch: int, device: torch.device) -> Tensor:
         return torch.zeros(batch, self.floats, device=device)

@@ -1,0 +1,30 @@
+"""Models as GGUF files, made by llama.cpp's own converter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import assets
+
+
+def convert(pairs: Iterable[tuple[Path, Path]]) -> None:
+    """Folders as transformers saves them to files, in one process."""
+    script = Path(__file__).with_name("convert_to_gguf.py")
+    names = [str(path) for pair in pairs for path in pair]
+    subprocess.run(
+        [sys.executable, str(script), str(assets.llama_cpp_source()), *names],
+        check=True, capture_output=True,
+    )  # fmt: skip
+
+
+def convert_each(names: Iterable[str], save: Callable[[str, Path], Any], folder: Path) -> Path:
+    """NAME.gguf of each tiny model, in the folder where it is saved."""
+    pairs = [(folder / name, folder / f"{name}.gguf") for name in names]
+    for saved, _ in pairs:
+        save(saved.name, saved)
+    convert(pairs)
+    return folder
