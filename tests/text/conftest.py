@@ -1,0 +1,3 @@
+"""What several tests of text share."""
+
+from chat_support import built as built
