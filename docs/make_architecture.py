@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 ROWS = [
-    [("cli", "every command"), ("serve", "HTTP: OpenAI, Anthropic, tree"), ("page", "the browser")],
+    [("cli", "every command")],
+    [("scale", "many machines: Ray, torchrun")],
+    [("serve", "HTTP: OpenAI, Anthropic, tree"), ("page", "the browser")],
     [("costing", "what writing token by token costs, as a report")],
     [("train", "from text to weights: data, objectives, loop, runs")],
     [("loading", "a model from a name"), ("conversation", "a chat that stays ids")],
@@ -52,7 +54,8 @@ def main() -> None:
     target.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 20} {height}" '
         f'width="{WIDTH + 20}" height="{height}">\n'
-        f'<style>{style}</style>\n<rect width="100%" height="100%" style="fill:#fff;stroke:none"/>\n'
+        f"<style>{style}</style>\n"
+        '<rect width="100%" height="100%" style="fill:#fff;stroke:none"/>\n'
         f"{body}\n</svg>\n",
         encoding="utf-8",
     )

@@ -79,6 +79,15 @@ def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
     return np.concatenate(found)
 
 
+def read_by_engine(model: Loaded) -> Any:
+    """Logits of a prompt and of two tokens behind it, of a model that may have recurrent layers."""
+    with language_model(model, memory=4 << 20) as lm:
+        branch = lm.engine.open(list(range(3, 33)))
+        found = [lm.engine.extend(branch, wanted=30)]
+        found += [lm.engine.extend(branch, [token]) for token in (40, 50)]
+        return np.concatenate([host(each) for each in found])
+
+
 def pick_rows(asked: Sequence[SamplingSettings], lengths: Sequence[int]) -> PickRows:
     """How rows are picked whose next token stands at these positions; none sees its history."""
     floats, ints = [], []

@@ -18,6 +18,7 @@ from unspool.model.recurrence import Recurrence
 
 VOCABULARY = 67
 _DELTA = Recurrence(conv_kernel=4, key_heads=2, value_heads=4, key_width=24, value_width=40)
+_MAMBA = dataclasses.replace(_DELTA, conv_bias=True, norm_groups=2)
 # Odd widths, so that no register is full by chance.
 SHAPES: dict[str, dict[str, Any]] = {
     "conv": {
@@ -49,6 +50,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "router": "sigmoid",
         "selection_bias": True,
         "experts_scale": 1.5,
+    },
+    "mamba2": {
+        "mixers": ("mamba2", "attention", "mamba2"),
+        "recurrence": _MAMBA,
+        "positions": "none",
+        "residual_scale": 0.5,
+    },
+    "halves": {  # each layer has only one of the two
+        "mixers": ("mamba2", "none", "attention"),
+        "recurrence": dataclasses.replace(_MAMBA, conv_bias=False, norm_groups=1, value_width=16),
+        "feedless_layers": (0, 2),
+        "activation": "relu2",
+        "gated": False,
+        "experts": 5,
+        "experts_per_token": 2,
+        "expert_width": 21,
+        "shared_width": 19,
+        "shared_gated": False,
     },
 }
 

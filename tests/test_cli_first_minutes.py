@@ -24,7 +24,7 @@ from unspool.cli import hints
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "command-line.md"
 COMMANDS = ("run", "chat", "replay", "fill", "edit", "explore", "tokenize", "score", "costs",
-            "page", "serve", "models", "train")  # fmt: skip
+            "batch", "page", "serve", "models", "train")  # fmt: skip
 
 
 def real(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

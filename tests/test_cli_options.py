@@ -15,7 +15,8 @@ from unspool.errors import UnspoolError, UnspoolWarning
 
 USUAL = {
     "context": None, "backend": "auto", "device": "auto", "dtype": "auto", "quantize": None,
-    "kv_bits": 16, "threads": None, "exact": False, "offline": False,
+    "kv_bits": 16, "threads": None, "exact": False, "tensor_parallel": None, "devices": None,
+    "offline": False,
 }  # fmt: skip
 
 
@@ -39,12 +40,13 @@ def test_every_option_reaches_the_model(command: list[str], asked: dict[str, Any
     given = [
         "-m", "a/b", "--context", "99", "--backend", "native", "--device", "cpu",
         "--dtype", "float16", "--quantize", "4", "--kv-bits", "8", "--threads", "3",
-        "--exact", "--offline",
+        "--exact", "--tensor-parallel", "2", "--devices", "cuda:0,cuda:1", "--offline",
     ]  # fmt: skip
     assert _exit_code([*command, *given]) == 2
     assert asked == {
         "model": "a/b", "context": 99, "backend": "native", "device": "cpu", "dtype": "float16",
         "quantize": 4, "kv_bits": 8, "threads": 3, "exact": True, "offline": True,
+        "tensor_parallel": 2, "devices": "cuda:0,cuda:1",
     }  # fmt: skip
     assert "asked" in capfd.readouterr().err
 

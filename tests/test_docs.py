@@ -186,6 +186,24 @@ def test_readme_commands_exist():
         assert all(word in known for word in words if word.startswith("--")), line
 
 
+def test_replicas_are_started_as_shown():
+    """The commands and options of docs/scale.md are those that the program knows."""
+    import typer.main
+
+    from unspool.cli.main import app_with
+    from unspool.scale.replicas.config import GatewayConfig, ReplicasConfig
+
+    serve: Any = typer.main.get_command(app_with()).commands["serve"]  # type: ignore[attr-defined]
+    known = {name for option in serve.params for name in option.opts}
+    text = section("scale.md", "Replicas")
+    (block,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    shown = re.findall(r"(?<=\s)--[a-z-]+", block) + re.findall(r"`(--[a-z-]+)`", text)
+    assert len(shown) > 8 and set(shown) <= known
+    told = set(re.findall(r"`([a-z_]+)`", text))
+    fields = {*ReplicasConfig.__dataclass_fields__, *GatewayConfig.__dataclass_fields__}
+    assert fields - {"log"} <= told
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path):
     targets = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))

@@ -13,15 +13,11 @@ import pytest
 import tiny
 
 import unspool
-from unspool import loading
+from unspool.backends import placement
+from unspool.backends.placement import Choice, Placement
+from unspool.backends.torch.available import TorchMissingError
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
-from unspool.loading import (
-    Choice,
-    Placement,
-    TorchMissingError,
-    load_weights,
-    make_drafter_for,
-)
+from unspool.loading import load_weights, make_drafter_for
 
 WHY = "the kernels were not built"
 
@@ -43,7 +39,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_NVIDIA", ())
+    monkeypatch.setattr(placement, "_NVIDIA", ())
 
 
 @pytest.fixture
@@ -51,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that is seen, and a torch that can use it."""
     import torch
 
-    monkeypatch.setattr(loading, "_NVIDIA", (Path(__file__),))
+    monkeypatch.setattr(placement, "_NVIDIA", (Path(__file__),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *size, device: None)
 
@@ -65,7 +61,7 @@ def test_native_is_what_a_cpu_gets_and_torch_is_not_missed():
 
 @pytest.mark.usefixtures("native", "no_torch")
 def test_a_driver_without_torch_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading, "_NVIDIA", (Path(__file__),))
+    monkeypatch.setattr(placement, "_NVIDIA", (Path(__file__),))
     assert Placement().chosen() == Choice("native", "cpu")
 
 

@@ -276,7 +276,7 @@ def filled(model: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.7, 1.2)
-            if name.endswith("expert_bias"):  # which experts are chosen
+            if name.endswith(("expert_bias", "score_correction_bias")):  # which experts are chosen
                 buffer.add_(torch.randn_like(buffer) * 0.2)
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1:

@@ -19,7 +19,7 @@ from typing import Any
 from peers.environments import PEERS, UnavailableError, make_environment
 
 PATH = "/v1/completions"
-START_S, GRACE_S = 120.0, 10.0
+START_S, GRACE_S = 120.0, 30.0
 HERE = Path(__file__).parent
 # What the `server` extra of llama-cpp-python 0.3.36 asks for, without that package itself.
 LLAMA_EXTRA = (

@@ -20,7 +20,7 @@ from unspool.train.data.shards import prepare
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
-from unspool.train.learning.shape import new_model, qwen3_config, rates_for
+from unspool.train.learning.shape import new_config, new_model, rates_for
 from unspool.train.running.events import Judged
 from unspool.train.running.held_out import HeldOut
 from unspool.train.running.loop import Trainer, TrainSettings
@@ -45,7 +45,7 @@ def race(job: Race, device: torch.device, say: Callable[[str], None]) -> dict[st
     made = make_tokenizer([str(job.data)], TokenizerSettings(job.vocab_size))
     prepared = prepare([str(job.data)], made.tokenizer)
     say(f"  {prepared.card.tokens:,} tokens of {job.data.name}, {made.tokenizer.vocab_size} kinds")
-    config = qwen3_config(job.depth, made.tokenizer.vocab_size, job.length)
+    config = new_config(job.depth, made.tokenizer.vocab_size, job.length)
     judge = HeldOut(prepared.held_out, made.tokenizer, next_token, job.length, rows=256)
 
     def train(kind: str, rate: float, steps: int) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from unspool.train.data.batches import Batch
 from unspool.train.data.tokenizer import TokenizerSettings, learn, save
 from unspool.train.learning.cross_entropy import token_losses
 from unspool.train.learning.lora import Lora, add_lora, put_adapter
-from unspool.train.learning.shape import new_model, qwen3_config
+from unspool.train.learning.shape import new_config, new_model
 from unspool.train.running.held_out import on_device
 from unspool.train.twins.mixture import Mixture
 from unspool.train.twins.sources import Causal, Sources
@@ -83,7 +83,7 @@ def tiny_causal(folder: Path) -> Path:
     model = folder / "model"
     if not (model / "config.json").exists():
         model.mkdir(parents=True, exist_ok=True)
-        config = qwen3_config(2, 264, 256, width=32, head_width=8, ff_width=64)
+        config = new_config(2, 264, 256, width=32, head_width=8, ff_width=64)
         save_weights(config, new_model(config, 1).state_dict(), model)
         save(learn([], settings), settings, model)
         words = "\n\n".join(f"the {n} people of these states go on {n * n}" for n in range(400))

@@ -9,11 +9,12 @@ vocabulary) is imported and opened only when it has begun.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from unspool.backends.torch.available import INSTALL_TORCH, TorchMissingError, check_torch
+from unspool.backends.placement import Choice, Placement
+from unspool.backends.torch import torchrun
 from unspool.collecting import collecting_later
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 from unspool.model.adapters import base_of, is_adapter
@@ -32,12 +33,6 @@ if TYPE_CHECKING:
     from unspool.session import Session, Speculate
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
-BACKENDS = ("auto", "native", "cuda", "torch")
-DTYPES = ("float32", "bfloat16", "float16")
-
-# What an NVIDIA driver shows: seen without importing torch, which takes seconds.
-_NVIDIA = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
-
 
 def load(
     model: str | Path | None = None,
@@ -51,6 +46,8 @@ def load(
     kv_bits: int = 16,
     threads: int | None = None,
     exact: bool = False,
+    tensor_parallel: int | None = None,
+    devices: str | Sequence[str] | None = None,
     offline: bool = False,
     progress: bool = True,
 ) -> LanguageModel:
@@ -72,6 +69,11 @@ def load(
     threads    how many work; by default one for each core (native backend).
     exact      on a GPU: sums in one order whatever the batch, so that a text is the same alone and
                among others, to the last bit. The native backend always does that.
+    tensor_parallel  split a model that does not fit one GPU over so many processes, one a GPU
+               (torch backend); they are started here, and end with the model or this process. In a
+               script that torchrun has started: its processes, of which only the first goes on.
+    devices    put the layers onto these devices in order, "cuda:0,cuda:1" or "auto" for all GPUs
+               (torch backend); with tensor_parallel, one for each process.
     """
     wanted = check_load_options(
         context,
@@ -82,15 +84,19 @@ def load(
         kv_bits=kv_bits,
         threads=threads,
         exact=exact,
+        tensor_parallel=tensor_parallel,
+        devices=devices,
     )
     choice = wanted.chosen()
+    if wanted.ranks > 1:
+        torchrun.work_unless_first()
     path = find_model(model, offline=offline, progress=progress)
     if is_adapter(path):  # its model, writing with it
         name = base_of(path)
         base = load(
             name or None, backend=backend, dtype=dtype, device=device, context=context,
             memory=memory, quantize=quantize, kv_bits=kv_bits, threads=threads, exact=exact,
-            offline=offline, progress=progress,
+            tensor_parallel=tensor_parallel, devices=devices, offline=offline, progress=progress,
         )  # fmt: skip
         base.load_adapter("adapter", path)
         return base.adapted("adapter")
@@ -100,7 +106,8 @@ def load(
         checkpoint = open_checkpoint(path)
         if context is not None and checkpoint.config.positions == "learned":
             context = min(context, checkpoint.config.context)  # there is no table for more
-        weights = load_weights(checkpoint, wanted, choice, progress=progress)
+        name = "" if model is None else str(model)
+        weights = load_weights(checkpoint, wanted, choice, progress=progress, name=name)
         from unspool.language_model import LanguageModel
 
         return LanguageModel(
@@ -136,124 +143,16 @@ def check_load_options(context: int | None = None, **placement: Any) -> Placemen
     return Placement(**placement)
 
 
-class Choice(NamedTuple):
-    """Where a model will run, and what the person should know about it."""
-
-    backend: str
-    device: str
-    remark: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """How a model is to be kept; `chosen` makes `auto` into something definite."""
-
-    backend: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    quantize: int | None = None  # bits that weights are packed into while loading
-    kv_bits: int = 16  # of a number in keys and values
-    threads: int | None = None
-    exact: bool = False  # a text is the same in any batch
-
-    def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("dtype", self.dtype, ("auto", *DTYPES))
-        _one_of("quantize", self.quantize, (None, 4, 8))
-        _one_of("kv_bits", self.kv_bits, (8, 16))
-        threads = self.threads
-        if threads is not None and (type(threads) is not int or threads < 1):
-            raise SettingsError(f"threads is {threads!r}; it may be a whole number from 1 up")
-        if type(self.exact) is not bool:
-            raise SettingsError(f"exact is {self.exact!r}; it may be True or False")
-        if self.quantize is not None and self.dtype != "auto":
-            raise SettingsError(
-                f"quantize is {self.quantize} and dtype is {self.dtype}: weights can be kept "
-                "only one way; give one of them"
-            )
-
-    def chosen(self) -> Choice:
-        device = self._device()
-        if self.backend in ("cuda", "torch") or device != "cpu":
-            return self._on_torch(device)
-        from unspool.native import missing
-
-        reason = missing()
-        if reason is None:
-            return Choice("native", "cpu")
-        if self.backend == "native":
-            raise UnspoolError(f"the native backend cannot be used here: {reason}")
-        self._refuse_what_only_native_has(
-            f"that cannot be used here: {reason}", quantize=self.quantize is not None
-        )
-        try:
-            check_torch(device)
-        except TorchMissingError:
-            raise TorchMissingError(
-                f"nothing here can run a model: the native backend is missing ({reason}), and "
-                f"torch is not installed; put the first right, or {INSTALL_TORCH}"
-            ) from None
-        return Choice("torch", "cpu", f"running on torch, which is slower on a CPU: {reason}")
-
-    def _on_torch(self, device: str) -> Choice:
-        """On a GPU by our own kernels if they can run there, else by plain torch."""
-        check_torch(device)
-        remark = None
-        if self.backend != "torch":
-            from unspool.backends.cuda.available import missing
-
-            reason = missing(device)
-            if reason is None:
-                self._refuse_what_only_native_has(f"this would run on {device}: leave it out")
-                return Choice("cuda", device)
-            if self.backend == "cuda":
-                raise UnspoolError(f"the kernels for GPUs cannot be used here: {reason}")
-            if device.startswith("cuda"):
-                remark = f"running on plain torch, which is slower: {reason}"
-        self._refuse_what_only_native_has(
-            f"this would run on torch ({device}): leave it out, or give backend native",
-            quantize=self.quantize is not None,
-        )
-        if self.exact:
-            raise SettingsError(
-                "plain torch cannot be exact, as its sums depend on the batch; leave that out"
-                + (f" ({remark})" if remark else "")
-            )
-        return Choice("torch", device, remark)
-
-    def _device(self) -> str:
-        if self.backend == "cuda" and self.device == "auto":
-            return "cuda"
-        if self.device != "auto":
-            if self.backend == "native" and self.device != "cpu":
-                raise SettingsError(
-                    f"the native backend runs on the cpu, not on {self.device!r}; leave the "
-                    "device out, or give backend torch"
-                )
-            return self.device
-        if self.backend != "native" and any(path.exists() for path in _NVIDIA):
-            try:
-                import torch
-            except ImportError:  # the driver is here, torch is not: the CPU will do
-                return "cpu"
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return "cpu"
-
-    def _refuse_what_only_native_has(self, why: str, *, quantize: bool = False) -> None:
-        """`quantize`: whether packing the weights cannot be done there either."""
-        given = {
-            "quantize": quantize,
-            "kv_bits": self.kv_bits != 16,
-            "threads": self.threads is not None,
-        }
-        for name in (name for name, set_ in given.items() if set_):
-            raise SettingsError(f"{name} is for the native CPU backend; {why}")
-
-
 def load_weights(
-    checkpoint: Checkpoint, wanted: Placement, choice: Choice, *, progress: bool = False
+    checkpoint: Checkpoint,
+    wanted: Placement,
+    choice: Choice,
+    *,
+    progress: bool = False,
+    name: str = "",
 ) -> Loaded:
-    """The checkpoint's weights in memory, on the backend and device that were chosen."""
+    """The checkpoint's weights in memory, on the backend and device that were chosen. `name` is
+    what the model is called where its files lie elsewhere."""
     if choice.backend == "native":
         from unspool.backends.cpu.loaded import load_cpu
 
@@ -267,6 +166,10 @@ def load_weights(
     loaded: Loaded
     if choice.backend == "cuda" and _fits_kernels(checkpoint, wanted):
         loaded = _on_gpu(checkpoint, wanted, choice.device, dtype, progress)
+    elif choice.devices:
+        from unspool.backends.torch.several import load_on_several
+
+        loaded = load_on_several(checkpoint, choice.devices, wanted.ranks, dtype, name)
     else:
         from unspool.backends.torch.loaded import TorchModel
 
@@ -332,9 +235,3 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     if not (folder / "tokenizer.json").exists() and not has_vocab_and_merges(folder):
         return None
     return Tokenizer.from_file(checkpoint.path)
-
-
-def _one_of(name: str, given: Any, allowed: tuple[Any, ...]) -> None:
-    if isinstance(given, bool) or given not in allowed:
-        words = ", ".join(str(value) for value in allowed if value is not None)
-        raise SettingsError(f"{name} is {given!r}; it may be {words}")

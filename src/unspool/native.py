@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unspool.errors import UnspoolError
 
-VERSION = 7  # of the interface; the library must say the same
+VERSION = 8  # of the interface; the library must say the same
 _NEEDED = (  # each with unspool_ before it
     "above", "copy_page", "counts", "isa", "leading", "measure", "model_free", "model_new",
     "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory", "repack",

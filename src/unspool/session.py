@@ -103,8 +103,8 @@ class Session:
         found: Transformer | None = getattr(self.model, "transformer", None)
         if found is None:
             raise UnspoolError(
-                "this model runs on the native backend, which has no torch transformer; "
-                "load it with backend='torch'"
+                "this needs the whole model as a torch transformer, in one process; load it with "
+                "backend='torch'"
             )
         return found
 
@@ -352,6 +352,8 @@ class Session:
             engine.close()
         if self.seen_of is not None:
             self.seen_of.close()
+        else:
+            getattr(self.model, "close", lambda: None)()  # other processes may hold parts of it
 
     def __enter__(self) -> Self:
         return self

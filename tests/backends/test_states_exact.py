@@ -71,7 +71,7 @@ class OnModel(StatesMachine):
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("name", ["conv", "delta"])
+@pytest.mark.parametrize("name", ["conv", "delta", "mamba2", "halves"])
 def test_bits_of_a_fresh_run(backend: str, name: str):
     if backend == "native" and library.missing() is not None:
         pytest.skip(str(library.missing()))

@@ -41,3 +41,36 @@ def test_a_part_that_is_not_there_is_told() -> None:
     )
     assert done.returncode == 2
     assert "there is no part 'nonsense'" in done.stderr
+
+
+def test_every_byte_is_judged_once_behind_what_comes_before_it(monkeypatch) -> None:
+    """Bits per byte in overlapping windows, beside each byte's own surprise, taken one by one."""
+    import math
+
+    import numpy as np
+    import torch
+
+    monkeypatch.syspath_prepend(str(BENCH))
+    from training.enwik8 import judged, parts
+    from unspool.train.data.shards import Packed
+    from unspool.train.learning.shape import new_config, new_model
+
+    length = 16
+    model = new_model(new_config(1, 256, length, width=32), seed=3)
+    torch.nn.init.normal_(model.layers[0].attention.out.weight, std=0.5)
+    text = np.random.default_rng(0).integers(0, 256, 45).astype(np.uint8)
+    surprise = 0.0
+    for place in range(1, len(text)):
+        # As far back as the window reaches that judges this byte: the first that holds it.
+        windows = [*range(0, len(text) - length - 1, length // 2), len(text) - length - 1]
+        begin = next(w for w in windows if w < place <= w + length)
+        with torch.no_grad():
+            logits = model(torch.tensor(text[begin:place].astype(np.int64))[None])[0, -1]
+        surprise -= float(torch.log_softmax(logits, -1)[int(text[place])])
+    packed = Packed(text, np.array([0, len(text)]), None)
+    assert judged(model, packed, length) == pytest.approx(
+        surprise / math.log(2) / (len(text) - 1), rel=1e-4
+    )
+    path = BENCH.parent / "README.md"
+    train, held_out, test = parts(path)
+    assert bytes(train.ids) + bytes(held_out.ids) + bytes(test.ids) == path.read_bytes()

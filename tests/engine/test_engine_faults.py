@@ -142,6 +142,21 @@ def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.
     assert not engine.loop.alive
 
 
+def test_an_engine_whose_thread_is_just_starting_is_alive(monkeypatch: pytest.MonkeyPatch):
+    """On a busy machine somebody may ask between the making of the thread and its start."""
+    engine = new_engine()
+    starts, asked = threading.Thread.start, list[bool]()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "unspool-engine":
+            asked.append(engine.loop.alive)
+        starts(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert len(list(engine.submit(request([1, 2], 5)))) == 5
+    assert asked == [True]
+
+
 def test_a_drafter_a_listener_and_a_predicate_that_raise_harm_nobody():
     class Bad:
         def propose(self, tokens: Any, most: int) -> list[int]:

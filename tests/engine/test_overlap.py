@@ -16,7 +16,9 @@ from slow_device import SlowDevice
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.request import Request
+from unspool.engine.thinking import Thinking
 from unspool.sampling import SamplingSettings
+from unspool.text.thoughts.formats import Start, ThoughtFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
@@ -123,3 +125,33 @@ def test_texts_that_the_chain_picks_for_do_not_hold_up_the_others(monkeypatch: A
     assert max(together) <= 16
     assert written < 25, "the plain text waited for each token of the others"
     engine.close()
+
+
+def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
+    """A thought is closed at its budget, also where the step behind it could be under way."""
+    marks = {"<think>": 5, "</think>": 6}
+    format = ThoughtFormat(
+        "<think>", "</think>", ids=marks, controls=marks, opening_ids=(5,), close_ids=(6,),
+        behind_ids=(7, 8),
+    )  # fmt: skip
+
+    def request(seed: int) -> Request:
+        place = "inside" if seed % 3 else "before"
+        return Request(
+            prompt=(seed % 4, 9, 10),
+            settings=SamplingSettings(temperature=1, seed=seed),
+            limits=Limits(max_tokens=40, context=200, end_ids=frozenset()),
+            thinking=Thinking(format, Start(place), budget=seed % 13),  # type: ignore[arg-type]
+        )
+
+    plain = Engine(null_model.NullModel(pages=400, vocab_size=VOCABULARY), piece)
+    device = SlowDevice(pages=400, vocab_size=VOCABULARY, delay=0.0005)
+    ahead = Engine(device, piece)
+    found = []
+    for engine in (plain, ahead):
+        streams = [engine.submit(request(seed)) for seed in range(60)]
+        found.append([[(step.token, step.thought) for step in stream] for stream in streams])
+        engine.close()
+    assert found[0] == found[1] and device.ahead > 100
+    closed = [text for seed, text in enumerate(found[0]) if seed % 3 and seed % 13 == 0]
+    assert closed and all([token for token, _ in text[:3]] == [6, 7, 8] for text in closed)

@@ -61,6 +61,33 @@ def test_a_budget_closes_the_thought(thinkers: dict[str, Any], budget: int) -> N
     assert guarded.tokens[budget : budget + len(ends)] == ends
 
 
+def test_only_what_closes_a_thought_is_picked_by_hand(thinkers: dict[str, Any]) -> None:
+    """All other tokens are picked by the backend, as if there were no budget."""
+    lm = thinkers["tags"]
+    ends = [*lm.thought_format.close_ids, *lm.thought_format.behind_ids]
+    backend, by_hand, picked = lm.engine.backend, 0, 0
+    launch = backend.launch
+
+    def counted(batch: Any) -> Any:
+        nonlocal by_hand, picked
+        by_hand, picked = by_hand + len(batch.logits), picked + len(batch.sampled)
+        return launch(batch)
+
+    backend.launch = counted
+    try:
+        for seed in range(100):  # until none of its own words is a mark
+            by_hand = picked = 0
+            answer = lm.chat("A node?", think_budget=7, seed=seed, max_tokens=14)
+            own = answer.tokens[:7] + answer.tokens[7 + len(ends) :]
+            if len(answer.tokens) == 14 and min(own) >= len(NO_MARKS):
+                break
+    finally:
+        del backend.launch
+    assert answer.tokens[7 : 7 + len(ends)] == ends
+    assert by_hand == len(ends) + 1  # and the token behind them, from the same step
+    assert picked == 14 - by_hand
+
+
 @pytest.mark.parametrize("name", ["tags", "harmony", "gemma"])
 def test_a_grammar_is_about_the_answer(thinkers: dict[str, Any], name: str) -> None:
     lm = thinkers[name]

@@ -73,6 +73,23 @@ def _lfm2(
     )  # fmt: skip
 
 
+def _granite_hybrid(width: int, heads: str, inner: int, **more: Any) -> dict[str, Any]:
+    """Every tenth layer attends, from the sixth on; the others have Mamba-2, twice as wide."""
+    kinds = ["attention" if n % 10 == 5 else "mamba" for n in range(40)]
+    mamba = {"mamba_n_heads": width // 32, "mamba_d_head": 64, "mamba_d_state": 128}
+    known = {"layer_types": kinds, "num_local_experts": 0, **mamba, **more}
+    return _shape("granitemoehybrid", 40, width, heads, inner, 100352, **known)
+
+
+def _nemotron(
+    width: int, heads: str, inner: int, mamba: str, layers: str, **more: Any
+) -> dict[str, Any]:
+    """`mamba` is "heads/width of a head"; each letter is a layer."""
+    count, wide = map(int, mamba.split("/"))
+    told = {"mamba_num_heads": count, "mamba_head_dim": wide, "hybrid_override_pattern": layers}
+    return _shape("nemotron_h", len(layers), width, heads, inner, 131072, **_UNTIED, **told, **more)
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _shape("llama", 30, 576, "9/3/64", 1536, 49152),
     "smollm2-360m": _shape("llama", 32, 960, "15/5/64", 2560, 49152),
@@ -124,6 +141,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite4.1-3b": _shape("granite", 40, 2560, "40/8/64", 8192, 100352),
     "granite4.1-8b": _shape("granite", 40, 4096, "32/8/128", 12800, 100352),
     "olmo3-7b": _shape("olmo3", 32, 4096, "32/32/128", 11008, 100278, **_UNTIED),
+    "granite4-h-micro": _granite_hybrid(2048, "32/8/64", 8192, shared_intermediate_size=8192),
+    "granite4-h-tiny": _granite_hybrid(
+        1536, "12/4/128", 512, shared_intermediate_size=1024, num_local_experts=64,
+        num_experts_per_tok=6,
+    ),
+    "nemotron3-nano-4b": _nemotron(
+        3136, "40/8/128", 12544, "96/80", "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-"
+    ),
+    "nemotron3-nano-30b-a3b": _nemotron(
+        2688, "32/2/128", 1856, "64/64", "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
+    ),
     "qwen3.5-0.8b": _qwen35(24, 1024, "8/2/256", 3584, 16),
     "qwen3.5-2b": _qwen35(24, 2048, "8/2/256", 6144, 16),
     "qwen3.5-4b": _qwen35(32, 2560, "16/4/256", 9216, 32),

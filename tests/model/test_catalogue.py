@@ -30,6 +30,7 @@ def test_figures_follow_from_the_shapes() -> None:
         config = config_from_hf(SHAPES[name])
         assert (entry.parameters, entry.family) == (parameter_count(config), config.family), name
         assert entry.kv_bytes == 2 * config.kv_numbers, name
+        assert entry.state_bytes == config.state_bytes, name
 
 
 # Bits a weight of a file of this kind; more where small models keep tables of words in more bits.

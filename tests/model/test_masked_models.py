@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 import tiny_masked
 import unspool
+from unspool.backends.placement import Choice, Placement
 from unspool.backends.torch.loaded import TorchModel
 from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
-from unspool.loading import Choice, Placement, load_weights
+from unspool.loading import load_weights
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import config_from_hf

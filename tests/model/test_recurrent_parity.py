@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ask_llama_cpp
 import pytest
 import tiny
 import torch
@@ -12,6 +13,7 @@ import transformers
 import tiny_recurrent
 from gguf_converted import convert_each
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.glance import glance
 from unspool.model.weights import parameter_count, shapes
 
 transformers.logging.set_verbosity_error()
@@ -74,14 +76,20 @@ def test_names_and_shapes_are_those_of_the_module(pair):
     assert parameter_count(ours.config) == sum(p.numel() for p in ours.parameters())
 
 
-# What a GGUF file cannot say: that weights are not normalized, that a layer has no experts.
-IN_GGUF = tiny_recurrent.FAMILIES.keys() - {"lfm2-moe-no-bias", "qwen3-next-dense"}
+# What a GGUF file cannot say: that weights are not normalized, that a layer has no experts, that
+# positions are turned.
+NOT_IN_GGUF = {
+    "lfm2-moe-no-bias", "qwen3-next-dense", "granite-hybrid-turned", "nemotron-h-both",
+}  # fmt: skip
+IN_GGUF = tiny_recurrent.FAMILIES.keys() - NOT_IN_GGUF
+# llama.cpp itself takes no DeltaNet whose keys and values differ in their width, as ours do here.
+RUN_BY_LLAMA_CPP = sorted(name for name in IN_GGUF if "qwen" not in name)
 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every family as a GGUF file, made by llama.cpp's converter."""
-    return convert_each(IN_GGUF, tiny.save, tmp_path_factory.mktemp("gguf"))
+    return convert_each(IN_GGUF, tiny.save, tmp_path_factory.mktemp("gguf"), vocabulary=True)
 
 
 @torch.no_grad()
@@ -93,3 +101,19 @@ def test_gguf_made_by_llama_cpp(converted: Path, name: str, tmp_path: Path):
     assert difference(found, tiny.make(name)(tokens).logits) < CLOSE
     save_checkpoint(ours, tmp_path)  # heads in another order than transformers has: in our words
     assert difference(load_transformer(open_checkpoint(tmp_path))(tokens), found) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RUN_BY_LLAMA_CPP)
+def test_llama_cpp_says_the_same(converted: Path, name: str):
+    ours = load_transformer(open_checkpoint(converted / f"{name}.gguf"))
+    tokens = some_tokens()
+    (theirs,) = ask_llama_cpp.ask(converted / f"{name}.gguf", prompts=tokens.tolist())["logprobs"]
+    assert difference(ours(tokens)[0, -1].log_softmax(-1), torch.tensor(theirs)) < 10 * CLOSE
+
+
+@pytest.mark.parametrize("name", ["granite-hybrid-moe", "nemotron-h", "nemotron-h-moe"])
+def test_memory_is_told_from_what_each_layer_is(converted: Path, name: str):
+    seen, whole = (glance(converted / file) for file in (f"{name}.gguf", name))
+    assert not seen.problem and seen.state_bytes > 0
+    assert (seen.state_bytes, seen.kv_bytes) == (whole.state_bytes, whole.kv_bytes)

@@ -43,11 +43,17 @@ def set_settings(page: Page, **settings: Any) -> None:
             field.press("Tab")
 
 
+def use_settings(page: Page, **settings: Any) -> None:
+    """Without the panel, in which they take their time."""
+    code = "(given) => import('/page/code/actions.js').then((found) => found.useSettings(given))"
+    page.evaluate(code, settings)
+
+
 def write(
     page: Page, prompt: str, max_tokens: int = 20, mode: str = "plain", **settings: Any
 ) -> None:
     """Type a prompt, write, and wait until the text is there."""
-    set_settings(page, max_tokens=max_tokens, **settings)
+    use_settings(page, max_tokens=max_tokens, **settings)
     page.get_by_role("group", name="Mode").get_by_role("button", name=mode.capitalize()).click()
     before = page.locator("#text").get_attribute("data-branch") or ""
     page.locator("#prompt").fill(prompt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import acts
@@ -19,19 +20,13 @@ _ARGUMENTS = (
     "--disable-sync",
     "--no-first-run",
 )
+# Nothing is kept of the page that is left, nor can it keep anything as it goes.
+_FORGET = """() => {
+    Storage.prototype.setItem = () => {};
+    if (origin !== "null") [sessionStorage, localStorage].forEach((kept) => kept.clear());
+}"""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 expect.set_options(timeout=15_000)  # a machine that does much else at the same time
-
-
-# A module, not the session: while Playwright runs, no other test of the thread can use asyncio.
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    if found is None:
-        message = "no Chromium here; Debian: apt-get install chromium"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
-    with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=found, args=list(_ARGUMENTS))
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def expected_errors() -> list[str]:
 
 
 class Window:
-    """One browser window for a module's tests: opening a new one takes a second."""
+    """A browser window that many tests use: opening a new one takes a second."""
 
     def __init__(self, browser: Browser) -> None:
         self.page = acts.opened(browser, "about:blank")
@@ -59,23 +54,64 @@ class Window:
         if message.type == "error":
             self.faults.append(f"{message.text} ({message.location.get('url', '')})")
 
-    def renew(self, address: str) -> None:
+    def forget(self) -> None:
         """As if nobody had been here before, but for the files that the browser keeps."""
         self.page.unroute_all(behavior="ignoreErrors")
-        self.page.goto(f"{address}page/icon.svg")  # the same origin, without the page's code
-        self.page.evaluate("() => { sessionStorage.clear(); localStorage.clear(); }")
+        self.page.evaluate(_FORGET)
         self.page.emulate_media(color_scheme="light", reduced_motion="no-preference")
         self.page.set_viewport_size(acts.WIDE)
         self.faults.clear()
+
+    def renew(self, address: str) -> None:
+        self.forget()
         self.page.goto(address)
         expect(self.page.locator("#write")).to_be_enabled()
 
 
-@pytest.fixture(scope="module")
-def window(browser: Browser) -> Iterator[Window]:
-    found = Window(browser)
-    yield found
-    found.page.context.close()
+class Opened:
+    """A browser and a window, for all tests here that come one after another: opening them, and
+    reading the page's code for the first time, takes seconds."""
+
+    def __init__(self, executable: str) -> None:
+        self.closing = ExitStack()
+        chromium = self.closing.enter_context(sync_playwright()).chromium
+        self.browser = chromium.launch(executable_path=executable, args=list(_ARGUMENTS))
+        self.window = Window(self.browser)
+
+
+_opened: list[Opened] = []  # one or none
+
+
+# Not at the end of the session: while Playwright runs, no other test of the thread can use asyncio.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+    """Before a test without a browser it is closed."""
+    yield
+    if _opened and "opened" not in getattr(nextitem, "fixturenames", ()):
+        _opened.pop().closing.close()
+
+
+@pytest.fixture
+def opened() -> Opened:
+    if _opened and not _opened[0].browser.is_connected():  # a test that killed it
+        _opened.pop().closing.close()
+    if not _opened:
+        found = next(filter(None, map(shutil.which, _NAMES)), None)
+        if found is None:
+            message = "no Chromium here; Debian: apt-get install chromium"
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
+        _opened.append(Opened(found))
+    return _opened[0]
+
+
+@pytest.fixture
+def browser(opened: Opened) -> Browser:
+    return opened.browser
+
+
+@pytest.fixture
+def window(opened: Opened) -> Window:
+    return opened.window
 
 
 @pytest.fixture

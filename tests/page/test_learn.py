@@ -24,6 +24,7 @@ from unspool.serve.runs.trainer import Trainer
 from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]
+REFUSED = "Failed to load resource"  # what the browser says when a server says no
 FILM = [0, 2, 6, 20, 60, 200]
 
 
@@ -44,10 +45,6 @@ def served(root: Path) -> Iterator[Running]:
 
 def learn(page: Page, served: Running, run: str) -> Locator:
     """The view, with this run in it."""
-    page.goto(f"{served.url}/page/icon.svg")
-    page.evaluate("() => { sessionStorage.clear(); localStorage.removeItem('unspool.learn'); }")
-    page.set_viewport_size({"width": 1280, "height": 800})
-    page.emulate_media(color_scheme="light")
     page.goto(f"{served.url}/?run={run}")
     view = page.get_by_role("region", name="Learn")
     expect(view.locator("#lrn-run")).to_have_value(run)
@@ -55,13 +52,11 @@ def learn(page: Page, served: Running, run: str) -> Locator:
 
 
 @pytest.fixture
-def page(browser: Browser, served: Running) -> Iterator[Page]:
-    found = opened(browser, "about:blank")
-    faults: list[str] = []
-    found.on("pageerror", lambda error: faults.append(str(error)))
-    yield found
-    found.context.close()
-    assert not faults
+def page(window: Any) -> Iterator[Page]:
+    """A window; what is shown in it is said by `learn`."""
+    window.forget()
+    yield window.page
+    assert not [fault for fault in window.faults if REFUSED not in fault]
 
 
 def columns(view: Locator) -> list[int]:

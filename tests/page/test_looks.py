@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
-from acts import adopt, open_panel, post, tokens, write
+from acts import WIDE, adopt, open_panel, post, tokens, write
 from looks import check_looks
 from playwright.sync_api import Page, expect
 
@@ -16,17 +17,16 @@ def nothing(page: Page) -> None:
     page.locator("#prompt").focus()
 
 
-def panel(name: str) -> Callable[[Page], None]:
-    def act(page: Page) -> None:
-        write(page, QUESTION, mode="chat", max_tokens=30, seed=7)
-        tokens(page).nth(8).click()
-        open_panel(page, name)
-
-    return act
+def written(page: Page) -> None:
+    """A text with a token open in the first panel."""
+    write(page, QUESTION, mode="chat", max_tokens=30, seed=7)
+    tokens(page).nth(8).click()
+    open_panel(page, "Step")
 
 
 def branches(page: Page) -> None:
-    panel("Step")(page)
+    """Another branch, and the map of both."""
+    open_panel(page, "Step")
     page.locator("#side-panel .candidate:not(.picked)").first.click()
     expect(page.locator("#pause")).to_have_count(0)
     open_panel(page, "Map")
@@ -47,7 +47,6 @@ def compare_view(page: Page) -> None:
 
 
 def shared(page: Page) -> None:
-    panel("Step")(page)
     page.get_by_role("button", name="Share").click()
     expect(page.get_by_role("dialog")).to_be_visible()
 
@@ -62,7 +61,6 @@ def models(page: Page) -> None:
 
 
 def what_if(page: Page) -> None:
-    panel("Step")(page)
     page.get_by_text("What if the settings were others?").click()
     page.locator("#whatif-temperature").fill("1.5")
     expect(page.locator(".step-compared")).to_be_visible()
@@ -70,7 +68,8 @@ def what_if(page: Page) -> None:
 
 def unfolded(page: Page) -> None:
     """Everything that folds is open: the controls, the menu, the whole column of Inside."""
-    panel("Inside")(page)
+    tokens(page).nth(8).click()
+    open_panel(page, "Inside")
     page.get_by_role("button", name="Open all").click()
     expect(page.locator(".inside-near .chip").first).to_be_visible()
     for name in ("Menu", "More controls"):
@@ -79,7 +78,6 @@ def unfolded(page: Page) -> None:
 
 def text_only(page: Page) -> None:
     """No token selected: on a phone the sheet is down."""
-    panel("Step")(page)
     page.locator("#text").press("Escape")
 
 
@@ -106,23 +104,26 @@ def example(page: Page) -> None:
     expect(page.get_by_text("An example is ready")).to_be_visible()
 
 
-VIEWS: dict[str, Callable[[Page], None]] = {
+VIEWS: dict[str, Callable[[Page], object]] = {
     "first": nothing,
-    "text": text_only,
-    "what-if": what_if,
-    "unfolded": unfolded,
     "keys": keys,
     "models": models,
     "tour": tour,
     "example": example,
     "samples": samples_view,
-    "step": panel("Step"),
-    "inside": panel("Inside"),
-    "map": branches,
-    "costs": panel("Costs"),
-    "settings": panel("Settings"),
     "tokens": tokens_view,
     "compare": compare_view,
+}
+# What can be seen of one text, one thing after the other.
+OF_A_TEXT: dict[str, Callable[[Page], object]] = {
+    "step": written,
+    "what-if": what_if,
+    "inside": partial(open_panel, name="Inside"),
+    "costs": partial(open_panel, name="Costs"),
+    "settings": partial(open_panel, name="Settings"),
+    "map": branches,
+    "text": text_only,
+    "unfolded": unfolded,
     "share": shared,
 }
 STRANGE = (
@@ -200,3 +201,12 @@ def test_a_view_is_accessible_and_fits(page: Page, view: str) -> None:
     (VIEWS | LONG)[view](page)
     page.wait_for_load_state("networkidle")
     check_looks(page, view)
+
+
+def test_all_there_is_to_a_text_is_accessible_and_fits(page: Page) -> None:
+    for view, act in OF_A_TEXT.items():
+        act(page)
+        page.wait_for_load_state("networkidle")
+        check_looks(page, view)
+        page.set_viewport_size(WIDE)
+        page.emulate_media(color_scheme="light")

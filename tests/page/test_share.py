@@ -146,7 +146,7 @@ def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_what_a_guard_took_back_is_taken_back_again(page: Page, tmp_path: Path) -> None:
     prompt = "la la la la la la la la la la la la la la la la la la"
-    write(page, prompt, max_tokens=40, seed=1, temperature=0, guard=True)
+    write(page, prompt, max_tokens=40, seed=1, temperature=0, guard="loop")
     before = tree(page)
     assert before[0]["retracted"]
     file = saved(page, tmp_path)
@@ -366,7 +366,7 @@ def test_programs_give_the_same_text(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write(page, QUOTES, mode=mode, max_tokens=14, seed=5, temperature=0.9, min_p=0.1, guard=True)
+    write(page, QUOTES, mode=mode, max_tokens=14, seed=5, temperature=0.9, min_p=0.1, guard="loop")
     told = branch(page)
     dialog = share(page)
     (choice,) = run_shell(program(dialog, "curl"))["choices"]

@@ -78,7 +78,8 @@ def attack(path: str, method: str, url: str, examples: int) -> None:
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_no_500_whatever_is_sent(path: str, method: str, server: Any):
-    attack(path, method, server.url, examples=6)
+    has_body = "requestBody" in DOCUMENT["paths"][path][method]
+    attack(path, method, server.url, examples=6 if has_body else 3)
 
 
 @pytest.mark.slow

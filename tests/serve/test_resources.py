@@ -194,7 +194,11 @@ async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_watcher_may_be_cancelled_at_every_await(default_model: Path, late: bool):
+def test_a_watcher_may_be_cancelled_at_every_await(
+    default_model: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("unspool.serve.tree.writing._LOOK_AROUND_SECONDS", 0.05)
+
     async def check() -> None:
         registry = ModelRegistry([default_entry(default_model, memory=32 << 20)], room=1 << 33)
         app, state = create_app(ServeSettings(), registry)
@@ -322,7 +326,7 @@ def test_who_begins_another_request_and_stops_is_hung_up_on(default_model: Path)
 
 def test_a_stream_shows_that_it_is_alive(small: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(events, "HEARTBEAT_SECONDS", 0.02)
-    body = {"prompt": "word " * 1200, "max_tokens": 1, "stream": True, "echo": True, "logprobs": 0}
+    body = {"prompt": "word " * 400, "max_tokens": 1, "stream": True, "echo": True, "logprobs": 0}
     with httpx.stream("POST", f"{small.url}/v1/completions", json=body, timeout=60) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[0].startswith(": ")  # while the prompt is read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,15 @@ from chat_support import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from test_tokenizer_json import ours as from_json
 from transformers import PreTrainedTokenizerFast
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.text.chat.origin import UNKNOWN, origin_of, with_origin
 from unspool.text.chat.sandbox import SandboxedTemplate
 from unspool.text.chat.template import ChatTemplate
-from unspool.text.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -66,7 +68,7 @@ def test_real_vocabularies_equal_transformers(family: str) -> None:
         names[key] = value["content"] if isinstance(value, dict) else value
     names = {key: value for key, value in names.items() if value}
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
-    tokenizer = Tokenizer.from_file(folder)
+    tokenizer = from_json(family)
     own = {"llama3": LLAMA3, "gemma": GEMMA}
     template = config.get("chat_template") or own[family]
     for messages in (HELLO, SYSTEM):
@@ -120,22 +122,22 @@ METHODS = [
 ]  # fmt: skip
 
 
+@cache
+def _compiled(source: str) -> tuple[SandboxedTemplate, Template]:
+    """Ours, and Jinja's own."""
+    plain = ImmutableSandboxedEnvironment()
+    plain.filters["tojson"] = json.dumps
+    return SandboxedTemplate(source), plain.from_string(source)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.text(alphabet="<t> a\n1", max_size=10))
 def test_templates_do_not_notice_origins(content: str) -> None:
-    plain = ImmutableSandboxedEnvironment()
-    plain.filters["tojson"] = json.dumps
     for source in METHODS:
-        text = _compiled(source).render({"c": with_origin(content, UNKNOWN)})
-        assert text == plain.from_string(source).render({"c": content}), source
+        ours, plain = _compiled(source)
+        text = ours.render({"c": with_origin(content, UNKNOWN)})
+        assert text == plain.render({"c": content}), source
         assert len(origin_of(text)) == len(text), source
-
-
-_cache: dict[str, SandboxedTemplate] = {}
-
-
-def _compiled(source: str) -> SandboxedTemplate:
-    return _cache.setdefault(source, SandboxedTemplate(source))
 
 
 def test_continuing_a_half_written_turn(built: Any) -> None:

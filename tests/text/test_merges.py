@@ -29,7 +29,7 @@ VOCABULARIES = {
 }
 
 
-@pytest.mark.parametrize("case", VOCABULARIES)
+@pytest.mark.parametrize("case", VOCABULARIES, scope="module")
 def test_equal_to_the_library(case: str) -> None:
     load, name = VOCABULARIES[case]
     tokenizer: Tokenizer = load(name)
@@ -54,7 +54,7 @@ def test_equal_to_the_library(case: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("case", VOCABULARIES)
+@pytest.mark.parametrize("case", VOCABULARIES, scope="module")
 def test_a_batch_is_encoded_as_each_text_alone(case: str) -> None:
     load, name = VOCABULARIES[case]
     tokenizer: Tokenizer = load(name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import assets
 import pytest
 import transformers
+from test_tokenizer_gguf import tokenizer as from_gguf
+from test_tokenizer_json import ours as from_json
 
-from unspool.model.gguf import GGUFFile
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
@@ -21,8 +21,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("name", ["llama-spm", "llama-bpe", "qwen2", "gpt-2", "starcoder"])
 def test_gguf_vocabularies(name: str, tmp_path: Path):
-    path = assets.llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
-    ours = Tokenizer.from_gguf(GGUFFile(path).metadata)
+    ours = from_gguf(name)
     ours.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     again = Tokenizer.from_file(tmp_path)
@@ -38,7 +37,7 @@ def test_gguf_vocabularies(name: str, tmp_path: Path):
 
 
 def test_a_tokenizer_json_is_saved_as_it_was(tmp_path: Path):
-    ours = Tokenizer.from_file(assets.tokenizer_json_folder() / "qwen")
+    ours = from_json("qwen")
     ours.save(tmp_path)
     again = Tokenizer.from_file(tmp_path)
     for text in TEXTS:

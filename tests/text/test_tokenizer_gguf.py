@@ -48,7 +48,7 @@ def vectors(name: str) -> list[tuple[str, list[int]]]:
     return [(text, [int(number) for number in line.split()]) for text, line in pairs]
 
 
-@pytest.mark.parametrize("name", WITH_VECTORS)
+@pytest.mark.parametrize("name", WITH_VECTORS, scope="module")
 def test_equal_to_llama_cpp_on_its_vectors(name: str) -> None:
     cases = vectors(name)
     assert len(cases) >= 45
@@ -58,7 +58,7 @@ def test_equal_to_llama_cpp_on_its_vectors(name: str) -> None:
             assert tokenizer(name).decode(ids) == text
 
 
-@pytest.mark.parametrize("name", WITH_VECTORS + WITHOUT_VECTORS)
+@pytest.mark.parametrize("name", WITH_VECTORS + WITHOUT_VECTORS, scope="module")
 def test_every_text_survives_the_round_trip(name: str) -> None:
     if name in LOSSY:
         pytest.skip("this vocabulary normalizes the text")

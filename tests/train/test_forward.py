@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -15,6 +17,7 @@ from unspool.model.transformer import Transformer
 from unspool.train.learning.cross_entropy import summed_loss, token_losses
 from unspool.train.learning.forward import Sight, hidden, inside, recompute_activations
 from unspool.train.learning.objectives import next_token
+from unspool.train.learning.shape import new_config, new_model
 
 
 def rng() -> torch.Generator:
@@ -132,3 +135,25 @@ def test_recomputed_activations_change_nothing():
         next_token(model, batch, rng()).total.backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert_gradients(careful, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_layers_that_are_alike_are_compiled_once(kind: str):
+    """Ten layers, of one kind or of two: on a GPU a graph for each would take minutes, and behind
+    the eighth the compiler gives up and leaves the others as slow as they are."""
+    config = new_config(10, 64, 32, width=32)
+    if kind == "gemma3":  # one layer of three sees all, the others a window
+        config = replace(config, windows=tuple(0 if n % 3 == 2 else 8 for n in range(10)))
+    model = new_model(config)
+    torch._dynamo.reset()  # what other tests compiled counts too
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in model.layers:
+        layer.compile(backend=backend, dynamic=False)
+    tokens = torch.arange(16).view(1, 16)
+    hidden(model, tokens, Sight.of(config, tokens)).sum().backward()
+    assert len(graphs) == (1 if kind == "qwen3" else 2)

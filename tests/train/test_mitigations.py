@@ -17,8 +17,8 @@ from unspool.train.learning import mitigations
 from unspool.train.learning.mitigations import MitigatedNextToken
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
-from unspool.train.new import NewSettings
 from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.settings import NewSettings
 
 
 def ids(rows: int = 2, length: int = 15, tokens: int = 6) -> Tensor:

@@ -1,100 +1,155 @@
-"""Two processes train what one does: DDP and FSDP2 over gloo, within rounding."""
+"""Two processes train what one does: DDP and FSDP2 over gloo, within rounding; and either goes on
+with what the other began."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_training import CountingBatches, tiny_model
+from tuned_together import KINDS, make_data, tuned
+from two_processes import ODD
 
+from unspool.errors import SettingsError
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.loop import Trainer, TrainSettings
-from unspool.train.running.runs import Run
+from unspool.train.running.parallel import Parallel
+from unspool.train.running.runs import Run, RunError
+from unspool.train.running.state import read_state
+from unspool.train.tuning.tune import TuneSettings, _Tuning
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 
-# Both ways of training, and a sharded one that is stopped and gone on with, in one pair of
-# processes: starting one takes longer than all of them.
-WORKER = """
-import sys
-from pathlib import Path
-from tiny_training import CountingBatches, save_model, tiny_model
-from unspool.train.running.loop import Trainer, TrainSettings
-from unspool.train.learning.objectives import next_token
-from unspool.train.learning.optimizers import Rates, make_optimizers
-from unspool.train.running.parallel import Parallel
-from unspool.train.running.runs import Run
 
-def train(folder, parallel, steps=99):
-    if parallel.first and not (folder / "run.json").exists():
-        Run.create(folder, "new", steps=8)
-    parallel.wait()
-    batches = CountingBatches(4, rank=parallel.rank, world=parallel.world)
-    settings = TrainSettings(steps=8, warmup=2, save_every=4, accumulate=2)
+def trained_alone(folder: Path | None = None, steps: int = 99) -> dict[str, torch.Tensor]:
+    """What one process makes of the same rows, twice as many in each batch."""
+    model = tiny_model(**ODD)
+    run = None
+    if folder is not None:
+        known = (folder / "run.json").exists()
+        run = Run.open(folder) if known else Run.create(folder, "new", steps=8)
     trainer = Trainer(
-        tiny_model(), batches, next_token, lambda model: make_optimizers(model, Rates()),
-        settings, Run(folder), save_model=save_model, parallel=parallel,
-    )
-    return trainer.run(lambda event: trainer.stop() if getattr(event, "step", 0) == steps else None)
-
-from dataclasses import replace
-root = Path(sys.argv[1])
-with Parallel.started("cpu") as parallel:
-    assert train(root / "whole", parallel).state == "done"
-    parallel = replace(parallel, shard=True)
-    assert train(root / "shard", parallel).state == "done"
-    assert train(root / "resumed", parallel, steps=3).state == "stopped"
-    assert train(root / "resumed", parallel).state == "done"
-"""
+        model, CountingBatches(8), next_token, make_optimizers(model, Rates()),
+        TrainSettings(steps=8, warmup=2, accumulate=2), run,
+        save_model=lambda weights, folder: save_weights(model.config, weights, folder),
+    )  # fmt: skip
+    trainer.run(lambda event: trainer.stop() if getattr(event, "step", 0) == steps else None)
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs of two processes each."""
+    """Runs of two processes each."""
     folder = tmp_path_factory.mktemp("runs")
+    trained_alone(folder / "more", steps=3)
+    make_data(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(folder)],
-            env={
-                **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "RANK": str(rank),
-                "WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            },
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in started:
-        _, stderr = process.communicate(timeout=200)
-        assert process.returncode == 0, stderr[-3000:]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "two_processes.py"), str(folder)],
+        env={
+            **os.environ, "UNSPOOL_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{HERE}:{HERE.parent}", "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        },
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, torch.Tensor]:
-    """What one process makes of the same rows, twice as many in each batch."""
-    model = tiny_model()
-    optimizers = make_optimizers(model, Rates())
-    settings = TrainSettings(steps=8, warmup=2, accumulate=2)
-    Trainer(model, CountingBatches(8), next_token, optimizers, settings).run()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return trained_alone()
 
 
-@pytest.mark.parametrize("kind", ["whole", "shard", "resumed"])
+@pytest.mark.parametrize("kind", ["whole", "shard", "resumed", "more"])
 def test_two_processes_are_one(kind: str, runs: Path, alone: dict[str, torch.Tensor]):
-    state = load_file(runs / kind / "checkpoints" / "000008" / "state" / "state.safetensors")
-    for name, value in alone.items():
-        assert torch.allclose(state[f"model.{name}"], value, atol=2e-4), name
     run = Run.open(runs / kind)
-    assert [line["step"] for line in run.log()] == list(range(1, 9))
-    assert run.log()[-1]["tokens"] == 8 * 2 * 8 * 16
+    assert run.final is not None
+    found = load_transformer(open_checkpoint(run.final)).state_dict()
+    for name, value in alone.items():
+        assert torch.allclose(found[name], value, atol=2e-4), name
+    assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 9))
+    assert [line for line in run.log() if "loss" in line][-1]["tokens"] == 8 * 2 * 8 * 16
+
+
+def test_each_process_writes_the_rows_it_has(runs: Path):
+    assert _files(runs / "whole") == ["state.json", "state.safetensors"]
+    parts = ["state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"]
+    assert _files(runs / "shard") == [*parts, "state.json"]
+    one, other = (load_file(_state(runs / "shard") / name) for name in parts)
+    gate, counts = "model.layers.0.feed.gate.weight", "optimizer.0.step.embed.weight"
+    assert (len(one[gate]), len(other[gate])) == (25, 24)
+    assert counts in one and counts not in other  # what is alike everywhere is kept once
+    whole = load_file(_state(runs / "whole") / "state.safetensors")
+    for name in whole.keys() - {name for name in whole if ".step." in name}:
+        assert torch.allclose(torch.cat((one[name], other[name])), whole[name], atol=2e-4), name
+
+
+def test_one_process_goes_on_with_what_two_began(runs: Path, alone: dict[str, torch.Tensor]):
+    assert len(_files(runs / "fewer")) == 3
+    found = trained_alone(runs / "fewer")
+    for name, value in alone.items():
+        assert torch.allclose(found[name], value, atol=2e-4), name
+
+
+def test_a_part_that_is_not_there_is_named(runs: Path, tmp_path: Path):
+    shutil.copytree(runs / "shard", tmp_path / "torn")
+    (_state(tmp_path / "torn") / "state-00002-of-00002.safetensors").unlink()
+    with pytest.raises(RunError, match="lacks state-00002-of-00002"):
+        read_state(_state(tmp_path / "torn"), tiny_model(**ODD), [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_tune_as_one_does(
+    kind: str, runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The rows of a batch are shared, so the number of processes changes nothing but rounding."""
+    monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path))
+    together, alone = Run.open(runs / "runs" / kind), tuned(runs, kind, f"{kind}-alone")
+    assert together.final is not None and alone.final is not None
+    names = [path.name for path in together.final.glob("*.safetensors")]
+    assert len(names) == 1
+    found, wanted = (load_file(run.final / names[0]) for run in (together, alone))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, atol=1e-4), name
+    logs = [[line for line in run.log() if "loss" in line] for run in (together, alone)]
+    assert [line["tokens"] > 0 for line in logs[0]] == [True] * 4
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        for key in {"reward", "accuracy", "margin"} & ours.keys():
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-3)
+
+
+def test_what_cannot_be_shared_is_said(runs: Path):
+    parallel = Parallel(torch.device("cpu"), world=3)
+    with pytest.raises(SettingsError, match="3 processes cannot share --batch 4 evenly"):
+        _Tuning._share(SimpleNamespace(parallel=parallel), 4, "--batch")
+    sharded = Parallel(torch.device("cpu"), world=2, shard=True)
+    settings = TuneSettings(kind="grpo", data=("x",), judge="a:b")
+    with pytest.raises(SettingsError, match="leave out --shard"):
+        _Tuning(settings, Run(runs), sharded)
+
+
+def _state(run: Path) -> Path:
+    saved = Run.open(run).resumable()
+    assert saved is not None
+    return saved.folder / "state"
+
+
+def _files(run: Path) -> list[str]:
+    return sorted(path.name for path in _state(run).iterdir())

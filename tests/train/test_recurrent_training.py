@@ -7,11 +7,18 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from paged_texts import config
 
 from recurrent_texts import SHAPES
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.checkpoint import (
+    load_transformer,
+    open_checkpoint,
+    rules_for_hf,
+    save_checkpoint,
+)
+from unspool.model.weights import write_weights
 from unspool.train.data.batches import Batch
 from unspool.train.learning.forward import Sight, hidden, inside
 from unspool.train.learning.objectives import next_token
@@ -33,7 +40,7 @@ def some_tokens(rows: int, count: int) -> torch.Tensor:
     return torch.randint(0, 67, (rows, count), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", ["conv", "delta", "tiled"])
+@pytest.mark.parametrize("name", ["conv", "delta", "tiled", "mamba2", "halves"])
 def test_chunks_give_what_single_tokens_give(name: str):
     model, tokens = model_of(name), some_tokens(2, 150)  # three chunks, the last not full
     with torch.no_grad():
@@ -41,7 +48,7 @@ def test_chunks_give_what_single_tokens_give(name: str):
         assert (chunks - model(tokens)).abs().max() < 1e-3 and chunks.std() > 0.1
 
 
-@pytest.mark.parametrize("name", ["conv", "delta"])
+@pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
 def test_no_document_knows_of_another(name: str):
     model, tokens = model_of(name), some_tokens(1, 150)
     lengths = [3, 1, 60, 70, 16]  # one ends inside a chunk, another goes over a border
@@ -59,7 +66,9 @@ def test_no_document_knows_of_another(name: str):
             changed = tokens.clone()
 
 
-@pytest.mark.parametrize("name", ["conv", "delta"])
+@pytest.mark.parametrize(
+    "name", ["conv", *(pytest.param(more, marks=pytest.mark.slow) for more in ("delta", "mamba2"))]
+)
 def test_it_learns_to_repeat_what_lies_further_back(name: str, tmp_path):
     """Period 3 is out of sight of a token itself: the convolution or the state must carry it."""
     torch.manual_seed(0)
@@ -87,3 +96,45 @@ def test_it_learns_to_repeat_what_lies_further_back(name: str, tmp_path):
 def _names(model: torch.nn.Module, group: str) -> list[str]:
     found = {id(parameter) for parameter in parameter_groups(model)[group]}
     return [name for name, parameter in model.named_parameters() if id(parameter) in found]
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    return {name: each for (name, _), each in zip(model.named_parameters(), found, strict=True)}
+
+
+def assert_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Each within a thousandth of its own length."""
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        apart = (one.reshape(-1) - wanted[name].reshape(-1)).norm()
+        assert apart <= 1e-3 * wanted[name].norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "tiled"])
+def test_gradients_are_those_of_the_plain_recurrence(name: str):
+    """Backward through chunks, and through one token after the other."""
+    model, tokens = model_of(name), some_tokens(2, 80)
+    chunks = next_token(model, Batch(tokens, None, None), torch.Generator()).total
+    logits = model(tokens[:, :-1])
+    plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert torch.allclose(chunks, plain, rtol=1e-4)
+    assert_alike(gradients(model, chunks), gradients(model, plain))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "qwen3-next"])
+def test_gradients_are_those_of_transformers(name: str, tmp_path):
+    theirs = tiny.save(name, tmp_path)
+    model = load_transformer(open_checkpoint(tmp_path)).requires_grad_(True)
+    tokens = torch.randint(3, 259, (2, 70), generator=torch.Generator().manual_seed(1))
+    loss = next_token(model, Batch(tokens, None, None), torch.Generator()).total
+    wanted = theirs(tokens, labels=tokens).loss
+    assert torch.allclose(loss, wanted, rtol=1e-4)
+    # A gradient has the layout of its weight, so the rules for weights name it as they do.
+    named = write_weights(model.config, rules_for_hf(model.config), gradients(model, loss))
+    found = {key.replace("{p}", "model."): value for key, value in named.items()}
+    expected = gradients(theirs, wanted)
+    for each in (found, expected):  # files call what is in experts otherwise than the module does
+        for key in [key for key in each if ".experts." in key]:
+            del each[key]
+    assert_alike(found, expected)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as Xml
 from pathlib import Path
 
+import known_law
 import pytest
 
 from unspool.errors import SettingsError, UnspoolError
@@ -77,6 +81,43 @@ def test_a_study_goes_on_predicts_and_is_checked(tmp_path: Path):
     before = len(again)
     assert opened.check(config_of, (6, 8, 10, 12), 3e15, LENGTH, train_on) == check
     assert len(again) == before  # what was trained once is not trained again
+
+
+def test_runs_side_by_side_are_the_same_runs(tmp_path: Path):
+    grid = plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH)[:4]
+    alone, together = Study(tmp_path / "alone"), Study(tmp_path / "together")
+    alone.measure(grid, known_law.train)
+    with pytest.raises(ValueError, match=r"no d3-\S+ today"):
+        together.measure(grid, known_law.broken, at_once=2)
+    assert all(run.depth != 3 for run in together.runs)
+    told: list[Planned] = []
+    together.measure(grid, known_law.train, lambda run, loss: told.append(run), at_once=2)
+    assert together.runs == alone.runs
+    assert sorted(told, key=grid.index) == grid
+    here = (tmp_path / "alone" / grid[0].name / "process").read_text()
+    assert here not in {file.read_text() for file in (tmp_path / "together").rglob("process")}
+
+
+def test_a_run_whose_process_dies_is_told(tmp_path: Path):
+    grid = plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH)[:2]
+    with pytest.raises(UnspoolError, match="ended with 9 before it had a result"):
+        Study(tmp_path).measure(grid, known_law.killed, at_once=2)
+
+
+def test_a_study_that_is_killed_leaves_nobody_behind(tmp_path: Path):
+    study = subprocess.Popen([sys.executable, known_law.__file__, str(tmp_path)])
+    notes: list[Path] = []
+    deadline = time.monotonic() + 60
+    while len(notes) < 2 and time.monotonic() < deadline:
+        notes = [file for file in tmp_path.rglob("process") if file.read_text()]
+        time.sleep(0.05)
+    workers = [int(note.read_text()) for note in notes]
+    study.kill()
+    study.wait()
+    assert len(workers) == 2
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline + 60
+        time.sleep(0.05)
 
 
 def test_a_check_lies_beyond_the_grid(tmp_path: Path):

@@ -135,6 +135,37 @@ def test_going_on_from_a_models_weights(place: Path):
     assert second[0] < first[0] - 1
 
 
+@pytest.mark.parametrize(
+    "shape",
+    ["lfm2", *(pytest.param(more, marks=pytest.mark.slow) for more in ("llama", "qwen3.5"))],
+)
+def test_layers_of_other_families(shape: str, place: Path):
+    """They learn, and what comes out is a model for transformers, for us and for llama.cpp."""
+    import torch
+    import transformers
+
+    from unspool.model.checkpoint import load_transformer
+    from unspool.train.export import export_gguf
+
+    words = ["--steps", "25", "--rate", "3", "--quiet", "--shape", shape, "--depth", "2"]
+    assert train(*words, "--name", "other") == 0
+    run = Run.open("other")
+    found = losses(run)
+    assert found[-1] < found[0] - 0.8
+    config = open_checkpoint(run.model).config
+    assert config.family == shape and (config.state_bytes > 0) == (shape != "llama")
+    ours = load_transformer(open_checkpoint(run.model))
+    ids = torch.arange(5, 45)[None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run.model)
+    with torch.no_grad():
+        wanted = ours(ids)
+        assert torch.allclose(theirs(ids).logits, wanted, atol=1e-3)
+        again = load_transformer(open_checkpoint(export_gguf(run.model, "it.gguf", type="F32")))
+        assert torch.allclose(again(ids), wanted, atol=1e-4)
+    with unspool.load(run.model, progress=False) as lm:
+        assert lm.generate("Fellow citizens", max_tokens=8, temperature=0).text
+
+
 @pytest.mark.parametrize("objective", ["masked", "block_diffusion"])
 def test_other_objectives(objective: str, place: Path):
     assert train("--steps", "30", "--rate", "3", "--objective", objective, "--quiet") == 0
@@ -149,7 +180,8 @@ def test_other_objectives(objective: str, place: Path):
 
 
 def test_with_nothing_said():
-    from unspool.train.new import NewSettings, _with_depth
+    from unspool.train.new import _with_depth
+    from unspool.train.settings import NewSettings
 
     alone, deep, timed = (
         _with_depth(NewSettings(**given)) for given in ({}, {"depth": 8}, {"minutes": 1})
@@ -175,6 +207,8 @@ def test_so_many_minutes(place: Path):
         (["--resume", "nowhere"], "no training run"),
         (["--report", "paper", "--steps", "1"], "no report to 'paper'"),
         (["--shard"], "torchrun"),
+        (["--shape", "mamba"], "there are qwen3, llama, lfm2, qwen3.5"),
+        (["--shape", "lfm2", "--objective", "masked"], "from left to right"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -257,7 +291,9 @@ def test_the_guides_example(place: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out.count("Logged(") == 3
     known = {name for option in _options("new") for name in option}
     table = guide.split("## A new model")[1].split("\n## ")[0]
-    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", table)) - {"--nproc-per-node"}
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", table)) - {
+        "--nproc-per-node", "--max-restarts",
+    }  # fmt: skip
     runs = {name for option in _options("runs") for name in option}
     assert mentioned <= known | runs | {"--help"}
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from unspool import __version__
+from unspool.backends.torch import torchrun
 from unspool.cli import hints
 from unspool.errors import UnspoolError
 
@@ -27,7 +28,7 @@ ClickException: Any = UsageError.__base__
 # meant, so that no command waits for the others.
 _PANELS = {
     "run": "Write", "chat": "Write", "replay": "Write", "fill": "Write", "edit": "Write",
-    "think": "Write",
+    "think": "Write", "batch": "Write",
     "explore": "Look", "tokenize": "Look", "score": "Look", "costs": "Look",
     "page": "Serve", "serve": "Serve",
 }  # fmt: skip
@@ -115,12 +116,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     piped = not sys.stdin.isatty() if sys.stdin else False
-    sys.exit(_exit_code(given, piped))
+    code = _exit_code(given, piped)
+    torchrun.let_go()
+    sys.exit(code)
 
 
 def _exit_code(given: Sequence[str], piped: bool = False) -> int:
     try:
         arguments = with_command(given, piped)
+        if arguments[0] != "train":  # where each process trains
+            torchrun.work_unless_first()
         alone = arguments[0] in _COMMANDS and "_UNSPOOL_COMPLETE" not in os.environ
         app = app_with(arguments[:1] if alone else _COMMANDS)
         result = app(args=arguments, prog_name="unspool", standalone_mode=False)

@@ -19,6 +19,7 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A path, a short name or a repo id.", autocompletion=model_names),
 ]
+Json = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 
 
 def info(model: Model = None, offline: o.Offline = False) -> None:
@@ -68,17 +69,33 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
     print_columns([[name, value] for name, value in rows.items()])
 
 
-def plan(model: Model = None, offline: o.Offline = False) -> None:
-    """What the native backend would do with a model: how each part is kept and computed.
+def plan(
+    model: Model = None,
+    gpus: Annotated[int | None, typer.Option(help="How many GPUs there would be.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each, like 80GB.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a text.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Texts at once.")] = None,
+    offline: o.Offline = False,
+    as_json: Json = False,
+) -> None:
+    """What the native backend would do with a model; or, with --gpus, what fits where.
+
+    Of the model only its settings are read: a folder with nothing but its config.json will do.
 
     [b]Examples[/b]
 
       unspool models plan
       unspool models plan ./model.gguf
+      unspool models plan ./model --gpus 4 --memory 80GB --context 32768 --batch 8
     """
-    from unspool.backends.cpu.plan_builder import printed
+    if (gpus, memory, context, batch) == (None, None, None, None):
+        from unspool.backends.cpu.plan_builder import printed
 
-    print(printed(find_checkpoint(model, offline)))
+        print(printed(find_checkpoint(model, offline)))
+        return
+    from unspool.cli.gpu_plan import gpu_plan
+
+    gpu_plan(model, gpus, memory, context, batch, offline=offline, as_json=as_json)
 
 
 def find_checkpoint(model: str | None, offline: bool) -> Checkpoint:

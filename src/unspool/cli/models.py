@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.cli.completing import fetchable_names, model_names
-from unspool.cli.model_info import info, plan
+from unspool.cli.model_info import Json, info, plan
 from unspool.cli.ps import ps
 from unspool.cli.table import print_json, print_table
 from unspool.errors import UnspoolError
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from unspool.model.hub import CachedModel
 
 All = Annotated[bool, typer.Option("--all", help="Also what can be fetched.")]
-Json = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 
 models = typer.Typer(
     no_args_is_help=True,

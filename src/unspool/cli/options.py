@@ -8,7 +8,8 @@ for each of them, and hands it those that were given, as one dictionary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -20,8 +21,8 @@ from unspool.cli.completing import model_names
 from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
+    from unspool.backends.placement import Placement
     from unspool.language_model import LanguageModel
-    from unspool.loading import Placement
 
 Model = Annotated[
     str | None,
@@ -106,30 +107,40 @@ class ModelChoice:
 
     def load(self, **instead: Any) -> LanguageModel:
         """The model; `instead` says what to take where the person left the choice to us."""
-        import warnings
-
+        from unspool.backends.torch import torchrun
         from unspool.loading import load
 
-        options = dict(self.options)
+        options = {"tensor_parallel": None, **self.options}
+        if options["tensor_parallel"] is None:
+            options["tensor_parallel"] = torchrun.ranks()
         for name, value in instead.items():
             if options[name] in (None, "auto"):
                 options[name] = value
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UnspoolWarning)
-            usual = warnings.showwarning
-
-            def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
-                if issubclass(category, UnspoolWarning):
-                    say(str(message))
-                else:
-                    usual(message, category, *place, **more)
-
-            warnings.showwarning = show
+        with warnings_said():
             lm = load(self.model, **options)
         packed = getattr(lm.model, "quantization_error", None)
         if packed:
             say(packed)
         return lm
+
+
+@contextmanager
+def warnings_said() -> Iterator[None]:
+    """In here our own warnings are remarks to the person."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UnspoolWarning)
+        usual = warnings.showwarning
+
+        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, UnspoolWarning):
+                say(str(message))
+            else:
+                usual(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def thinking(think: bool | None, effort: str | None) -> bool | str | None:
@@ -175,7 +186,11 @@ _MODEL: dict[str, tuple[Any, Any, str]] = {
     "kv_bits": (int, 16, "Bits of a number in keys and values: 16 or 8 (native)."),
     "threads": (int | None, None, "How many threads work; by default one a core (native)."),
     "exact": (bool, False, "On a GPU: the same text alone and in any batch, a little slower."),
-}
+    "tensor_parallel": (
+        int | None, None, "Split the model over so many processes, one a GPU (torch)."
+    ),
+    "devices": (str | None, None, "Put its layers onto these: cuda:0,cuda:1, or auto (torch)."),
+}  # fmt: skip
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:

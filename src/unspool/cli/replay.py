@@ -54,7 +54,7 @@ def replay(
 
 def _dtype(trace: Trace) -> str:
     """Written in 16 bits, replayed in 16 bits: others round otherwise."""
-    from unspool.loading import DTYPES
+    from unspool.backends.placement import DTYPES
 
     return trace.model.precision if trace.model.precision in DTYPES else "auto"
 

@@ -14,7 +14,7 @@ from unspool.cli.starting import Starting
 from unspool.collecting import collecting_later
 from unspool.errors import SettingsError, UnspoolError
 
-_LIMITS, _OPERATION = "Limits", "Operation"
+_LIMITS, _OPERATION, _REPLICAS = "Limits", "Operation", "Replicas (pip install 'unspool[ray]')"
 _WARNING = (
     "anyone who can reach {host} can use this server, and there is no key; "
     "give --api-key-file, or keep --host 127.0.0.1"
@@ -113,6 +113,33 @@ def serve(
             rich_help_panel=_OPERATION,
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve with so many replicas, each with its share of the cores, under Ray.",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Start more, up to so many, while requests wait.", rich_help_panel=_REPLICAS
+        ),
+    ] = None,
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            help="Cores that each replica keeps to; by default its share of all.",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="prefix: to the replica that holds most of a prompt; or round-robin.",
+            rich_help_panel=_REPLICAS,
+        ),
+    ] = "prefix",
     *,
     chosen: list[o.ModelChoice],
 ) -> None:
@@ -125,6 +152,7 @@ def serve(
       unspool serve --model qwen=qwen.gguf --model small=smollm.gguf
       unspool serve --adapters adapters/
       unspool serve --max-running 16 --max-queue 64 --max-tokens 1024
+      unspool serve --replicas 2
       curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Why do leaves change color in fall?"}]}'
     """
@@ -157,10 +185,22 @@ def serve(
     )
     if adapters is not None and not adapters.is_dir():
         raise SettingsError(f"--adapters is {adapters}, and there is no such folder")
-    _check_sizes(cache_memory=cache_memory, model_memory=model_memory, unload_after=unload_after)
+    _check_sizes(
+        cache_memory=cache_memory,
+        model_memory=model_memory,
+        unload_after=unload_after,
+        replicas=replicas,
+        cores=cores,
+    )
+    if replicas is None and (max_replicas or cores):
+        raise SettingsError("--max-replicas and --cores are of replicas; give --replicas too")
     bound = bound_socket(settings)
-    starting = Starting(chosen, cache_memory)
-    set_up(log_level, log_format == "json" or not (log_format == "text" or sys.stderr.isatty()))
+    log = (
+        log_level,
+        log_format == "json" or not (log_format == "text" or sys.stderr.isatty()),
+    )
+    starting = Starting(chosen, cache_memory) if replicas is None else None
+    set_up(*log)
 
     def started(address: str, names: list[str]) -> None:
         if sys.stderr.isatty():
@@ -168,6 +208,25 @@ def serve(
 
     if not settings.is_local and not keys:
         o.say(_WARNING.format(host=host))
+    if starting is None:
+        from unspool.cli.replicas import serve_replicas
+
+        serve_replicas(
+            chosen,
+            settings,
+            bound,
+            started,
+            replicas=replicas or 1,
+            max_replicas=max_replicas,
+            cores=cores,
+            routing=routing,
+            log=log,
+            cache_memory=cache_memory,
+            model_memory=model_memory,
+            unload_after=unload_after,
+            adapters=adapters,
+        )
+        return
     starting.run(
         settings,
         bound,

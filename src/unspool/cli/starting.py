@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from unspool.cli import options as o
+from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
     import socket
@@ -50,9 +53,13 @@ class Starting:
         from unspool.serve.http.app import create_app
         from unspool.serve.http.logs import log_event
 
+        def give_up(reason: str) -> None:
+            state.fault = UnspoolError(reason)
+            os.kill(os.getpid(), signal.SIGTERM)
+
         loads = [self._preload.load, *(model.choice.load for model in self._located[1:])]
         entries = [
-            ModelEntry(model.name, load, model.size)
+            ModelEntry(model.name, _watched(load, give_up), model.size)
             for model, load in zip(self._located, loads, strict=True)
         ]
         registry = ModelRegistry(
@@ -136,27 +143,31 @@ class _Preload:
         return future.result() if future is not None else self._choice.load()
 
 
+def _watched(
+    load: Callable[[], LanguageModel], give_up: Callable[[str], None]
+) -> Callable[[], LanguageModel]:
+    """`load` for a server: a model whose other processes are gone can serve nobody any more."""
+
+    def loaded() -> LanguageModel:
+        lm = load()
+        ranks = getattr(lm.model, "ranks", None)
+        if ranks is not None:
+            ranks.on_failure.append(give_up)
+        return lm
+
+    return loaded
+
+
 def _located(chosen: o.ModelChoice, memory: int | None) -> _LocatedModel:
     """`NAME=PATH`, or a path or repo id that gives the name; checked before anything is loaded.
 
     The default model is known without being here: it is fetched when it is loaded.
     """
-    from unspool.model.default_model import DEFAULT, is_to_be_fetched
-    from unspool.model.gguf import part_paths
-    from unspool.model.hub import find_model, is_default
-    from unspool.model.names import display_name
+    from unspool.serve.core.locating import locate
 
-    given = chosen.model or ""
-    name, _, where = given.rpartition("=")
-    offline = bool(chosen.options.get("offline"))
-    if is_default(where or None) and not offline and is_to_be_fetched():
-        chosen = replace(chosen, model=None, options={**chosen.options, "memory": memory})
-        return _LocatedModel(name or Path(DEFAULT.file_name).stem, chosen, DEFAULT.size)
-    path = find_model(where or None, offline=offline)
-    chosen = replace(chosen, model=str(path), options={**chosen.options, "memory": memory})
-    folder = [*path.glob("*.safetensors"), *path.glob("*.gguf")]
-    size = sum(file.stat().st_size for file in (part_paths(path) if path.is_file() else folder))
-    return _LocatedModel(name or display_name(where, path), chosen, size)
+    found = locate(chosen.model, offline=bool(chosen.options.get("offline")))
+    chosen = replace(chosen, model=found.path, options={**chosen.options, "memory": memory})
+    return _LocatedModel(found.name, chosen, found.size)
 
 
 def _model_memory() -> int:

@@ -120,10 +120,10 @@ def _train(
     from unspool.model.checkpoint import save_weights
     from unspool.train.learning.mitigations import MitigatedNextToken
     from unspool.train.learning.optimizers import make_optimizers
-    from unspool.train.learning.shape import new_model, qwen3_config, rates_for
+    from unspool.train.learning.shape import new_config, new_model, rates_for
     from unspool.train.running.loop import Trainer, TrainSettings
 
-    config = qwen3_config(2, len(LETTERS), LENGTH, width=32)
+    config = new_config(2, len(LETTERS), LENGTH, width=32)
     model = new_model(config, source.seed)
     trainer = Trainer(
         model,

@@ -65,7 +65,7 @@ def write_all(
     """
     failed: dict[int, Exception] = {}
     if len(texts) > 1:
-        _read_what_all_share(lm, texts)
+        read_what_all_share(lm, texts)
     writing = one_by_one(lm, texts, [], tell)
     for number, error in writing:
         if error is not None and not patient:
@@ -111,7 +111,7 @@ def one_by_one(
             steps.close()
 
 
-def _read_what_all_share(lm: Session, texts: Sequence[Generation]) -> None:
+def read_what_all_share(lm: Session, texts: Sequence[Generation]) -> None:
     """Begun all at once, the texts would each find nothing computed, and each compute the same.
 
     The last token each reads itself, for the logits behind it.

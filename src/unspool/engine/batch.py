@@ -76,7 +76,7 @@ class BatchBuilder:
                 branch.tabled = column
             outcomes = max(0, until - max(first, branch.length - task.wanted))
             if outcomes:
-                if task.pick_floats is None:
+                if task.by_hand:
                     logits += range(end - outcomes, end)
                 else:
                     if task.sees_history:
@@ -233,7 +233,7 @@ def share_out(
     for share in shares:
         task, count, error = share.task, share.outcomes, None
         task.flights -= 1
-        if count and task.pick_floats is not None:
+        if count and not task.by_hand:
             if result.failures:
                 error = _failure(result, range(picked, picked + count))
             task.picked += picks[picked : picked + count]

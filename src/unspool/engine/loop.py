@@ -102,7 +102,7 @@ class Loop(SupervisedThread):
             try:
                 if failure is not None:
                     raise failure
-                if isinstance(task, Sequence) and task.pick_floats is None:
+                if isinstance(task, Sequence) and task.by_hand:
                     task.flights += 1  # it sits out until it is picked for
                     self._unpicked.append(task)
                 else:

@@ -63,6 +63,11 @@ class Task:
         self.queued = False  # whether the scheduler has it
         self.admitted = False  # whether it is among the running ones
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether the backend gives logits, and does not pick itself."""
+        return self.pick_floats is None
+
     # -- what a subclass does -----------------------------------------------------------------
 
     def complete(self) -> None:

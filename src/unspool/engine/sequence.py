@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -26,7 +25,7 @@ from unspool.engine.branch import Branch
 from unspool.engine.drafts import Guesses, Run, SideRow, Text, add_side_rows, as_runs, shortened
 from unspool.engine.ending import Ending
 from unspool.engine.endless import told
-from unspool.engine.following import follow
+from unspool.engine.following import Mark, follow, may_be_bound
 from unspool.engine.request import Drafter, ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.state_policy import message_ends
@@ -41,14 +40,6 @@ from unspool.sampling.picker import (
     row_numbers,
     sees_history,
 )  # fmt: skip
-
-
-@dataclass(slots=True)
-class _Mark:
-    """What must be known of a written token to go back to just behind it."""
-
-    state: StageState | None
-    ending: Ending | None  # a copy, kept only where going back may be needed
 
 
 class Sequence(Task):
@@ -88,7 +79,7 @@ class Sequence(Task):
         self.guesses = Guesses()  # at what follows, being checked
         self.accepting = self.length  # how many tokens stood here when the last step was planned
         self.draft_asked_at: float | None = None  # when the drafter was asked for the draft
-        self.marks: list[_Mark] | None = None  # of the written tokens, where they may be needed
+        self.marks: list[Mark] | None = None  # of the written tokens, where they may be needed
         if self.guard is not None or request.settings.mirostat_tau > 0:
             self.marks = []
         self.retracted = 0  # steps taken back since the last one that was sent
@@ -102,7 +93,9 @@ class Sequence(Task):
         self.cached = request.cached
         settings = request.settings
         self.sees_history = sees_history(settings)
-        watched = self.guard is not None or self.grammar is not None
+        # A budget alone says what may come only where it closes a thought: see `by_hand`.
+        bound = self.grammar is not None and (request.grammar is not None or drafter is not None)
+        watched = self.guard is not None or bound
         if not (watched or limits.top or limits.explain) and is_ordinary(settings):
             self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
             self.pick_ints[POSITION] = self.forgotten  # a draw follows from the place in the text
@@ -128,6 +121,11 @@ class Sequence(Task):
             self.scheduler.add(self)
 
     # -- what the scheduler asks --------------------------------------------------------------
+
+    @property
+    def by_hand(self) -> bool:
+        bound = self.grammar
+        return self.pick_floats is None or (bound is not None and bool(bound.forced()))
 
     @property
     def first_needed(self) -> int:
@@ -157,6 +155,7 @@ class Sequence(Task):
     def run_ahead(self) -> bool:
         if (
             self.pick_floats is None
+            or (self.grammar is not None and may_be_bound(self.grammar))
             or self.drafter is not None
             or not self.cached
             or self.length + 1 >= len(self.history)
@@ -416,7 +415,7 @@ class Sequence(Task):
         """What is needed to come back to just behind the token."""
         assert self.marks is not None
         ending = self.ending.copy() if self.guard is not None else None
-        self.marks.append(_Mark(state, ending))
+        self.marks.append(Mark(state, ending))
 
     def _take_back(self, to: int, reason: str) -> None:
         """Drop the written tokens from number `to` on; the last one was not sent yet."""

@@ -180,6 +180,12 @@ class ThinkingState:
         free = self._inner is None or bool(self._forced) or self._reader.in_thought
         return not free and self._inner is not None and self._inner.must_end
 
+    @property
+    def is_near_budget(self) -> bool:
+        """Whether a thought would have to be closed behind one more token."""
+        budget = self._thinking.budget
+        return budget is not None and self._count + 1 >= budget
+
     def forced(self) -> list[int]:
         """Where only one text can follow: that text."""
         if self._forced or self._inner is None or self._reader.in_thought or self._may_open:

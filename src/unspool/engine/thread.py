@@ -83,10 +83,9 @@ class SupervisedThread:
                 raise UnspoolError("the engine is closed")
             if self._thread is None:
                 self._process = os.getpid()
-                self._thread = threading.Thread(
-                    target=self._work, name="unspool-engine", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="unspool-engine", daemon=True)
+                thread.start()  # before others see it: one that has not started looks dead
+                self._thread = thread
                 # A thread that is in the middle of a step must not meet the end of the process.
                 atexit.register(self.close)
             self._commands.append((command, at_rest))

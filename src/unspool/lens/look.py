@@ -20,6 +20,7 @@ from unspool.backends.step import Floats
 from unspool.errors import SettingsError
 from unspool.lens.subject import Text, adapter_of, tokens_of
 from unspool.lens.weights import host
+from unspool.model.recurrence import STATELESS
 from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
 
@@ -81,7 +82,7 @@ class Look:
             return []
         found = []
         for layer, kind in enumerate(self.mixers):
-            if kind != "attention":
+            if kind not in STATELESS:
                 gate, decay, norm = np.nanmean(self.recurrent[layer], axis=1).tolist()
                 words = {"gate": gate, "decay": decay, "state_norm": norm}
                 found.append({"layer": layer + 1, "mixer": kind, **words})

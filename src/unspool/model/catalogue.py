@@ -32,6 +32,7 @@ class Entry:
     size: Mapping[str, float]  # GB of the file, by its kind
     licence: str
     use: str
+    state_bytes: int = 0  # of one recurrent state of a text
 
     @property
     def is_default(self) -> bool:
@@ -40,7 +41,7 @@ class Entry:
 
     @property
     def text_memory(self) -> int:
-        return memory_of_text(self.kv_bytes, self.context)
+        return memory_of_text(self.kv_bytes, self.context, self.state_bytes)
 
     def bytes(self, kind: str) -> int:
         return round(self.size[kind] * 1e9)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,6 +30,7 @@ from unspool.model.families import FAMILIES
 from unspool.model.float8 import SCALES, block_of
 from unspool.model.gguf import GGUFFile, part_paths
 from unspool.model.hub_files import PICKLES
+from unspool.model.layer_places import Places
 from unspool.model.mask_token import mask_id_in, named_block, says_mask
 from unspool.model.quantized import scheme_of
 from unspool.model.recurrent_config import only_ours
@@ -242,18 +243,36 @@ def prefixes_for_hf(config: ModelConfig) -> tuple[str, ...]:
 
 
 def load_transformer(
-    checkpoint: Checkpoint, *, dtype: str = "float32", device: str = "cpu"
+    checkpoint: Checkpoint, *, dtype: str = "float32", device: str | Places = "cpu"
 ) -> Transformer:
-    """The plain transformer with the checkpoint's weights in the given precision."""
+    """The plain transformer with the checkpoint's weights in the given precision, on one device or
+    over several."""
     import torch
 
     from unspool.model.transformer import Transformer
 
     with torch.device("meta"):  # no memory until the real weights come
         model = Transformer(checkpoint.config)
+    device_of = (lambda name: device) if isinstance(device, str) else device.of
+    fill_transformer(model, checkpoint, dtype=dtype, device_of=device_of)
+    return model
+
+
+def fill_transformer(
+    model: Transformer,
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    device_of: Callable[[str], str],
+    part_of: Callable[[str, Stored], Stored] = lambda name, stored: stored,
+) -> None:
+    """Give a model without memory its weights: each, or the part of it that the model has, in the
+    given precision on the device that its name says. One at a time is read from the file."""
+    import torch
+
     wanted: torch.dtype = getattr(torch, dtype)
     state = {
-        name: _tensor(stored).to(device=device, dtype=wanted)
+        name: _tensor(part_of(name, stored)).to(device=device_of(name), dtype=wanted)
         for name, stored in checkpoint.weights()
     }
     broken = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
@@ -263,7 +282,7 @@ def load_transformer(
             f"or {dtype} is too narrow for it"
         )
     model.load_state_dict(state, assign=True)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
 
 
 def _tensor(stored: Stored) -> torch.Tensor:

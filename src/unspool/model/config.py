@@ -18,7 +18,7 @@ from unspool.model.positions import SCALINGS, Rotary
 from unspool.model.recurrence import Recurrence, check_mixers
 
 SIGHTS = ("causal", "whole", "block")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped")
 
 # Sizes beyond these are not models but damaged files.
 _LARGEST = {
@@ -104,12 +104,14 @@ class ModelConfig:
     sinks: bool = False  # each head has one more term in its softmax, without a value (gpt-oss)
     attention_gate: bool = False  # what the heads found is multiplied with a sigmoid of the input
 
-    # What mixes tokens in each layer: "attention", or a recurrence; empty: attention in all.
+    # What mixes tokens in each layer: "attention", a recurrence or "none"; empty: attention in all.
     mixers: tuple[str, ...] = ()
+    feedless_layers: tuple[int, ...] = ()  # layers without a feed-forward
     recurrence: Recurrence | None = None
     logit_softcap: float = 0.0
 
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"] = "silu"
+    # relu2: the square of relu
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"] = "silu"
     activation_limit: float = 0.0  # swiglu_clamped: how large gate and up may be
     gated: bool = True
     ff_bias: bool = False
@@ -123,7 +125,8 @@ class ModelConfig:
     router: Literal["softmax", "sigmoid"] = "softmax"  # what makes weights of the router's scores
     selection_bias: bool = False  # added to the weights where experts are chosen, and only there
     experts_scale: float = 1.0  # what the weights of the chosen experts are multiplied with
-    shared_width: int = 0  # of a feed-forward beside the experts, behind a gate; 0: there is none
+    shared_width: int = 0  # of a feed-forward beside the experts; 0: there is none
+    shared_gated: bool = True  # ... which has a gate for all it says
     dense_beside_experts: bool = False  # layers with experts have a feed-forward as well
 
     embedding_scale: float = 1.0
@@ -161,6 +164,9 @@ class ModelConfig:
         self._check_shapes()
         self._check_sight()
         check_mixers(self.mixers, self.recurrence, self.layers)
+        halves = bool(self.feedless_layers) or "none" in self.mixers
+        whole = self.norm_after or self.norm_sums or self.parallel or self.dense_beside_experts
+        self._need(not (halves and whole), "feedless_layers", "empty for such layers")
         forward = self.sight == "causal" or not self.state_bytes
         self._need(forward, "sight", "causal for a model with recurrent layers")
         if self.positions == "rotary":
@@ -257,11 +263,11 @@ class ModelConfig:
         return self.windows[layer] if self.windows else 0
 
     def mixer(self, layer: int) -> str:
-        """What brings tokens together in this layer: attention, or a kind of recurrence."""
+        """What brings tokens together in this layer: attention, a kind of recurrence, or "none"."""
         return self.mixers[layer] if self.mixers else "attention"
 
     def state_floats(self, layer: int) -> int:
-        """Numbers that this layer carries from token to token; 0: it has attention instead."""
+        """Numbers that this layer carries from token to token; 0: it has no recurrence."""
         if self.recurrence is None:
             return 0
         return self.recurrence.state_floats(self.mixer(layer), self.width)
@@ -318,11 +324,12 @@ class ModelConfig:
 
     def normed_attention(self, layer: int) -> bool:
         """Whether this layer normalizes what goes into its attention."""
-        return self.norm_before and not (self.embedding_norm and layer == 0)
+        mixes = self.mixer(layer) != "none"
+        return mixes and self.norm_before and not (self.embedding_norm and layer == 0)
 
     def normed_feed(self, layer: int) -> bool:
         """Whether this layer normalizes what goes into its feed-forward, as a whole."""
-        return self.norm_before and not self.has_both(layer)
+        return self.has_feed(layer) and self.norm_before and not self.has_both(layer)
 
     def visible_end(self, position: int, length: int) -> int:
         """A token of a finished text of `length` tokens sees the positions before this one."""
@@ -340,8 +347,11 @@ class ModelConfig:
             return self.local_rotary
         return self.rotary
 
+    def has_feed(self, layer: int) -> bool:
+        return layer not in self.feedless_layers
+
     def has_experts(self, layer: int) -> bool:
-        return self.experts > 0 and layer not in self.dense_layers
+        return self.experts > 0 and self.has_feed(layer) and layer not in self.dense_layers
 
     def has_both(self, layer: int) -> bool:
         """Whether this layer has a feed-forward and experts, side by side."""

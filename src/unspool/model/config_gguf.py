@@ -28,7 +28,10 @@ from unspool.model.weights import Rule
 
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 # Families whose query and key rows llama.cpp stores for a rotation of neighbouring numbers.
-_INTERLEAVED = ("llama", "mistral", "ministral3", "mixtral", "smollm3", "granite", "llada")
+_INTERLEAVED = (
+    "llama", "mistral", "ministral3", "mixtral", "smollm3", "granite", "llada", "granite-hybrid",
+    "nemotron-h",
+)  # fmt: skip
 
 
 def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:

@@ -16,6 +16,7 @@ from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 from unspool.model.families import FAMILIES, family_of_model_type
 from unspool.model.family import Family
+from unspool.model.mamba_config import nemotron_names
 from unspool.model.positions import Rotary
 from unspool.model.quantized import scheme_of
 from unspool.model.recurrent_config import only_ours, recurrent_from_hf, recurrent_to_hf
@@ -27,6 +28,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     "silu": "silu",
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
@@ -149,6 +151,8 @@ def _usual_names(family: Family, raw: Raw) -> Raw:
         size = {"embedding_size": raw.get("embedding_size") or raw.get("vocab_size")}
         width = {"mlp_hidden_size": raw.get("mlp_hidden_size") or ratio * raw.get("d_model", 0)}
         return {**raw, **size, **width}
+    if family.name == "nemotron-h":
+        return nemotron_names(raw)
     if family.name == "modernbert":
         full = {**family.defaults, **raw}
         return {

@@ -14,6 +14,7 @@ from dataclasses import replace
 from unspool.errors import ModelFileError
 from unspool.model.family import BIASES, Family, like_llama
 from unspool.model.gpt_oss import GPT_OSS
+from unspool.model.mamba_families import MAMBA
 from unspool.model.masked_families import MASKED
 from unspool.model.recurrent_families import RECURRENT
 from unspool.model.tensor_names import (
@@ -284,7 +285,7 @@ _CAUSAL = (
     ),
 )
 
-_ALL = (*_CAUSAL, *TODAY, GPT_OSS, *RECURRENT, *MASKED)
+_ALL = (*_CAUSAL, *TODAY, GPT_OSS, *RECURRENT, *MAMBA, *MASKED)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 

@@ -2,6 +2,7 @@
 
 A tensor `x.weight` of such numbers has its scales in `x.weight_scale` (one for the tensor, or one a
 row) or in `x.weight_scale_inv` (one for each block, mostly 128 by 128). Both are multiplied with.
+The matrices of all experts in one tensor have the same, for each matrix or for all of them.
 What is said about activations is left aside: they are never rounded to 8 bits here.
 """
 
@@ -45,8 +46,12 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
 def scales_of_rows(
     name: str, shape: tuple[int, ...], scales: Floats, block: tuple[int, int]
 ) -> Floats:
-    """[rows, blocks]: the scales of a tensor of this shape, each row with its own."""
-    rows, columns = shape
+    """[..., rows, blocks]: the scales of a tensor of this shape, each row with its own."""
+    if len(shape) == 3:
+        each = [scales] * shape[0] if scales.size == 1 else list(scales)
+        if len(each) == shape[0]:
+            return np.stack([scales_of_rows(name, shape[1:], one, block) for one in each])
+    rows, columns = shape[-2:]
     if scales.size == 1:
         return np.full((rows, 1), scales.reshape(()), np.float32)
     if scales.size == rows and scales.shape[0] == rows:

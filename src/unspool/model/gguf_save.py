@@ -19,19 +19,32 @@ from unspool.errors import ModelFileError, SettingsError
 from unspool.model.config import ModelConfig
 from unspool.model.config_gguf import rules_for_gguf
 from unspool.model.families import FAMILIES
+from unspool.model.gguf_recurrent import (
+    check_recurrent,
+    describe_recurrent,
+    in_file_order,
+    key_heads_of_layers,
+)
 from unspool.model.positions import Rotary
 from unspool.model.weights import parameter_count, write_weights
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+    from torch import Tensor
 
     from unspool.model.transformer import Transformer
 
 # What a file of each type calls itself (`general.file_type`).
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
-WRITABLE = ("llama", "mistral", "qwen2", "qwen3", "dream", "llada")
+WRITABLE = (
+    "llama", "mistral", "qwen2", "qwen3", "dream", "llada",
+    "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next",
+)  # fmt: skip
 # With 4 bits the head would lose most: llama.cpp's own quantizer gives it more, and so do we.
 _HEADS = ("token_embd.weight", "output.weight")
+# The taps of a convolution; with these and what chooses experts llama.cpp computes in 32 bits.
+_TAPS = ("ssm_conv1d.weight", "shortconv.conv.weight")
+_EXACT = (*_TAPS, "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 
 def save_gguf(
@@ -49,9 +62,10 @@ def save_gguf(
     check_writable(model.config, type)
     path = Path(path)
     beside = path.with_name(f"{path.name}.part")
-    named = write_weights(model.config, rules_for_gguf(model.config), model.state_dict())
+    weights = in_file_order(model.config, model.state_dict())
+    named = write_weights(model.config, rules_for_gguf(model.config), weights)
     extra = _rotation_factors(model.config)
-    arrays = {**extra, **{key: tensor.float().cpu().numpy() for key, tensor in named.items()}}
+    arrays = {**extra, **{key: _array(key, tensor) for key, tensor in named.items()}}
     kinds = {key: _tensor_type(key, array, type) for key, array in arrays.items()}
     writer = GGUFWriter(beside, FAMILIES[model.config.family].gguf)
     try:
@@ -86,6 +100,7 @@ def check_writable(config: ModelConfig, type: str) -> None:
             f"a {config.family} model cannot be written as GGUF yet; {', '.join(WRITABLE)} can "
             "(a folder for transformers can be written of every family)"
         )
+    check_recurrent(config)
     if config.windows:
         raise ModelFileError(
             "this model's attention has a window, which llama.cpp does not know for "
@@ -115,7 +130,7 @@ def _describe(writer: GGUFWriter, config: ModelConfig, type: str, name: str) -> 
     writer.add_embedding_length(config.width)
     writer.add_feed_forward_length(config.ff_width)
     writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
+    writer.add_head_count_kv(key_heads_of_layers(config))
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_key_length(config.head_width)
     writer.add_value_length(config.head_width)
@@ -126,6 +141,7 @@ def _describe(writer: GGUFWriter, config: ModelConfig, type: str, name: str) -> 
         writer.add_diffusion_shift_logits(config.shifted)
         if config.mask_id is not None:
             writer.add_mask_token_id(config.mask_id)
+    describe_recurrent(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(TYPES[type])
     writer.add_quantization_version(GGML_QUANT_VERSION)
@@ -178,8 +194,16 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 # -- tensors --------------------------------------------------------------------------------
 
 
+def _array(name: str, tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The numbers of a tensor; a convolution's have an axis less in llama.cpp than elsewhere."""
+    if name.endswith(_TAPS):
+        tensor = tensor.squeeze(1)
+    numbers: np.ndarray[Any, Any] = tensor.float().cpu().numpy()
+    return numbers
+
+
 def _tensor_type(name: str, array: np.ndarray[Any, Any], type: str) -> str:
-    if array.ndim == 1:
+    if array.ndim == 1 or name.endswith(_EXACT):
         return "F32"
     if type in ("F32", "F16"):
         return type

@@ -93,13 +93,24 @@ def _gguf(path: Path, size: int, kind: str | None) -> Glance:
     kept = 1 - number("attention.shared_kv_layers") / layers
     kv_bytes, state_bytes = round(4 * kv_heads * head_width * kept), 0
     if number("ssm.inner_size"):  # most layers have a recurrent state instead of keys and values
-        every = max(1, number("full_attention_interval", 4))
-        kv_bytes //= every
+        recurrent = _without_keys(metadata, architecture)
+        if not recurrent:  # nothing is said of single layers
+            every = max(1, number("full_attention_interval", 4))
+            kv_bytes //= every
+            recurrent = layers - layers // every
         inner, wide = number("ssm.inner_size"), number("ssm.state_size")
         convolved = inner + 2 * number("ssm.group_count") * wide
         floats = inner * wide + (number("ssm.conv_kernel", 1) - 1) * convolved
-        state_bytes = 4 * (layers - layers // every) * floats
+        state_bytes = 4 * recurrent * floats
     return Glance(size, kind, kv_bytes, number("context_length"), state_bytes=state_bytes)
+
+
+def _without_keys(metadata: dict[str, Any], architecture: str) -> int:
+    """How many layers have neither keys nor a feed-forward alone, where a file says it of each."""
+    heads = np.atleast_1d(metadata.get(f"{architecture}.attention.head_count_kv", 1))
+    widths = np.atleast_1d(metadata.get(f"{architecture}.feed_forward_length", 0))
+    alone = np.sum(widths > 0) if len(widths) > 1 else 0
+    return int(np.sum(heads == 0) - alone)
 
 
 def _folder(path: Path, size: int) -> Glance:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+from unspool.errors import SettingsError
 from unspool.model.kinds import in_memory
 
 PLANNED_CONTEXT = 4096  # tokens of text that a model should have room for
 PLANNED_STATES = 8  # recurrent states of it
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+_FOR_STEPS = 2 << 30  # bytes that steps take on a GPU: activations, logits, graphs
 _PROGRAM = 100_000_000  # bytes that the program and its buffers take beside the model
 
 
@@ -52,6 +55,29 @@ def memory_of_text(kv_bytes: int, context: int, state_bytes: int = 0) -> int:
     """Keys and values of a text of some length, where a token leaves `kv_bytes`; and a few states
     to come back to, if the model has recurrent layers."""
     return kv_bytes * min(context, PLANNED_CONTEXT) + PLANNED_STATES * state_bytes
+
+
+def share_beside_kernels(free: int) -> int:
+    """What keys and values get of a GPU's free memory, unless somebody says how much: steps of our
+    own kernels need little of it."""
+    return int(max((free - _FOR_STEPS) * 0.8, free // 4))
+
+
+def share_beside_torch(free: int) -> int:
+    """The same beside plain torch, which makes large tables on the way."""
+    return free // 2
+
+
+def size_in(words: str) -> int:
+    """80GB, 24 GiB, 500MB, or a number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", words, re.IGNORECASE)
+    if found is None:
+        raise SettingsError(f"{words!r} is no size; it may be 80GB, 24GiB or a number of bytes")
+    number, unit, binary = found.groups()
+    size = float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    if size < 1:
+        raise SettingsError(f"{words!r} is no size: it must be more than 0")
+    return int(size)
 
 
 def in_words(size: int) -> str:

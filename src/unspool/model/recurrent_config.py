@@ -8,6 +8,7 @@ from typing import Any
 from unspool.model.config import ModelConfig
 from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
+from unspool.model.mamba_config import mamba_from_gguf, mamba_from_hf, mamba_to_hf
 from unspool.model.recurrence import Recurrence
 
 CONVOLUTIONS = ("lfm2", "lfm2-moe")
@@ -47,7 +48,7 @@ def recurrent_from_hf(
         ]
         found = {"recurrence": Recurrence(**{o: full[key] for o, key in _DELTA_KEYS.items()})}
     else:
-        return {}
+        return mamba_from_hf(family, full, values)
     return {**found, "mixers": tuple(_MIXER_OF.get(kind, "attention") for kind in kinds)}
 
 
@@ -62,6 +63,8 @@ def _adjusted_width(full: Mapping[str, Any]) -> int:
 
 
 def recurrent_to_hf(config: ModelConfig) -> dict[str, Any]:
+    if config.family in ("granite-hybrid", "nemotron-h"):
+        return mamba_to_hf(config)
     recurrence = config.recurrence
     if recurrence is None:
         return {}
@@ -110,7 +113,7 @@ def recurrent_from_gguf(
             tiled=family.name != "qwen3-next" and heads != groups,
         )
     else:
-        return {}
+        return mamba_from_gguf(family, file, number, layers)
     found: dict[str, Any] = {
         "mixers": tuple(mixer(layer) for layer in range(layers)), "recurrence": recurrence,
     }  # fmt: skip

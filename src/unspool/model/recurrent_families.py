@@ -109,6 +109,15 @@ _SHARED_EXPERTS = rules(
     layer(IN_LAYER + "mlp.shared_expert_gate", "feed.shared_gate"),
 )
 
+# What of a GGUF file is called otherwise than elsewhere.
+_CONV_GGUF = (Rule("token_embd_norm.weight", ("norm.weight",)),)
+_DELTA_GGUF = rules(
+    layer("blk.{i}.post_attention_norm", "feed_norm", layout="plus_one"),
+    layer("blk.{i}.ssm_conv1d", "mixer.conv", layout="channels"),
+    layer("blk.{i}.ssm_out", "mixer.out"),
+)
+_GROUPED_GGUF = layer("blk.{i}.ssm_ba", "mixer.b", "mixer.a", layout="grouped_values")
+
 RECURRENT = (
     like_llama(
         "lfm2",
@@ -124,6 +133,7 @@ RECURRENT = (
         only={"conv_bias": False},
         fixed={"qk_norm": "head"},
         rules=_CONV_RULES,
+        gguf_rules=_CONV_GGUF,
     ),
     like_llama(
         "lfm2-moe",
@@ -153,6 +163,7 @@ RECURRENT = (
             experts("feed_forward", "w1", "w3", "w2"),
             (Rule(IN_LAYER + "feed_forward.expert_bias", ("layers.{i}.feed.selection_bias",)),),
         ),
+        gguf_rules=_CONV_GGUF,
     ),
     like_llama(
         "qwen3.5",
@@ -163,6 +174,7 @@ RECURRENT = (
         defaults=_DELTA_DEFAULTS,
         fixed=_DELTA_FIXED,
         rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, FEED),
+        gguf_rules=_DELTA_GGUF,
     ),
     like_llama(
         "qwen3.5-moe",
@@ -173,6 +185,7 @@ RECURRENT = (
         defaults={**_DELTA_DEFAULTS, **_SHARED_DEFAULTS, "num_experts_per_tok": 8},
         fixed=_DELTA_FIXED,
         rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, _SHARED_EXPERTS),
+        gguf_rules=_DELTA_GGUF,
     ),
     like_llama(
         "qwen3-next",
@@ -192,5 +205,6 @@ RECURRENT = (
         rules=rules(
             ENDS, _GATED_ATTENTION, _GROUPED_INPUTS, _DELTA, NORMS_BEFORE, FEED, _SHARED_EXPERTS
         ),
+        gguf_rules=_DELTA_GGUF + _GROUPED_GGUF,
     ),
 )

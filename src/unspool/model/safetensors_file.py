@@ -142,7 +142,7 @@ class SafetensorsFile:
             wide = np.frombuffer(self._map, "<f8", placed.count, placed.start)
             with np.errstate(over="ignore"):  # too large becomes infinite, which loading refuses
                 return Stored.of(wide.astype(np.float32).reshape(placed.shape))
-        if placed.type == FLOAT8 and len(placed.shape) == 2 and scales is not None:
+        if placed.type == FLOAT8 and len(placed.shape) in (2, 3) and scales is not None:
             bytes_ = np.frombuffer(self._map, np.uint8, placed.count, placed.start)
             of_rows = scales_of_rows(name, placed.shape, scales.float32(), block)
             return Stored(FLOAT8, bytes_.reshape(placed.shape), placed.shape, of_rows)

@@ -112,6 +112,20 @@ class Stored:
         shape = (data.shape[0], data.shape[1], *self.shape[2:])
         return Stored(self.type, data, shape, scales, self.factor)
 
+    def part(self, axis: int, index: npt.NDArray[np.int64]) -> Stored:
+        """The given places along one axis. Along the last of a packed tensor they are unpacked, a
+        matrix at a time."""
+        if axis == len(self.shape) - 1 and self.packed:
+            if axis == 2:
+                return Stored.of(np.stack([one.part(1, index).data for one in self.slices()]))
+            return Stored.of(np.ascontiguousarray(self.float32()[..., index]))
+        together = bool(len(index)) and int(index[-1] - index[0]) == len(index) - 1
+        taken = slice(int(index[0]), int(index[-1]) + 1) if together else index  # a view if it may
+        where = (slice(None),) * axis + (taken,)
+        shape = (*self.shape[:axis], len(index), *self.shape[axis + 1 :])
+        scales = None if self.scales is None else self.scales[where]
+        return Stored(self.type, self.data[where], shape, scales, self.factor)
+
     def slices(self) -> list[Stored]:
         """The tensors along the first axis; views."""
         count = len(self.data)

@@ -121,7 +121,6 @@ def gguf(*, interleaved: bool, plus_one: bool, gated: bool = False) -> tuple[Rul
         layer("blk.{i}.ffn_up.{e}", "feed.up"),
         layer("blk.{i}.ffn_down.{e}", "feed.down"),
         GGUF_RECURRENT,
-        layer("blk.{i}.post_attention_norm", "feed_norm", layout=norm),  # Qwen3-Next and later
     )
 
 
@@ -133,14 +132,10 @@ GGUF_RECURRENT = rules(
     layer("blk.{i}.attn_gate", "mixer.z"),
     layer("blk.{i}.ssm_beta", "mixer.b"),
     layer("blk.{i}.ssm_alpha", "mixer.a"),
-    layer("blk.{i}.ssm_ba", "mixer.b", "mixer.a", layout="grouped_values"),
-    layer("blk.{i}.ssm_conv1d", "mixer.conv", layout="channels"),
-    layer("blk.{i}.ssm_out", "mixer.out"),
     (
         Rule("blk.{i}.ssm_a", ("layers.{i}.mixer.a_log",), "log_of_minus"),
         Rule("blk.{i}.ssm_dt.bias", ("layers.{i}.mixer.dt_bias",)),
         Rule("blk.{i}.ssm_norm.weight", ("layers.{i}.mixer.norm_weight",)),
-        Rule("token_embd_norm.weight", ("norm.weight",)),  # LFM2 calls its last norm so
         Rule("blk.{i}.exp_probs_b.bias", ("layers.{i}.feed.selection_bias",)),
     ),
     layer("blk.{i}.ffn_gate_inp_shexp", "feed.shared_gate"),

@@ -229,4 +229,7 @@ ALIASES: dict[str, Alias] = {
     "qwen3_vl_moe": _QWEN3_VL_MOE,
     "qwen3_vl_moe_text": _QWEN3_VL_MOE,
 }
-GGUF_ALIASES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3-moe"}
+GGUF_ALIASES = {
+    "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3-moe",
+    "nemotron_h_moe": "nemotron-h",
+}  # fmt: skip

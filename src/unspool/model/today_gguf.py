@@ -31,6 +31,7 @@ def layer_shapes(keys: Keys, layers: int, width: int) -> dict[str, Any]:
     kv_heads = [count or max(kv_heads) for count in kv_heads]  # recurrent layers have none
     experts = keys.get("expert_feed_forward_length")  # all that there is, in some
     ff_widths = keys.per_layer("feed_forward_length", layers, experts)
+    ff_widths = [width or max(ff_widths) for width in ff_widths]  # as for layers without them
     wide = keys.number("attention.key_length", width // heads[0])
     near = keys.number("attention.key_length_swa", wide)
     windows = [0] * layers
@@ -60,7 +61,7 @@ def read_today(
         span = keys.number("rope.scaling.original_context_length", values["context"])
         span = keys.number("attention.temperature_length", span)
         return query_growth(float(keys.number("attention.temperature_scale", 0.0)), int(span))
-    if family.name == "granite":
+    if family.name in ("granite", "granite-hybrid"):
         return {
             "embedding_scale": float(keys.number("embedding_scale", 1.0)),
             "attention_scale": float(keys.number("attention.scale", 0.0)),

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
-from unspool.model.layers.beside import DenseAndExperts, TokenInput, TokenInputs
-from unspool.model.layers.feed import Experts, FeedForward
-from unspool.model.layers.mixers import Mixer, new_mixer
+from unspool.model.layers.beside import TokenInput, TokenInputs
+from unspool.model.layers.kinds import new_feed, new_mixer
+from unspool.model.layers.mixers import Mixer
 from unspool.model.layers.parts import HeadTransform, Norm, norm_or_not, turn, unit
 from unspool.model.positions import Rotary, sinusoidal
 
@@ -90,10 +90,16 @@ class Attention(nn.Module):
         self.config, self.layer, self.window = config, layer, config.window(layer)
         self.shape, self.source = config.shape(layer), config.kv_source(layer)
         width, out, shared = config.width, self.shape.out_width, self.shape.kv_width
-        own = self.source == layer  # has keys and values, and does not read another layer's
+        # Has keys and values, and does not read another layer's; and whether others read its own.
+        # Said here, because a compiled layer serves all others in which such facts are the same.
+        self.own = own = self.source == layer
+        self.lends = any(
+            config.kv_source(later) == layer for later in range(layer + 1, config.layers)
+        )
         self.q = nn.Linear(width, out, bias=config.qkv_bias)
         if own:
             self.k = nn.Linear(width, shared, bias=config.qkv_bias)
+        self.v: nn.Linear | None = None
         if own and config.has_values(layer):
             self.v = nn.Linear(width, shared, bias=config.qkv_bias)
         self.gate: nn.Linear | None = None
@@ -118,9 +124,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         batch, count, _ = x.shape
         query = self.queries(x, angles)
-        if self.source == self.layer:
+        if self.own:
             key, value = self.keys_values(x, angles)
-            if shared is not None:
+            if self.lends and shared is not None:
                 shared[self.layer] = key, value
         else:
             assert shared is not None, "a layer that reads the keys of another"
@@ -132,7 +138,7 @@ class Attention(nn.Module):
         if cache is not None:
             start, end = cache.length, cache.length + count
             keys, values = cache.keys[self.source], cache.values[self.source]
-            if self.source == self.layer:
+            if self.own:
                 keys[:, :, start:end], values[:, :, start:end] = key, value
             key, value = keys[:, :, :end], values[:, :, :end]
         mixed = torch.cat(
@@ -163,7 +169,7 @@ class Attention(nn.Module):
         """Keys and values of tokens, [batch, kv_heads, count, head_width] each."""
         plain = self.k(x)
         key = self._normed(plain, self.k_norm)
-        value = self._heads(self.v(x) if self.config.has_values(self.layer) else plain)
+        value = self._heads(plain if self.v is None else self.v(x))
         if self.config.value_norm:
             value = unit(value, self.config.norm_eps)
         return (key if angles is None else turn(key, angles.cosine, angles.sine)), value
@@ -268,7 +274,8 @@ def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention or a recurrence, then feed-forward, each adding to the vector that passes."""
+    """Attention or a recurrence, then feed-forward, each adding to the vector that passes; in some
+    models a layer has only one of the two."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -277,26 +284,18 @@ class Layer(nn.Module):
         after = config.norm_after or config.norm_sums
         self.attention_norm = norm_or_not(config, config.normed_attention(layer))
         self.layer = layer
+        self.mixes = config.mixer(layer) != "none"
         self.mixer: Mixer | None = None
         if config.mixer(layer) == "attention":
             self.attention = Attention(config, layer)
-        else:
+        elif self.mixes:
             self.mixer = new_mixer(config, layer)
         self.attention_post_norm = norm_or_not(config, after)
         self.feed_norm = norm_or_not(config, config.normed_feed(layer))
-        self.feed = self._feed(config, layer)
+        self.feed = new_feed(config, layer) if config.has_feed(layer) else None
         self.feed_post_norm = norm_or_not(config, after)
         self.token_input = TokenInput(config) if config.token_width else None
         self.scale = nn.Parameter(torch.ones(1)) if config.layer_scale else None
-
-    @staticmethod
-    def _feed(config: ModelConfig, layer: int) -> nn.Module:
-        if not config.has_experts(layer):
-            return FeedForward(config, config.shape(layer).ff_width)
-        if not config.dense_beside_experts:
-            return Experts(config)
-        dense = FeedForward(config, config.shape(layer).ff_width)
-        return DenseAndExperts(config, dense, Experts(config))
 
     def forward(
         self,
@@ -307,6 +306,8 @@ class Layer(nn.Module):
         shared: Shared | None = None,
         token: Tensor | None = None,
     ) -> Tensor:
+        if not self.mixes:
+            return self.with_fed(x, x, token)
         normed = self.attention_norm(x)
         if self.mixer is not None:
             attended = self._recurred(self.mixer, normed, cache, attend)
@@ -334,8 +335,10 @@ class Layer(nn.Module):
     def with_fed(self, x: Tensor, between: Tensor, token: Tensor | None = None) -> Tensor:
         """That with what the feed-forward says to it, or (`parallel`) to the layer's own input;
         and with what the layer is told of the `token` itself, where it is."""
-        fed = self.feed(self.feed_norm(x if self.parallel else between))
-        after = self._sum(between, fed, self.feed_post_norm)
+        after = between
+        if self.feed is not None:
+            fed = self.feed(self.feed_norm(x if self.parallel else between))
+            after = self._sum(between, fed, self.feed_post_norm)
         if self.token_input is not None and token is not None:
             after = after + self.token_input(after, token)
         return after if self.scale is None else after * self.scale.to(after)

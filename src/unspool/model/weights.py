@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 Layout = Literal[
     "plain", "transposed", "per_head", "interleaved", "plus_one", "gated_heads", "grouped",
-    "grouped_values", "channels", "log_of_minus", "pairs", "pairs_transposed",
+    "grouped_values", "channels", "log_of_minus", "flat", "pairs", "pairs_transposed",
 ]  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         linear("token_inputs.embed", config.vocab_size, every, False)
         linear("token_inputs.project", every, width, False)
         found["token_inputs.norm.weight"] = (config.token_width,)
+    sides = ("gate", "up") if config.gated else ("up",)
     for layer in range(config.layers):
         at = f"layers.{layer}"
         if config.normed_attention(layer):
@@ -61,7 +62,7 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         shape = config.shape(layer)
         if config.mixer(layer) == "attention":
             found.update(_attention_shapes(config, layer))
-        else:
+        elif config.mixer(layer) != "none":
             found.update(_mixer_shapes(config, layer))
         if config.norm_after or config.norm_sums:
             norm(f"{at}.attention_post_norm")
@@ -79,21 +80,21 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
             linear(f"{experts}.router", count, width, config.router_bias)
             if config.selection_bias:
                 found[f"{experts}.selection_bias"] = (count,)
-            if config.shared_width:
+            if config.shared_width and config.shared_gated:
                 linear(f"{experts}.shared_gate", 1, width, False)
-                for side in ("gate", "up"):
+            if config.shared_width:
+                for side in sides:
                     linear(f"{experts}.shared.{side}", config.shared_width, width, False)
                 linear(f"{experts}.shared.down", width, config.shared_width, False)
             for name, rows, columns in (
-                ("gate", inner, width), ("up", inner, width), ("down", width, inner),
+                *((side, inner, width) for side in sides), ("down", width, inner),
             ):  # fmt: skip
                 found[f"{experts}.{name}.weight"] = (count, rows, columns)
                 if config.expert_bias:
                     found[f"{experts}.{name}.bias"] = (count, rows)
-        if not config.has_experts(layer) or config.has_both(layer):
-            if config.gated:
-                linear(f"{dense}.gate", shape.ff_width, width, config.ff_bias)
-            linear(f"{dense}.up", shape.ff_width, width, config.ff_bias)
+        if config.has_feed(layer) and (not config.has_experts(layer) or config.has_both(layer)):
+            for side in sides:
+                linear(f"{dense}.{side}", shape.ff_width, width, config.ff_bias)
             linear(f"{dense}.down", width, shape.ff_width, config.ff_bias)
         if config.norm_after or config.norm_sums:
             norm(f"{at}.feed_post_norm")
@@ -153,10 +154,15 @@ def _mixer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         values = width
     else:
         rows = {"qkv": channels, "z": values, "b": heads, "a": heads}
+        if mixer == "mamba2":
+            rows = {"z": values, "vkq": channels, "dt": heads}
         found = {f"{name}.weight": (count, width) for name, count in rows.items()}
         found |= {"a_log": (heads,), "dt_bias": (heads,)}
-        found["norm_weight"] = (recurrence.value_width,)
+        found |= {"d": (heads,)} if mixer == "mamba2" else {}
+        found["norm_weight"] = (values if mixer == "mamba2" else recurrence.value_width,)
     found["conv.weight"] = (recurrence.conv_kernel, channels)
+    if recurrence.conv_bias:
+        found["conv.bias"] = (channels,)
     found["out.weight"] = (width, values)
     return {f"layers.{layer}.mixer.{name}": size for name, size in found.items()}
 
@@ -182,7 +188,7 @@ class Rule:
 
     @property
     def for_experts(self) -> bool:
-        signs = ("{e}", "_exps.weight", "_exps.bias", ".experts.")
+        signs = ("{e}", "_exps.weight", "_exps.bias", ".experts.", "_moe.input_", "_moe.output_")
         return any(sign in self.theirs for sign in signs)
 
 
@@ -296,9 +302,12 @@ def _split(rule: Rule, whole: Stored, parts: list[Shape], config: ModelConfig) -
     elif rule.layout == "plus_one":
         whole = whole.minus_one()
     elif rule.layout == "channels":  # a convolution's taps: [channels, (1,) tokens] in files
-        whole = Stored.of(np.ascontiguousarray(whole.float32().reshape(whole.shape[0], -1).T))
+        if len(whole.shape) > 1:
+            whole = Stored.of(np.ascontiguousarray(whole.float32().reshape(whole.shape[0], -1).T))
     elif rule.layout == "log_of_minus":
-        whole = Stored.of(np.log(-whole.float32()))
+        whole = Stored.of(np.log(-whole.float32().reshape(-1)))
+    elif rule.layout == "flat":
+        whole = Stored.of(whole.float32().reshape(-1))
     else:
         order = row_order(rule.layout, whole.shape[0], config)
         if order is not None:
@@ -361,7 +370,7 @@ def _join(rule: Rule, parts: list[torch.Tensor], config: ModelConfig) -> torch.T
     else:
         whole = torch.cat(parts, parts[0].ndim - 2) if len(parts) > 1 else parts[0]
     if rule.layout == "channels":
-        return whole.t()[:, None]
+        return whole.t()[:, None] if whole.ndim > 1 else whole
     if rule.layout == "log_of_minus":
         return -whole.exp()
     if rule.layout in ("transposed", "pairs_transposed") and whole.ndim >= 2:

@@ -14,10 +14,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from unspool.backends.placement import DTYPES
 from unspool.backends.torch.available import check_torch
 from unspool.decoding.progress import Tell, progress_bar
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
-from unspool.loading import DTYPES, open_tokenizer
+from unspool.loading import open_tokenizer
 from unspool.model.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,7 +27,6 @@ from unspool.model.weights import parameter_count
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import Batches
 from unspool.train.data.shards import Prepared, prepare
-from unspool.train.data.sources import DEFAULT_SOURCE
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 from unspool.train.learning.mitigations import MitigatedNextToken
 from unspool.train.learning.objectives import BlockDiffusion, Masked, Objective, next_token
@@ -38,102 +37,25 @@ from unspool.train.learning.shape import (
     batch_tokens,
     batch_tokens_of,
     like,
+    new_config,
     new_model,
-    qwen3_config,
     rates_for,
     vocabulary_for,
 )
+from unspool.train.running.elastic import job_facts
 from unspool.train.running.events import Ended, Event
 from unspool.train.running.held_out import HeldOut
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run, RunError, runs_folder
 from unspool.train.running.samples import Samples, first_words
+from unspool.train.settings import NewSettings, settings_of
 
 if TYPE_CHECKING:
     from unspool.train.data.survey import Progress
 
-OBJECTIVES = ("next_token", "masked", "block_diffusion")
 _AT_ONCE = {"cuda": 32768, "cpu": 4096}  # tokens that go through the model together
 _SHARE = 0.93  # of the time that was given: the rest is for judging, sampling and saving
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewSettings:
-    """Every dial. What is None follows from the others by the rules in `shape.py`."""
-
-    data: tuple[str, ...] = (DEFAULT_SOURCE,)
-    field: str | None = None
-    limit: int | None = None
-    held_out: float | str = 0.01
-    tokenizer: str | None = None  # a folder; else one is made
-    vocab_size: int | None = None
-    depth: int | None = None
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_width: int | None = None
-    ff_width: int | None = None
-    tied: bool | None = None
-    like: str | None = None  # a model whose shape to take
-    start: str | None = None  # a model whose weights to go on from
-    objective: str = "next_token"
-    block: int = 8  # of block diffusion
-    scheduled_sampling: float = 0.0  # share of the inputs that are the model's own, at the end
-    unlikelihood: float = 0.0  # weight of not repeating what occurred; 0: off
-    optimizer: str = "muon"
-    rate: float = 1.0  # times the learning rates of the rules
-    weight_decay: float = 0.1
-    length: int | None = None  # tokens in a row
-    batch: int | None = None  # rows that go through the model at once, in each process
-    batch_tokens: int | None = None  # in a step, over all processes
-    steps: int | None = None
-    tokens: int | None = None
-    minutes: float | None = None
-    warmup: float = 0.02  # share of the steps
-    decay: float = 0.5
-    clip: float = 1.0
-    inside_documents: bool = False
-    seed: int = 0
-    device: str = "auto"
-    bf16: bool | None = None
-    compile: bool | None = None
-    recompute: bool = False
-    log_every: int = 1
-    judge_every: int | None = None
-    sample_every: int | None = None
-    save_every: int | None = None
-    keep: int = 2
-    prompts: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise SettingsError(f"there is no objective {self.objective!r}; {_one_of(OBJECTIVES)}")
-        if self.optimizer not in ("muon", "adamw"):
-            raise SettingsError(f"there is no optimizer {self.optimizer!r}; muon or adamw")
-        MitigatedNextToken(self.scheduled_sampling, self.unlikelihood)  # refuses what cannot be
-        if self.mitigated and self.objective != "next_token":
-            raise SettingsError(
-                "scheduled sampling and unlikelihood are remedies of next-token training; leave "
-                f"them out with the objective {self.objective}"
-            )
-        if self.start and (self.like or self.depth or self.tokenizer):
-            raise SettingsError("a model to go on from brings its own shape and vocabulary")
-
-    @property
-    def mitigated(self) -> bool:
-        """Whether there is more to the loss than the next token."""
-        return bool(self.scheduled_sampling or self.unlikelihood)
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """What of the model's config was said."""
-        names = ("width", "heads", "kv_heads", "head_width", "ff_width", "tied")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    return "there are " + ", ".join(names)
 
 
 # -- before the first step ------------------------------------------------------------------
@@ -151,6 +73,7 @@ def begin(
     parallel = parallel or Parallel.alone(settings.device)
     if folder is not None and (folder / "run.json").exists():
         raise RunError(f"{folder}: has a run already; go on with it (--resume) or name another")
+    job = job_facts(settings)
     settings = _with_depth(settings)
     tokenizer = _tokenizer(settings, progress, offline)
     prepared = _prepared(settings, tokenizer, progress, offline)
@@ -166,6 +89,7 @@ def begin(
         steps=settings.steps,
         seed=settings.seed,
         data={**prepared.card.to_json(), "folder": str(prepared.folder)},
+        **job,
     )
     tokenizer.save(run.folder / "tokenizer")
     return run
@@ -246,9 +170,9 @@ def _shape(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
     length = settings.length or default_length(settings.depth)
     if settings.like:
         other = open_checkpoint(_model_path(settings.like, offline=False)).config
-        return replace(like(other, vocabulary, **settings.shape), end_ids=ends)
+        return replace(like(other, vocabulary, **settings.sizes), end_ids=ends)
     assert settings.depth is not None
-    config = qwen3_config(settings.depth, vocabulary, length, **settings.shape)
+    config = new_config(settings.depth, vocabulary, length, settings.shape, **settings.sizes)
     return replace(config, end_ids=ends)
 
 
@@ -321,16 +245,6 @@ def _speed(
 # -- the training ---------------------------------------------------------------------------
 
 
-def settings_of(run: Run) -> NewSettings:
-    """The dials of a run that was begun."""
-    told = run.facts.get("settings", {})
-    known = {each.name for each in fields(NewSettings)}
-    given = {name: value for name, value in told.items() if name in known}
-    for name in ("data", "prompts"):
-        given[name] = tuple(given.get(name, ()))
-    return NewSettings(**given)
-
-
 def train(
     run: Run,
     on_event: Callable[[Event], None] = lambda event: None,
@@ -341,23 +255,24 @@ def train(
     settings = settings_of(run)
     parallel = parallel or Parallel.alone(settings.device)
     tokenizer = Tokenizer.from_file(run.folder / "tokenizer")
-    prepared = _same_data(run, settings, tokenizer)
+    with parallel.agreed():  # a machine that has not got it yet prepares it
+        prepared = _same_data(run, settings, tokenizer)
     config = ModelConfig.from_dict(run.facts["config"])
     objective = _objective(settings, config)
     rates = rates_for(config).times(settings.rate)
     rates = replace(rates, weight_decay=settings.weight_decay)
-    assert settings.length is not None and settings.batch_tokens and settings.batch
-    one_batch = settings.batch * settings.length * parallel.world
+    settings, accumulate = _shared(settings, parallel.world)
+    assert settings.length is not None
     # With remedies the model is judged as without, so that runs can be compared.
     judged_by = next_token if settings.mitigated else objective
     judge = HeldOut(prepared.held_out, tokenizer, judged_by, settings.length, rows=64)
     sampler = Samples(tokenizer, settings.prompts) if settings.objective == "next_token" else None
     trainer = Trainer(
-        _model(settings, config).to(parallel.device),
+        parallel.place(_model(settings, config)),
         _batches(settings, prepared, parallel),
         objective,
         lambda model: make_optimizers(model, rates, settings.optimizer),  # type: ignore[arg-type]
-        _train_settings(settings, max(1, settings.batch_tokens // one_batch)),
+        _train_settings(settings, accumulate),
         run,
         save_model=lambda weights, folder: save_model(config, weights, tokenizer, folder),
         judge=judge if judge.batches else None,
@@ -365,6 +280,21 @@ def train(
         parallel=parallel,
     )
     return trainer.run(on_event)
+
+
+def _shared(settings: NewSettings, world: int) -> tuple[NewSettings, int]:
+    """The rows of a step shared by so many processes, which need not be as many as the run was
+    begun with: rows that each takes at once, and how often it does."""
+    assert settings.length and settings.batch_tokens and settings.batch
+    rows = settings.batch_tokens // settings.length
+    each, left = divmod(rows, world)
+    if left:
+        raise RunError(
+            f"a step of this run has {rows} rows of text, which {world} processes cannot share "
+            f"evenly; start as many as divide {rows}"
+        )
+    batch = next(n for n in range(min(settings.batch, each), 0, -1) if each % n == 0)
+    return replace(settings, batch=batch), each // batch
 
 
 def save_model(

@@ -98,7 +98,7 @@ def test_too_little_memory_is_said_in_words(tmp_path, monkeypatch):
 
 
 def write_quantized(
-    path: Path, types: dict[str, str], width: int = 256, raw: bool = True
+    path: Path, types: dict[str, str], width: int = 256, raw: bool = True, usual: str = "Q4_K"
 ) -> dict[str, np.ndarray]:
     """A Llama of one layer in a GGUF file, its matrices of some types; gives their numbers."""
     inner, half = width, width // 2
@@ -118,7 +118,7 @@ def write_quantized(
     writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-5)
     found = {}
     for number, (name, shape) in enumerate(shapes.items()):
-        kind = types.get(name, "Q4_K")
+        kind = types.get(name, usual)
         blocks = random_blocks(kind, *shape, seed=number)
         found[name] = numbers(kind, blocks)
         number_of_type = gguf.GGMLQuantizationType[kind]
@@ -159,7 +159,11 @@ def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
     assert sum(m.nbytes for m in found.matrices()) < 0.7 * sum(
         numbers.size for numbers in plain.values()
     )
-    unpacked = loaded(path, keep=False)
+
+
+def test_a_quantized_file_is_unpacked(tmp_path):
+    plain = write_quantized(tmp_path / "m.gguf", {}, width=64, usual="Q8_0")
+    unpacked = loaded(tmp_path / "m.gguf", keep=False)
     assert isinstance(unpacked.layers[0].down, PlainMatrix) and unpacked.precision == "float32"
     assert np.array_equal(unpacked.layers[0].down.weight.numpy(), plain["blk.0.ffn_down"])
 

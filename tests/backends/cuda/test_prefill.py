@@ -65,7 +65,7 @@ LAYERS = {
 
 
 # All of them run on a GPU (tests/gpu); by the interpreter those that differ most.
-_SHORT = (("plain", False), ("plain", True), ("three a key head", True), ("sinks", False))
+_SHORT = (("sinks", False), ("three a key head", True))
 
 
 @pytest.mark.parametrize(

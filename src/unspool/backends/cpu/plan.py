@@ -26,6 +26,7 @@ from unspool.backends.cpu.structures import (
     KINDS,
     NORM_VALUES,
     NORMALIZE,
+    OWN_WEIGHTS,
     PREPARE,
     QUERIES_ONLY,
     ROWS,
@@ -51,6 +52,7 @@ class Operation:
     heads: int = 0  # of queries; for a norm the parts that it takes each by itself
     vector: str = ""
     second_vector: str = ""
+    third_vector: str = ""
     layer: int = 0
     window: int = 0
     both_ways: bool = False  # the window reaches as far ahead as back
@@ -70,6 +72,7 @@ class Operation:
     key_heads: int = 0
     value_width: int = 0
     tiled_heads: bool = False
+    own_weights: bool = False  # of a norm's parts, one behind the other
     experts: int = 0
     chosen: int = 0
     scale: float = 1.0
@@ -111,7 +114,7 @@ class Plan:
         """Weights that are no matrices, in the order of their first use."""
         found: dict[str, None] = {}
         for operation in self.operations:
-            names = [operation.vector, operation.second_vector]
+            names = [operation.vector, operation.second_vector, operation.third_vector]
             names += [_bias_of(self.config, name) for name in operation.matrices]
             found.update(dict.fromkeys(name for name in names if name))
         return list(found)
@@ -134,7 +137,7 @@ class Plan:
             flags = ADD * o.add | GATED * o.gated | CENTRED * o.centred | NORMALIZE * o.normalize
             flags |= QUERIES_ONLY * o.queries_only | KEYS_AS_VALUES * o.keys_as_values
             flags |= NORM_VALUES * o.norm_values | SIGMOID_ROUTER * o.sigmoid_router
-            flags |= TILED_HEADS * o.tiled_heads
+            flags |= TILED_HEADS * o.tiled_heads | OWN_WEIGHTS * o.own_weights
             ops.append(
                 Op(
                     kind=KINDS[o.kind],
@@ -160,6 +163,7 @@ class Plan:
                     state=o.state,
                     key_heads=o.key_heads,
                     value_width=o.value_width,
+                    third_vector=vectors.get(o.third_vector, -1),
                     scale=o.scale,
                     cap=o.cap,
                     epsilon=o.epsilon,

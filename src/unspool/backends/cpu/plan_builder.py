@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unspool.backends.cpu.plan import Operation, Plan
+from unspool.backends.cpu.plan_feed import feed
 from unspool.backends.cpu.plan_recurrent import check_recurrence, recurrent
 from unspool.errors import ModelFileError
 from unspool.model.checkpoint import Checkpoint
@@ -81,23 +82,29 @@ class _Builder:
         self.snapshot(0)
 
     def layer(self, layer: int) -> None:
-        attends = self.config.mixer(layer) == "attention"
-        out = self.attention(layer) if attends else recurrent(self, layer)
-        if self.config.parallel:  # the feed-forward reads x before attention has added to it
-            down = self.feed(layer)
+        config = self.config
+        if config.parallel:  # the feed-forward reads x before attention has added to it
+            out, down = self.mix(layer), feed(self, layer)
             self.after(out, layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
+            self.after(down, layer, "feed_post_norm")
         else:
-            self.after(out, layer, "attention_post_norm")
+            if config.mixer(layer) != "none":
+                self.after(self.mix(layer), layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
-            down = self.feed(layer)
-        self.after(down, layer, "feed_post_norm")
+            if config.has_feed(layer):
+                self.after(feed(self, layer), layer, "feed_post_norm")
         if self.config.token_width:
             self.token_input(layer)
         if self.config.layer_scale:
             vector = f"layers.{layer}.scale"
             self.add(Operation(kind="scale", source="x", target="x", vector=vector))
         self.snapshot(2 * layer + 2)
+
+    def mix(self, layer: int) -> Operation:
+        """What brings tokens together; gives the operation that adds it to x."""
+        attends = self.config.mixer(layer) == "attention"
+        return self.attention(layer) if attends else recurrent(self, layer)
 
     def attention(self, layer: int) -> Operation:
         """Up to what the heads gather; gives the operation that adds it to x."""
@@ -158,123 +165,6 @@ class _Builder:
             width=shape.out_width,
             add=True,
         )
-
-    def feed(self, layer: int) -> Operation:
-        """The first half of the feed-forward; gives the operation of the second."""
-        config, at = self.config, f"layers.{layer}.feed"
-        if config.has_both(layer):
-            return self.dense_and_experts(layer)
-        norm = f"layers.{layer}.feed_norm" if config.norm_before else ""
-        if config.has_experts(layer):
-            return self.experts(at, norm, norm)
-        return self.dense(at, layer, norm)
-
-    def dense(self, at: str, layer: int, norm: str) -> Operation:
-        config, inner = self.config, self.config.shape(layer).ff_width
-        sides = ("gate", "up") if config.gated else ("up",)
-        self.buffer("hidden", inner * len(sides))
-        self.linear("x", "hidden", tuple(f"{at}.{side}.weight" for side in sides), norm=norm)
-        return Operation(
-            kind="linear",
-            source="hidden",
-            target="x",
-            matrices=(f"{at}.down.weight",),
-            width=inner,
-            prepare="activated",
-            activation=config.activation,
-            cap=config.activation_limit,
-            gated=config.gated,
-            add=True,
-        )
-
-    def experts(
-        self, at: str, norm: str, router_norm: str, scale: float = 1.0, counts: str = ""
-    ) -> Operation:
-        """`scale` is that of the router's scores, `counts` the vector of what each expert counts
-        beside them."""
-        config = self.config
-        inner, count = config.expert_width, config.experts
-        self.buffer("router", count)
-        self.buffer("picked", 2 * inner, "picks")
-        self.buffer("answers", config.width, "picks")
-        self.linear("x", "router", (f"{at}.router.weight",), norm=router_norm)
-        if scale != 1:
-            self.add(Operation(kind="scale", source="router", target="router", scale=scale))
-        self.add(
-            Operation(
-                kind="route",
-                source="router",
-                vector=counts,
-                second_vector=f"{at}.selection_bias" if config.selection_bias else "",
-                sigmoid_router=config.router == "sigmoid",
-                scale=config.experts_scale,
-                experts=count,
-                chosen=config.experts_per_token,
-                normalize=config.normalize_experts,
-            )
-        )
-        sides = tuple(f"{at}.{side}.weight[{e}]" for e in range(count) for side in ("gate", "up"))
-        self.linear("x", "picked", sides, norm=norm, kind="experts", rows="picks", experts=count)
-        self.add(
-            Operation(
-                kind="experts",
-                source="picked",
-                target="answers",
-                rows="picks",
-                matrices=tuple(f"{at}.down.weight[{e}]" for e in range(count)),
-                width=inner,
-                prepare="activated",
-                activation=config.activation,
-                cap=config.activation_limit,
-                gated=True,
-                experts=count,
-            )
-        )
-        if config.shared_width:
-            self.shared(at, norm)
-            self.add(Operation(kind="combine", source="answers", target="fed", add=True))
-            return Operation(kind="scale", source="fed", target="x", add=True)
-        return Operation(kind="combine", source="answers", target="x", add=True)
-
-    def shared(self, at: str, norm: str) -> None:
-        """What the feed-forward beside the experts says, behind its gate."""
-        inner = self.config.shared_width
-        self.buffer("shared", 2 * inner + 1)
-        self.buffer("fed", self.config.width)
-        sides = ("shared.gate", "shared.up", "shared_gate")
-        self.linear("x", "shared", tuple(f"{at}.{side}.weight" for side in sides), norm=norm)
-        self.add(
-            Operation(
-                kind="linear",
-                source="shared",
-                target="fed",
-                matrices=(f"{at}.shared.down.weight",),
-                width=inner,
-                prepare="activated",
-                activation=self.config.activation,
-                gated=True,
-            )
-        )
-        self.add(
-            Operation(
-                kind="gate", source="shared", target="fed", offset=2 * inner, heads=1,
-                activation="sigmoid",
-            )
-        )  # fmt: skip
-
-    def dense_and_experts(self, layer: int) -> Operation:
-        """Both read x, each through norms of its own; their sum is what is added."""
-        at, width = f"layers.{layer}.feed", self.config.width
-        self.buffer("fed", width)
-        self.buffer("out", width)
-        dense = self.dense(f"{at}.dense", layer, f"{at}.dense_norm")
-        self.add(replace(dense, target="fed", add=False))
-        self.norm("fed", "fed", f"{at}.dense_post_norm", width=width)
-        norms = (f"{at}.experts_norm", f"{at}.router_norm")
-        answers = self.experts(f"{at}.experts", *norms, width**-0.5, f"{at}.expert_scale")
-        self.add(replace(answers, target="out", add=False))
-        self.norm("out", "fed", f"{at}.experts_post_norm", width=width, add=True)
-        return Operation(kind="scale", source="fed", target="x", add=True)
 
     def after(self, operation: Operation, layer: int, post_norm: str) -> None:
         """Add a result to x; the result is normed or scaled first, or the sum normed then, where

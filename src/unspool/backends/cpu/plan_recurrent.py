@@ -1,4 +1,5 @@
-"""The operations of recurrent layers: a convolution, or gated DeltaNet (see `native/kernels`)."""
+"""The operations of recurrent layers: a convolution, gated DeltaNet or Mamba-2 (see
+`native/kernels`)."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def recurrent(build: Building, layer: int) -> Operation:
         build.add(_convolution(config, layer, "recurred"))
     else:
         width = config.recurrence.values
-        _delta(build, layer, norm)
+        add = _mamba if config.mixer(layer) == "mamba2" else _delta
+        add(build, layer, norm)
     return Operation(
         kind="linear",
         source="recurred",
@@ -75,6 +77,7 @@ def _convolution(config: ModelConfig, layer: int, target: str) -> Operation:
         source="mix",
         target=target,
         vector=f"layers.{layer}.mixer.conv.weight",
+        second_vector=f"layers.{layer}.mixer.conv.bias" if recurrence.conv_bias else "",
         width=recurrence.channels(mixer, config.width),
         window=recurrence.conv_kernel,
         gated=mixer == "conv",
@@ -128,3 +131,52 @@ def _delta(build: Building, layer: int, norm: str) -> None:
             activation="silu",
         )
     )  # fmt: skip
+
+
+def _mamba(build: Building, layer: int, norm: str) -> None:
+    config, at, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
+    assert shape is not None
+    channels = shape.channels("mamba2", config.width)
+    # Behind the heads' steps there is room for how much stays in each.
+    build.buffer("mix", channels + shape.values + 2 * shape.value_heads)
+    build.buffer("convolved", channels)
+    build.buffer("recurred", shape.values)
+    parts = tuple(f"{at}.{part}.weight" for part in ("vkq", "z", "dt"))
+    build.linear("x", "mix", parts, norm=norm)
+    build.add(_convolution(config, layer, "convolved"))
+    build.add(
+        Operation(
+            kind="mamba",
+            source="convolved",
+            other="mix",
+            target="recurred",
+            offset=channels + shape.values,
+            vector=f"{at}.a_log",
+            second_vector=f"{at}.dt_bias",
+            third_vector=f"{at}.d",
+            heads=shape.value_heads,
+            key_heads=shape.key_heads,
+            width=shape.key_width,
+            value_width=shape.value_width,
+            layer=layer,
+            state=config.state_starts[layer] + shape.conv_floats("mamba2", config.width),
+        )
+    )
+    build.add(
+        Operation(
+            kind="gate", source="mix", target="recurred", offset=channels, width=shape.values,
+            activation="silu",
+        )
+    )  # fmt: skip
+    build.add(
+        Operation(
+            kind="norm",
+            source="recurred",
+            target="recurred",
+            vector=f"{at}.norm_weight",
+            width=shape.values // shape.norm_groups,
+            heads=shape.norm_groups,
+            own_weights=True,
+            epsilon=config.norm_eps,
+        )
+    )

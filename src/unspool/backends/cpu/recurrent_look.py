@@ -9,7 +9,7 @@ from unspool.backends.cpu.structures import TapList, address
 from unspool.backends.step import RECURRENT_LOOK, Floats, Look
 from unspool.model.config import ModelConfig
 
-_COLUMNS = 2 * LANES  # of a head's matrix that one task takes: see `native/kernels/recur_delta.cpp`
+_COLUMNS = 2 * LANES  # of a head's matrix that one task takes: see `native/kernels/recur_heads.h`
 
 
 class RecurrentLook:
@@ -43,7 +43,7 @@ class RecurrentLook:
                 found[:, layer, 0, 0] = np.sqrt(pairs[:, 0] / config.width)
                 found[:, layer, 1:, 0] = 0.0
                 found[:, layer, 2, 0] = np.sqrt(pairs[:, 1])
-            elif config.mixer(layer) == "delta":
+            elif config.mixer(layer) in ("delta", "mamba2"):
                 heads = sums[:, : self._heads * (2 + self._blocks)]
                 heads = heads.reshape(count, self._heads, -1)
                 found[:, layer, :2] = heads[:, :, :2].transpose(0, 2, 1)

@@ -32,14 +32,16 @@ KINDS = {
     "gate": 13,
     "conv": 14,
     "delta": 15,
+    "mamba": 16,
 }
 ROWS = {"tokens": 0, "wanted": 1, "picks": 2}
 PREPARE = {"as is": 0, "normed": 1, "activated": 2}
 ACTIVATIONS = {
-    "silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "swiglu_clamped": 5
+    "silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "swiglu_clamped": 5,
+    "relu2": 6,
 }  # fmt: skip
 ADD, GATED, CENTRED, NORMALIZE, QUERIES_ONLY, BOTH_WAYS = 1, 2, 4, 8, 16, 32  # flags
-KEYS_AS_VALUES, NORM_VALUES, SIGMOID_ROUTER, TILED_HEADS = 64, 128, 256, 512
+KEYS_AS_VALUES, NORM_VALUES, SIGMOID_ROUTER, TILED_HEADS, OWN_WEIGHTS = 64, 128, 256, 512, 1024
 
 
 class Op(ctypes.Structure):
@@ -67,6 +69,7 @@ class Op(ctypes.Structure):
         ("state", _i32),
         ("key_heads", _i32),
         ("value_width", _i32),
+        ("third_vector", _i32),
         ("scale", _f32),
         ("cap", _f32),
         ("epsilon", _f32),

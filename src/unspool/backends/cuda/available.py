@@ -43,6 +43,10 @@ def lacking(config: ModelConfig) -> str | None:
         "its layers look up the token": config.token_width > 0,
         "it has experts beside a feed-forward": config.dense_beside_experts,
         "it has recurrent layers": config.state_bytes > 0,
+        "its layers lack attention or feed-forward": bool(config.feedless_layers)
+        or "none" in config.mixers,
+        "its activation is a square": config.activation == "relu2",
+        "its experts have no gate": config.experts > 0 and not config.gated,
         "its attention has a gate": config.attention_gate,
         "its router is no softmax": config.router != "softmax" or config.experts_scale != 1,
         "it has an expert that is shared": config.shared_width > 0,

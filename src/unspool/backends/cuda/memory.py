@@ -10,10 +10,8 @@ from unspool.backends.cuda.pages import PAGE_SIZE, Pages, page_bytes
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.memory import pages_in
 from unspool.errors import UnspoolError, UnspoolWarning
-from unspool.model.memory import in_words
+from unspool.model.memory import in_words, share_beside_kernels
 
-_SHARE = 0.8  # of what is free, unless somebody says how much
-_FOR_STEPS = 2 << 30  # bytes that the steps themselves take: activations, logits, graphs
 _MOST_TEXTS = 512  # pages for more texts of full length are never used
 _LEAST = 16  # pages
 
@@ -52,7 +50,7 @@ def make_pages(weights: Weights, memory: int | None, context: int) -> Pages:
 
 def _share(device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
-    return int(max((free - _FOR_STEPS) * _SHARE, free // 4))
+    return share_beside_kernels(free)
 
 
 def _no_room(device: torch.device) -> str:

@@ -166,6 +166,7 @@ def fused(model: Transformer) -> Weights:
 
 def _layer(layer: Layer) -> LayerWeights:
     attention, feed = layer.attention, layer.feed
+    assert attention.v is not None, "available.py refuses keys that are values too"
     return LayerWeights(
         attention_norm=_norm(layer.attention_norm),
         qkv=_stacked(attention.q, attention.k, attention.v),
@@ -186,6 +187,7 @@ def _gate_up(feed: FeedForward) -> Matrix:
 
 
 def _experts(feed: Experts) -> ExpertWeights:
+    assert feed.gate is not None, "experts without a gate are left to plain torch"
     both = torch.cat((feed.gate.weight, feed.up.weight), 1)
     return ExpertWeights(feed.router.weight, both, feed.down.weight)
 

@@ -32,11 +32,12 @@ class TorchAdapters:
         if adapter is None:
             self._parts.pop(number, None)
             return
-        like = self._model.embed.weight
         self._parts[number] = {
             name: (
-                torch.from_numpy(part.down.T.copy()).to(like),
-                torch.from_numpy(part.up.T * np.float32(part.scale)).to(like),
+                torch.from_numpy(part.down.T.copy()).to(self._model.get_parameter(name)),
+                torch.from_numpy(part.up.T * np.float32(part.scale)).to(
+                    self._model.get_parameter(name)
+                ),
             )
             for name, part in adapter.parts.items()
         }
@@ -56,7 +57,8 @@ class TorchAdapters:
                 parts = {n: self._parts[n][name] for n in layers if name in self._parts[n]}
                 module = self._model.get_submodule(name.removesuffix(".weight"))
                 places = head if name == "head.weight" else layers
-                hooks.append(module.register_forward_hook(_adding(parts, places)))
+                # Before what else is done to the product, where only a part of it is here.
+                hooks.append(module.register_forward_hook(_adding(parts, places), prepend=True))
             yield
         finally:
             for hook in hooks:
@@ -83,7 +85,7 @@ def _adding(
         rows, out = given[0].flatten(0, -2), product.flatten(0, -2)
         for number, (down, up) in parts.items():
             if number in places:
-                at = places[number]
+                at = places[number].to(out.device)
                 out.index_add_(0, at, rows[at] @ down @ up)
 
     return add

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.backends.step import Floats
+from unspool.backends.step import Floats, Ints
 from unspool.backends.torch.paged import TorchBackend, room_for
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Transformer
@@ -40,41 +42,55 @@ class TorchModel:
 
     def logits(self, vectors: Floats) -> Floats:
         with torch.inference_mode():
-            return _host(self.transformer.logits(self._device_array(vectors)))
+            return on_host(self.transformer.logits(self._device_array(vectors)))
 
     def normed(self, vectors: Floats) -> Floats:
         with torch.inference_mode():
-            return _host(self.transformer.norm(self._device_array(vectors)))
+            return on_host(self.transformer.norm(self._device_array(vectors)))
 
     def vector(self, name: str) -> Floats | None:
         norm, head = self.transformer.norm, self.transformer.head
         if name == "norm.weight":
-            weight = _host(norm.weight)
+            weight = on_host(norm.weight)
             return 1 + weight if norm.plus_one else weight
         head_bias = head.bias if head is not None else self.transformer.head_bias
         found = {"norm.bias": norm.bias, "head.bias": head_bias}[name]
-        return None if found is None else _host(found)
+        return None if found is None else on_host(found)
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
         model = self.transformer
         own_head = name == "head.weight" and model.head is not None
         table = model.head if own_head and model.head is not None else model.embed
-        return _host(table.weight[start:stop])
+        return on_host(table.weight[start:stop])
 
     def fingerprint(self) -> str:
-        """Names and shapes of all tensors, and a few numbers from all over each."""
-        seen = hashlib.sha256()
-        for name, tensor in sorted(self.transformer.named_parameters()):
-            seen.update(f"{name} {tuple(tensor.shape)}".encode())
-            spots = np.linspace(0, tensor.numel() - 1, _SAMPLED).astype(np.int64)
-            places = torch.unravel_index(torch.from_numpy(spots).to(tensor.device), tensor.shape)
-            seen.update(_host(tensor.detach()[places]).astype("<f4").tobytes())
-        return seen.hexdigest()
+        named = sorted(self.transformer.named_parameters())
+        return hashed((name, tuple(tensor.shape), _sampled(tensor)) for name, tensor in named)
 
     def _device_array(self, vectors: Floats) -> Tensor:
         weight = self.transformer.embed.weight
         return torch.from_numpy(np.array(vectors)).to(weight.device, weight.dtype)
 
 
-def _host(tensor: Tensor) -> Floats:
+def sampled_places(shape: tuple[int, ...]) -> tuple[Ints, ...]:
+    """Some places all over a tensor, by axis."""
+    spots = np.linspace(0, math.prod(shape) - 1, _SAMPLED).astype(np.int64)
+    return np.unravel_index(spots, shape)
+
+
+def _sampled(tensor: Tensor) -> Floats:
+    places = sampled_places(tuple(tensor.shape))
+    return on_host(tensor.detach()[tuple(torch.from_numpy(place) for place in places)])
+
+
+def hashed(tensors: Iterable[tuple[str, tuple[int, ...], Floats]]) -> str:
+    """Names and shapes of all tensors, and a few numbers from all over each."""
+    seen = hashlib.sha256()
+    for name, shape, numbers in tensors:
+        seen.update(f"{name} {shape}".encode())
+        seen.update(numbers.astype("<f4").tobytes())
+    return seen.hexdigest()
+
+
+def on_host(tensor: Tensor) -> Floats:
     return np.asarray(tensor.detach().float().cpu().numpy())

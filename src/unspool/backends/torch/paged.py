@@ -7,6 +7,7 @@ through the matrices together, and only attention looks at each text's own past.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from unspool.backends.torch.adapters import TorchAdapters
 from unspool.backends.torch.states import Piece, StateLook, States, pieces_of
 from unspool.model.adapters import Adapter
 from unspool.model.config import ModelConfig
+from unspool.model.memory import share_beside_torch
 from unspool.model.transformer import QUERIES_AT_ONCE, Angles, Attention, Layer, Transformer
 from unspool.sampling.picker import pick
 
@@ -50,7 +52,7 @@ class TorchBackend:
         state_count: int = 0,
         context: int | None = None,
     ) -> None:
-        config, weight = model.config, model.embed.weight
+        config = model.config
         self.model = model
         self.state_bytes, self.state_count = config.state_bytes, state_count
         self.echoes = not self.state_bytes  # a token's state is that of its own row
@@ -58,17 +60,23 @@ class TorchBackend:
         self.page_bytes = page_bytes(model)
         self.vocab_size = config.vocab_size
         self.context = context or config.context
-        self._device = weight.device
+        self._devices = layer_devices(model)
         self._table = BlockTable()
-        self._states = States(config, state_count, self._device)
+        self._states = States(config, state_count, self._devices)
         self._adapters = TorchAdapters(model)
         # One long row of slots for each layer that keeps keys and values: slot = page * page_size
         # + place in the page.
-        shapes = {
-            layer: (page_count * PAGE_SIZE, *config.kv_shape(layer)) for layer in config.kv_layers
-        }
-        self._keys = {layer: _untouched(shape, weight) for layer, shape in shapes.items()}
-        self._values = {layer: _untouched(shape, weight) for layer, shape in shapes.items()}
+        self._keys, self._values = (
+            {
+                layer: _untouched(
+                    (page_count * PAGE_SIZE, *config.kv_shape(layer)),
+                    model.embed.weight.dtype,
+                    self._devices[layer],
+                )
+                for layer in config.kv_layers
+            }
+            for _ in range(2)
+        )
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> Done:
@@ -87,20 +95,31 @@ class TorchBackend:
             store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
 
     def _run(self, batch: StepBatch) -> StepResult:
-        model, plan = self.model, _Plan(batch, self._table, self.page_size, self._device)
-        if self.state_bytes:
-            plan.pieces = pieces_of(batch, self.state_count)
+        model = self.model
+        plans = {
+            device: _Plan(batch, self._table, self.page_size, device)
+            for device in dict.fromkeys(self._devices)
+        }
+        pieces = pieces_of(batch, self.state_count) if self.state_bytes else []
         angles = model.angles(batch.positions, self.context)
-        x = model.embedded(plan.tokens[None], batch.positions)
+        tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)[None]
+        x = model.embedded(tokens, batch.positions)
         watch = _Watch(batch.look, x, model.config) if batch.look else None
-        told = model.told(plan.tokens[None], x)
+        told = model.told(tokens, x)
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
-            x = self._layer(layer, x, angles[number], told[number], plan, watch)
+            plan, turned, token = plans[self._devices[number]], angles[number], told[number]
+            if x.device != plan.device:  # the layers from here on lie elsewhere
+                x = x.to(plan.device)
+                moved = {one: one.to(x) for one in angles if one is not None}
+                angles = [None if one is None else moved[one] for one in angles]
+                turned = angles[number]
+            token = None if token is None else token.to(plan.device)
+            x = self._layer(layer, x, turned, token, plan, pieces, watch)
         picked = len(batch.sampled)
-        wanted = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(self._device)
-        given = model.logits(x[0, wanted]).float()
-        logits = given if self._device.type != "cpu" else given.numpy()
+        wanted = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(x.device)
+        given = model.logits(x[0, wanted].to(model.norm.weight.device)).float()
+        logits = given if given.device.type != "cpu" else given.numpy()
         inside = watch.inside() if watch else None
         if batch.pick is None:
             return StepResult(no_ints(), np.empty(0), logits, inside)
@@ -114,11 +133,15 @@ class TorchBackend:
         angles: Angles | None,
         token: Tensor | None,
         plan: _Plan,
+        pieces: list[Piece],
         watch: _Watch | None,
     ) -> Tensor:
-        normed = layer.attention_norm(x)
-        attended = self._mixed(layer, normed, angles, plan, watch)
-        between = layer.with_attended(x, attended)
+        between = x
+        if layer.mixes:
+            attended = self._mixed(layer, layer.attention_norm(x), angles, plan, pieces, watch)
+            between = layer.with_attended(x, attended)
+        elif watch:
+            watch.states(plan.ends)
         after = layer.with_fed(x, between, token)
         if watch:
             watch.layer(after, between.float() - x.float(), after.float() - between.float())
@@ -130,12 +153,13 @@ class TorchBackend:
         normed: Tensor,
         angles: Angles | None,
         plan: _Plan,
+        pieces: list[Piece],
         watch: _Watch | None,
     ) -> Tensor:
         """What attention, or a recurrence, adds to each token."""
         if layer.mixer is not None:
             look = watch.states(plan.ends) if watch else None
-            return self._states.mix(layer.layer, layer.mixer, normed, plan.pieces, look)
+            return self._states.mix(layer.layer, layer.mixer, normed, pieces, look)
         attention = layer.attention
         query = attention.queries(normed, angles)
         keys, values = self._keys[attention.source], self._values[attention.source]
@@ -151,32 +175,51 @@ class TorchBackend:
         return attention.finish(mixed.flatten(1)[None], normed)
 
 
-def _untouched(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def layer_devices(model: Transformer) -> list[torch.device]:
+    """Where each layer lies: mostly all in one place."""
+    return [next(layer.parameters()).device for layer in model.layers]
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that take no memory before they are written: torch.zeros would touch every page."""
-    if like.device.type != "cpu":
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    room = np.zeros(int(np.prod(shape)) * like.element_size(), np.uint8)
-    return torch.from_numpy(room).view(like.dtype).view(shape)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    room = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(room).view(dtype).view(shape)
 
 
-def page_bytes(model: Transformer) -> int:
-    return model.config.kv_numbers * PAGE_SIZE * model.embed.weight.element_size()
+def page_bytes(model: Transformer, layers: Iterable[int] | None = None) -> int:
+    """Of all layers, or of some."""
+    config = model.config
+    chosen = config.kv_layers if layers is None else set(config.kv_layers) & set(layers)
+    numbers = sum(2 * config.shape(layer).kv_width for layer in chosen)
+    return numbers * PAGE_SIZE * model.embed.weight.element_size()
 
 
 def room_for(model: Transformer, memory: int | None) -> tuple[int, int]:
-    """How many pages and states fit the memory given, or a quarter of what is free (2 GB at the
-    most)."""
-    if memory is None:
-        device = model.embed.weight.device
-        if device.type == "cuda":
-            memory = torch.cuda.mem_get_info(device)[0] // 2
-        else:
-            memory = min(2 << 30, free_memory() // 4)
-    return pages_and_states(memory, page_bytes(model), model.config.state_bytes)
+    """How many pages and states fit the memory given; or, on each device that has layers, half of
+    what is free on a GPU, a quarter elsewhere (2 GB at the most)."""
+    config, devices = model.config, layer_devices(model)
+    if memory is not None:
+        return pages_and_states(memory, page_bytes(model), config.state_bytes)
+    all_pages, all_states = [], []
+    for device in dict.fromkeys(devices):
+        here = [layer for layer in range(config.layers) if devices[layer] == device]
+        page, state = page_bytes(model, here), 4 * sum(map(config.state_floats, here))
+        pages, states = pages_and_states(_free(device), max(1, page), state)
+        all_pages += [pages] if page else []
+        all_states += [states] if state else []
+    return min(all_pages), min(all_states, default=0)
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return share_beside_torch(torch.cuda.mem_get_info(device)[0])
+    return min(2 << 30, free_memory() // 4)
 
 
 class _Plan:
-    """What every layer needs to know of a batch, worked out once."""
+    """What every layer on a device needs to know of a batch, worked out once."""
 
     def __init__(
         self, batch: StepBatch, table: BlockTable, page_size: int, device: torch.device
@@ -184,8 +227,7 @@ class _Plan:
         counts = np.diff(batch.starts)
         rows = np.repeat(batch.slots, counts)
         slots = table.pages[rows, batch.positions // page_size] * page_size
-        self.tokens = torch.from_numpy(batch.tokens).to(device)
-        self.pieces: list[Piece] = []  # of recurrent layers
+        self.device = device
         self.ends = batch.visible_end
         self.slots = torch.from_numpy(slots + batch.positions % page_size).to(device)
         self.echoed: Tensor | None = None  # tokens that are written to other rows' slots too
@@ -308,10 +350,10 @@ class _Watch:
     """Keeps what the taps asked for while the layers run."""
 
     def __init__(self, taps: Look, x: Tensor, config: ModelConfig) -> None:
-        device, self._heads = x.device, config.heads
+        self._heads = config.heads
         self._states = StateLook(config, taps) if config.state_bytes else None
-        self._residual_rows = torch.from_numpy(taps.residuals).to(device)
-        self._part_rows = torch.from_numpy(taps.parts).to(device)
+        self._residual_rows = torch.from_numpy(taps.residuals)
+        self._part_rows = torch.from_numpy(taps.parts)
         self._attention_rows = {int(token): number for number, token in enumerate(taps.attention)}
         self._taps = taps
         self._residuals = [x[0, self._residual_rows]]
@@ -326,7 +368,7 @@ class _Watch:
             self._attention[self._attention_rows[place]].append(weights)
 
     def states(self, ends: Ints) -> StateLook | None:
-        """For a recurrent layer, which has no attention."""
+        """For a layer that has no attention, but perhaps a recurrence."""
         for place, number in self._attention_rows.items():
             none = self._residuals[0].new_zeros(self._heads, int(ends[place]))
             self._attention[number].append(none)
@@ -341,7 +383,7 @@ class _Watch:
 
     def inside(self) -> Inside:
         def host(tensors: list[Tensor]) -> Any:
-            return torch.stack(tensors).float().cpu().numpy()
+            return torch.stack([tensor.float().cpu() for tensor in tensors]).numpy()
 
         return Inside(
             residuals=host(self._taps.chosen(self._residuals))

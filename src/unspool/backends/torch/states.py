@@ -59,18 +59,20 @@ def _run_of_one_token_each(batch: StepBatch, rows: Ints, kept: dict[int, list[in
 
 
 class States:
-    """The slots of a backend: [slots, floats], in 32 bits."""
+    """The slots of a backend, in 32 bits: for each layer, where it lies, [slots, floats]."""
 
-    def __init__(self, config: ModelConfig, slots: int, device: torch.device) -> None:
-        self._starts, self.slots = config.state_starts, slots
-        self._pool = torch.zeros(slots, self._starts[-1], device=device)
+    def __init__(self, config: ModelConfig, slots: int, devices: list[torch.device]) -> None:
+        self._pools = [
+            torch.zeros(slots, config.state_floats(layer), device=device)
+            for layer, device in enumerate(devices)
+        ]
 
     def mix(
         self, layer: int, mixer: Mixer, x: Tensor, pieces: list[Piece], look: StateLook | None
     ) -> Tensor:
         """What a recurrent layer adds to the tokens of all rows, [1, tokens, width]."""
         parts = mixer.project(x)
-        pool = self._pool[:, self._starts[layer] : self._starts[layer + 1]]
+        pool = self._pools[layer]
         mixed: Tensor | None = None
         state = pool[:0]
         for piece in pieces:

@@ -32,6 +32,8 @@ def dpo(
     seed: t.Seed = 0,
     save_every: t.SaveEvery = 100,
     device: t.Device = "auto",
+    shard: t.Shard = False,
+    report: t.Report = None,
     name: t.Name = None,
     resume: t.Resume = None,
     quiet: o.Quiet = False,
@@ -51,4 +53,4 @@ def dpo(
         "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
         "save_every": save_every, "device": device,
     }  # fmt: skip
-    t.carry_out(settings, name, resume, quiet)
+    t.carry_out(settings, name, resume, quiet, report, shard)

@@ -41,6 +41,7 @@ def grpo(
     seed: t.Seed = 0,
     save_every: t.SaveEvery = 20,
     device: t.Device = "auto",
+    report: t.Report = None,
     name: t.Name = None,
     resume: t.Resume = None,
     quiet: o.Quiet = False,
@@ -64,4 +65,4 @@ def grpo(
         "adapter": str(adapter) if adapter else None, "steps": steps, "epochs": epochs,
         "rate": rate, "seed": seed, "save_every": save_every, "device": device,
     }  # fmt: skip
-    t.carry_out(settings, name, resume, quiet)
+    t.carry_out(settings, name, resume, quiet, report)

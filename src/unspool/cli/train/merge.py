@@ -33,7 +33,7 @@ def merge(
     check_torch()
     if folder.exists() and any(folder.iterdir()):
         raise SettingsError(f"{folder}: is not empty; name a new folder")
-    from unspool.loading import DTYPES
+    from unspool.backends.placement import DTYPES
     from unspool.train.tuning.merging import merge_adapter
 
     if dtype not in DTYPES:

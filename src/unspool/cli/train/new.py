@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unspool.cli import options as o
 from unspool.cli.train import source as s
+
+if TYPE_CHECKING:
+    from unspool.train.running.parallel import Parallel
+    from unspool.train.running.runs import Run
+    from unspool.train.settings import NewSettings
 
 _SIZE, _LENGTH, _STEP = "How large", "How long", "How each step is done"
 _TELL, _WHERE = "What is told and kept", "Where"
@@ -21,6 +25,9 @@ def _opt(panel: str, words: str, *names: str, **more: Any) -> Any:
 def new(
     source: s.Sources = None,
     depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows.")] = None,
+    shape: Annotated[
+        str, _opt(_SIZE, "What a layer is: qwen3, llama; lfm2, qwen3.5 recur in most layers.")
+    ] = "qwen3",
     width: Annotated[
         int | None, _opt(_SIZE, "Numbers a token carries. Default: 64 for each layer.")
     ] = None,
@@ -94,6 +101,9 @@ def new(
     shard: Annotated[
         bool, _opt(_WHERE, "With torchrun: each process has a part of the model.", "--shard")
     ] = False,
+    timeout: Annotated[
+        float, _opt(_WHERE, "With torchrun: minutes to wait for a process that is silent.", min=0)
+    ] = 10,
     held_out: s.HeldOut = "0.01",
     field: s.Field = None,
     limit: s.Limit = None,
@@ -111,17 +121,18 @@ def new(
       unspool train notes.txt --minutes 10
       unspool train books/ --depth 8 --vocab-size 8192
       unspool train --resume runs/sotu-d4
-      torchrun --nproc-per-node 8 -m unspool train new big.parquet --depth 12
+      torchrun --nproc-per-node 8 --max-restarts 3 -m unspool train big.parquet --depth 12
     """
     _check_torch()
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.new import NewSettings
+    from unspool.train.settings import NewSettings
 
     settings = NewSettings(
         data=tuple(source or (DEFAULT_SOURCE,)), field=field, limit=limit,
         held_out=s.share_or_source(held_out), tokenizer=tokenizer, vocab_size=vocab_size,
-        depth=depth, width=width, heads=heads, kv_heads=kv_heads, head_width=head_width,
-        ff_width=ff_width, tied=tied, like=like, start=start, objective=objective, block=block,
+        depth=depth, shape=shape, width=width, heads=heads, kv_heads=kv_heads,
+        head_width=head_width, ff_width=ff_width, tied=tied, like=like, start=start,
+        objective=objective, block=block,
         scheduled_sampling=scheduled_sampling, unlikelihood=unlikelihood,
         optimizer=optimizer, rate=rate, weight_decay=weight_decay, length=length, batch=batch,
         batch_tokens=batch_tokens, steps=steps, tokens=tokens, minutes=minutes, warmup=warmup,
@@ -129,7 +140,7 @@ def new(
         bf16=bf16, compile=compile, recompute=recompute, judge_every=judge_every,
         sample_every=sample_every, save_every=save_every, keep=keep, prompts=tuple(prompt or ()),
     )  # fmt: skip
-    _train(settings, name, resume, shard, report or [], quiet, offline)
+    _train(settings, name, resume, shard, timeout, report or [], quiet, offline)
 
 
 def _check_torch() -> None:
@@ -145,37 +156,40 @@ def _check_torch() -> None:
 
 
 def _train(
-    settings: Any, name: str | None, resume: str | None, shard: bool, reports: list[str],
-    quiet: bool, offline: bool,
+    settings: NewSettings, name: str | None, resume: str | None, shard: bool, timeout: float,
+    reports: list[str], quiet: bool, offline: bool,
 ) -> None:  # fmt: skip
     from unspool.cli.train.telling import Telling
-    from unspool.train.new import begin, train
+    from unspool.train.new import train
+    from unspool.train.running.elastic import seen_by_all
     from unspool.train.running.parallel import Parallel
-    from unspool.train.running.reports import reporters
-    from unspool.train.running.runs import Run, runs_folder
+    from unspool.train.running.reports import Listener, all_of, reporters
 
-    with Parallel.started(settings.device, shard=shard) as parallel:
-        folder = ""
-        if parallel.first:
-            if resume is not None:
-                run = Run.open(resume)
-                run.take_over()
-            else:
-                where = runs_folder() / name if name else None
-                with s.reading_bar() as progress:
-                    run = begin(
-                        settings, where, parallel=parallel, progress=progress, offline=offline
-                    )
-            folder = str(run.folder)
-        run = Run(Path(parallel.told(folder)))
-        told = reporters(reports, run) if parallel.first else []
+    with Parallel.started(settings.device, shard=shard, timeout=timeout) as parallel:
+        folder, told = None, list[Listener]()
+        with parallel.agreed():
+            if parallel.first:
+                begun = _begun(settings, name, resume, parallel, offline)
+                folder, told = begun.folder, reporters(reports, begun)
+        run = seen_by_all(folder, parallel)
         with Telling(run, quiet=quiet or not parallel.first) as telling:
-
-            def listen(event: Any) -> None:
-                telling(event)
-                for report in told:
-                    report(event)
-
-            ended = train(run, listen, parallel=parallel)
+            ended = train(run, all_of(telling, *told), parallel=parallel)
         if parallel.first:
             telling.close(ended)
+
+
+def _begun(
+    settings: NewSettings, name: str | None, resume: str | None, parallel: Parallel, offline: bool
+) -> Run:
+    """A run to be trained: the one to go on with, or a new one."""
+    from unspool.train.new import begin
+    from unspool.train.running.elastic import begun_before
+    from unspool.train.running.runs import Run, runs_folder
+
+    run = Run.open(resume) if resume is not None else begun_before(settings)
+    if run is not None:
+        run.take_over()
+        return run
+    where = runs_folder() / name if name else None
+    with s.reading_bar() as progress:
+        return begin(settings, where, parallel=parallel, progress=progress, offline=offline)

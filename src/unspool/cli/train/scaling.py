@@ -40,6 +40,9 @@ def scaling(
     limit: s.Limit = None,
     seed: s.Seed = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Runs trained side by side, as small ones leave a GPU idle.")
+    ] = 1,
     redraws: Annotated[int, typer.Option(help="Fits to runs drawn anew, for intervals.")] = 200,
     picture: Annotated[
         Path | None, typer.Option(help="Where to draw it (SVG); else scaling.svg in the study.")
@@ -54,8 +57,8 @@ def scaling(
     [b]Examples[/b]
 
       unspool train scaling
-      unspool train scaling enwik8.txt --budgets 3e15,1e16,3e16 --depths 3,4,5,6,8 --check 1e17
-        --aspect 64 --length 1024 --vocab-size 8192
+      unspool train scaling enwik8.txt --budgets 3e15,1e16,3e16 --depths 4,5,6,7,8,9,10
+        --check 1e17 --aspect 64 --length 1024 --vocab-size 300 --at-once 3
     """
     from dataclasses import replace
 
@@ -63,12 +66,12 @@ def scaling(
     from unspool.decoding.progress import progress_bar
     from unspool.errors import SettingsError
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.new import NewSettings
     from unspool.train.running.runs import runs_folder
     from unspool.train.scaling.grid import Runs, prepared_tokens, shared_vocabulary
     from unspool.train.scaling.law import FEWEST
     from unspool.train.scaling.plot import draw
     from unspool.train.scaling.study import Planned, Study, plan
+    from unspool.train.settings import NewSettings
 
     study = Study(runs_folder() / name)
     sizes, spent = _numbers(depths, int), _numbers(budgets, float)
@@ -117,8 +120,12 @@ def scaling(
             before = sum(run.flops for run in study.runs)
             tell(round((before + now.flops * share) / whole * 1000))
 
+        def finished(run: Planned, loss: float) -> None:
+            told(run, loss)
+            tell(round(sum(run.flops for run in study.runs) / whole * 1000))
+
         train = replace(plain, told=share_done)
-        study.measure(grid, train, told)
+        study.measure(grid, train if at_once == 1 else plain, finished, at_once)
         study.fit(redraws=redraws)
         if check is not None:
             deeper = [*sizes, *(max(sizes) + more for more in (1, 2, 3, 4))]

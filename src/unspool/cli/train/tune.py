@@ -26,6 +26,8 @@ def tune(
     seed: t.Seed = 0,
     save_every: t.SaveEvery = 100,
     device: t.Device = "auto",
+    shard: t.Shard = False,
+    report: t.Report = None,
     name: t.Name = None,
     resume: t.Resume = None,
     quiet: o.Quiet = False,
@@ -42,6 +44,7 @@ def tune(
       unspool train tune --task family_relationships --lora 16 --layers 20
       unspool train tune --data chats.jsonl --lora 0 --rate 2e-5
       unspool train tune --resume runs/tune-chats
+      torchrun --nproc-per-node 4 -m unspool train tune --data chats.jsonl --batch 32
     """
     settings = {
         "kind": "tune", "model": model, "data": tuple(data or ()), "task": task,
@@ -51,4 +54,4 @@ def tune(
         "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
         "save_every": save_every, "device": device,
     }  # fmt: skip
-    t.carry_out(settings, name, resume, quiet)
+    t.carry_out(settings, name, resume, quiet, report, shard)

@@ -64,30 +64,62 @@ SaveEvery = Annotated[
     int, typer.Option(min=1, help="Steps between checkpoints.", rich_help_panel=_STEPS)
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, ...", rich_help_panel=_STEPS)]
+Shard = Annotated[
+    bool,
+    typer.Option(
+        "--shard", help="With torchrun: each process has a part of the model.",
+        rich_help_panel=_STEPS,
+    ),
+]  # fmt: skip
+Report = Annotated[list[str] | None, typer.Option(help="Also to tensorboard, wandb or trackio.")]
 Name = Annotated[str | None, typer.Option(help="Of the run's folder.")]
 Resume = Annotated[
     str | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")
 ]
 
 
-def carry_out(settings: dict[str, Any], name: str | None, resume: str | None, quiet: bool) -> None:
+def carry_out(
+    settings: dict[str, Any], name: str | None, resume: str | None, quiet: bool,
+    reports: list[str] | None, shard: bool = False,
+) -> None:  # fmt: skip
     """Make the run, or take it up again, and train it."""
     from unspool.backends.torch.available import check_torch
 
     check_torch()
+    from unspool.train.running.elastic import seen_by_all
+    from unspool.train.running.parallel import Parallel
+    from unspool.train.running.reports import Listener, all_of, reporters
+    from unspool.train.tuning.tune import settings_of, tune
+
+    with Parallel.started(settings["device"], shard=shard) as parallel:
+        folder, told = None, list[Listener]()
+        with parallel.agreed():
+            if parallel.first:
+                begun = _begun(settings, name, resume)
+                folder, told = begun.folder, reporters(reports or (), begun)
+        run = seen_by_all(folder, parallel)
+        wanted = settings_of(run)
+        with Telling(run, quiet or not parallel.first) as telling:
+            tune(wanted, run, all_of(telling, *told), parallel=parallel)
+        if parallel.first:
+            _close(run, bool(wanted.lora), wanted.model)
+
+
+def _begun(settings: dict[str, Any], name: str | None, resume: str | None) -> Run:
+    """A run to be trained: the one to go on with, or a new one."""
+    from unspool.train.running.elastic import begun_before
     from unspool.train.running.runs import Run, runs_folder
-    from unspool.train.tuning.tune import TuneSettings, new_run, settings_of, tune
+    from unspool.train.tuning.tune import TuneSettings, new_run
 
     if resume is not None:
         run = Run.open(resume)
         run.take_over()
-        wanted = settings_of(run)
-    else:
-        wanted = TuneSettings(**settings)
-        run = new_run(wanted, runs_folder() / name if name else None)
-    with Telling(run, quiet) as telling:
-        tune(wanted, run, telling)
-    _close(run, bool(wanted.lora), wanted.model)
+        return run
+    wanted = TuneSettings(**settings)
+    if (begun := begun_before(wanted)) is not None:
+        begun.take_over()
+        return begun
+    return new_run(wanted, runs_folder() / name if name else None)
 
 
 def _close(run: Run, adapter: bool, model: str | None) -> None:

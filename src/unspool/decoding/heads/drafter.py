@@ -21,7 +21,6 @@ from unspool.backends.base import Loaded
 from unspool.backends.step import Floats
 from unspool.decoding.heads.files import (
     SHIPPED,
-    HeadFiles,
     head_folder,
     parse_config,
     read_head,
@@ -176,8 +175,12 @@ def load_head(folder: Path, lm: Session) -> Head:
         return EagleHead(folder, told, model, device)
     check_base(folder, told, model)
     files = read_head(folder)
-    if device is None and not hasattr(model, "transformer"):
-        return _native(files, lm)
+    from unspool.backends.cpu.loaded import CpuModel
+
+    if isinstance(model, CpuModel):
+        from unspool.decoding.heads.native import NativeHead
+
+        return NativeHead(files, model, lm.context)
     from unspool.decoding.heads.own import OwnHead
 
     return OwnHead(files, model, device)
@@ -192,11 +195,3 @@ def check_base(folder: Path, told: dict[str, object], model: Loaded) -> None:
             f"{folder} is a drafting head for {config.base}, and this is another model (or other "
             "weights of it); use it with that one, or leave speculate out"
         )
-
-
-def _native(files: HeadFiles, lm: Session) -> Head:
-    from unspool.backends.cpu.loaded import CpuModel
-    from unspool.decoding.heads.native import NativeHead
-
-    assert isinstance(lm.model, CpuModel)
-    return NativeHead(files, lm.model, lm.context)

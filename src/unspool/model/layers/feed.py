@@ -50,7 +50,9 @@ class Experts(nn.Module):
         self.config = config
         count, inner, width = config.experts, config.expert_width, config.width
         self.router = nn.Linear(width, count, bias=config.router_bias)
-        self.gate = Stacked(count, inner, width, config.expert_bias)
+        self.gate: Stacked | None = None
+        if config.gated:
+            self.gate = Stacked(count, inner, width, config.expert_bias)
         self.up = Stacked(count, inner, width, config.expert_bias)
         self.down = Stacked(count, width, inner, config.expert_bias)
         self.selection_bias: nn.Parameter | None = None
@@ -60,13 +62,16 @@ class Experts(nn.Module):
         self.shared_gate: nn.Linear | None = None
         if config.shared_width:
             self.shared = FeedForward(config, config.shared_width)
+        if config.shared_width and config.shared_gated:
             self.shared_gate = nn.Linear(config.width, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         total = self.answers(tokens, *self.choose(tokens))
-        if self.shared is not None and self.shared_gate is not None:
-            total = total + torch.sigmoid(self.shared_gate(tokens)) * self.shared(tokens)
+        if self.shared is not None:
+            said = self.shared(tokens)
+            gate = self.shared_gate
+            total = total + (said if gate is None else torch.sigmoid(gate(tokens)) * said)
         return total.view_as(x)
 
     def answers(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -75,7 +80,11 @@ class Experts(nn.Module):
         for expert in chosen.unique().tolist():  # only the experts that somebody asked for
             rows, place = (chosen == expert).nonzero(as_tuple=True)
             picked = tokens[rows]
-            bent = bend(self.config, self.gate(picked, expert), self.up(picked, expert))
+            up = self.up(picked, expert)
+            if self.gate is None:
+                bent = activate(self.config.activation, up)
+            else:
+                bent = bend(self.config, self.gate(picked, expert), up)
             answer = self.down(bent, expert)
             total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
         return total

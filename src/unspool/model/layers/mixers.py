@@ -32,9 +32,10 @@ Seen = Callable[[int, Tensor, Tensor, Tensor], None]
 class Taps(nn.Module):
     """The weights of a convolution over the last tokens, each channel by itself."""
 
-    def __init__(self, kernel: int, channels: int) -> None:
+    def __init__(self, kernel: int, channels: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(kernel, channels) * kernel**-0.5)
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
     def forward(
         self, inputs: Tensor, last: Tensor, documents: Tensor | None = None
@@ -48,6 +49,8 @@ class Taps(nn.Module):
             if documents is not None:
                 near = near * _same_document(documents, len(taps) - 1 - tap)
             total = total + near * weight
+        if self.bias is not None:
+            total = total + self.bias.float()
         return total, whole[:, count:]
 
 
@@ -66,7 +69,8 @@ class Mixer(nn.Module, ABC):
         self.recurrence: Recurrence = config.recurrence
         self.channels = self.recurrence.channels(config.mixer(layer), config.width)
         self.floats = config.state_floats(layer)
-        self.conv = Taps(self.recurrence.conv_kernel, self.channels)
+        bias = self.recurrence.conv_bias
+        self.conv = Taps(self.recurrence.conv_kernel, self.channels, bias)
 
     @abstractmethod
     def project(self, x: Tensor) -> Parts:
@@ -201,7 +205,7 @@ class DeltaNet(Mixer):
             at = slice(start, start + CHUNK)
             mixed, matrix = _chunk(
                 query[:, :, at], key[:, :, at], value[:, :, at], beta[:, :, at], g[:, :, at],
-                matrix, _alive(documents, start),
+                matrix, alive(documents, start),
             )  # fmt: skip
             found.append(mixed)
         return self.finish(torch.cat(found, 2).transpose(1, 2).flatten(2), parts)
@@ -239,7 +243,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _KEY_EPS)
 
 
-def _alive(documents: Tensor | None, start: int) -> tuple[Tensor, Tensor] | None:
+def alive(documents: Tensor | None, start: int) -> tuple[Tensor, Tensor] | None:
     """Of a chunk: which token knows which [batch, 1, tokens, tokens], and which of them the state
     before the chunk [batch, 1, tokens]."""
     if documents is None:
@@ -276,10 +280,3 @@ def _chunk(
     mixed = mixed + (query @ key.transpose(-1, -2) * between) @ written
     kept = fades[..., -1, None, None] * matrix
     return mixed, kept + (key * last[..., None]).transpose(-1, -2) @ written
-
-
-KINDS: dict[str, type[Mixer]] = {"conv": ShortConv, "delta": DeltaNet}
-
-
-def new_mixer(config: ModelConfig, layer: int) -> Mixer:
-    return KINDS[config.mixer(layer)](config, layer)

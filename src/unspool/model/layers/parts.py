@@ -24,12 +24,15 @@ class Norm(nn.Module):
         wide = x.float()
         if self.centred:
             wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
         weight = self.weight.float()
         wide = wide * (1 + weight if self.plus_one else weight)
         if self.bias is not None:
             wide = wide + self.bias.float()
         return wide.to(x.dtype)
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        return x.pow(2).mean(-1, keepdim=True)
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
@@ -51,6 +54,8 @@ def activate(kind: str, x: Tensor) -> Tensor:
         return functional.silu(x)
     if kind == "relu":
         return functional.relu(x)
+    if kind == "relu2":
+        return functional.relu(x).square()
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 

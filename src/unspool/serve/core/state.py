@@ -54,7 +54,7 @@ class ServerState:
             lambda: self.admission.queued,
             lambda: list(registry.loaded.values()),
         )
-        self.branches = Branches(settings.max_branches)  # of /v1/tree
+        self.branches = Branches(settings.max_branches, settings.replica)  # of /v1/tree
         self.responses = ResponseStore()  # of /v1/responses
         self.runs = RunLibrary(settings.runs)  # of /v1/runs
         self.trainer = Trainer(self.runs)
@@ -229,6 +229,6 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-def new_id(prefix: str) -> str:
-    """An identifier such as OpenAI's: chatcmpl-..."""
-    return f"{prefix}{secrets.token_hex(12)}"
+def new_id(prefix: str, replica: str = "") -> str:
+    """An identifier such as OpenAI's: chatcmpl-...; with a replica's name, of what it keeps."""
+    return f"{prefix}{replica}{'_' if replica else ''}{secrets.token_hex(12)}"

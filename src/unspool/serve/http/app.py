@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -95,14 +95,25 @@ def create_app(settings: ServeSettings, registry: ModelRegistry) -> tuple[ASGIAp
         api.add_exception_handler(kind, _error_reply)
     wrapped: ASGIApp = Middleware(api, state)
     if settings.cors:
-        wrapped = CORSMiddleware(
-            wrapped,
-            allow_origins=settings.cors,
-            allow_methods=["GET", "POST", "PATCH", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", "x-unspool-ignored", "x-unspool-note"],
-        )
+        wrapped = with_cors(wrapped, settings.cors)
     return wrapped, state
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application for pages of these origins: what they may send, and see of the answer."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "PATCH", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=[
+            "x-request-id",
+            "retry-after",
+            "x-unspool-ignored",
+            "x-unspool-note",
+            "x-unspool-replica",
+        ],
+    )
 
 
 def _error_reply(request: Request, error: Exception) -> Response:

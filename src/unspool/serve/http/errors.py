@@ -95,8 +95,13 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param} is not supported: {why}", param=param, code="unsupported_value")
 
 
+STOPPING = "x-unspool-stopping"  # a header that tells a gateway to ask another replica
+
+
 def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+    error = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+    error.headers = {**(error.headers or {}), STOPPING: "true"}
+    return error
 
 
 def to_api_error(error: BaseException) -> ApiError:

@@ -54,6 +54,7 @@ class _Words(logging.Formatter):
 
 
 _ODD = (
+    "replica",
     "error",
     "gone",
     "ignored",

@@ -12,16 +12,17 @@ import logging
 import secrets
 from contextlib import AsyncExitStack
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unspool.page.files import PREFIX
-from unspool.serve.core.state import ServerState
+from unspool.serve.http.admission import Admission
 from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.notes import note_headers
 from unspool.serve.http.routes import error_reply
+from unspool.serve.http.settings import ServeSettings
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
 OPEN_PATHS = ("/health", "/ready", "/docs", "/", "/favicon.ico")
@@ -29,10 +30,29 @@ _UNLOGGED = ("/health", "/ready", "/metrics")  # asked every few seconds: not wo
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
+class Counted(Protocol):
+    """Counters of requests."""
+
+    requests: Any  # by path and status
+    seconds: Any  # by path
+    cancelled: Any  # by path
+
+
+class Gated(Protocol):
+    """What stands behind the gate: a server, or a gateway to several."""
+
+    @property
+    def settings(self) -> ServeSettings: ...
+    @property
+    def admission(self) -> Admission: ...
+    @property
+    def metrics(self) -> Counted: ...
+
+
 class Middleware:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: Gated) -> None:
         self.app, self.state = app, state
         self.keys = [key.encode() for key in state.settings.api_keys]
 

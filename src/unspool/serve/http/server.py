@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -126,6 +127,9 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, which raises them once more when it has stopped."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # whoever has begun the thread calls `stop`
+            return
         before = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
         try:
             yield
@@ -141,9 +145,13 @@ class Server(uvicorn.Server):
         if self.should_exit:
             self._hurry.set()
             return
-        self._stopping()
         if sig == signal.SIGINT:
             self._drain = min(self._drain, _INTERRUPT_SECONDS)
+        self.stop()
+
+    def stop(self) -> None:
+        """Take nothing new, let what runs finish, and end; from any thread."""
+        self._stopping()
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -169,8 +177,12 @@ def run(
     started: Callable[[str], bool],
 ) -> None:
     """Serve until told to stop, or until `started` says that it is not worth it."""
+    run_server(Server(app, settings, stopping=stopping, started=started), bound)
+
+
+def run_server(server: Server, bound: socket.socket) -> None:
+    """Serve until the server is told to stop; on the main thread a signal tells it too."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # series that nobody reads
-    server = Server(app, settings, stopping=stopping, started=started)
     asyncio.run(server.serve([bound]))
     log_event("stopped")

@@ -32,6 +32,7 @@ class ServeSettings:
     body_seconds: float = 30.0  # in which a request's head, and then its body, must have come
     log_prompts: bool = False
     runs: Path | None = None  # where training runs lie; None: UNSPOOL_RUNS, or `runs` here
+    replica: str = ""  # the server's name among several: a part of the ids of what it keeps
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

@@ -161,7 +161,7 @@ class _Answer(BlockAnswer):
     ) -> None:
         super().__init__(call, texts, use, never_empty=True)
         self.body, self.store = body, store
-        self.id, self.created = new_id("resp_"), int(time.time())
+        self.id, self.created = new_id("resp_", call.settings.replica), int(time.time())
         self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
         self.number = 0  # of the next event
 

@@ -213,8 +213,8 @@ class TreeBranch:
 class Branches:
     """All branches of one server."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, replica: str = "") -> None:
+        self.limit, self.replica = limit, replica
         self.all: dict[str, TreeBranch] = {}
         self.watchers = 0
 
@@ -262,6 +262,8 @@ class Branches:
 
     def add(self, branch: TreeBranch) -> TreeBranch:
         self.make_room()
+        if self.replica:  # the id says whom to ask for the branch
+            branch.id = branch.id.replace("-", f"-{self.replica}-", 1)
         self.all[branch.id] = branch
         return branch
 

@@ -17,12 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-# The polynomial by which the singular values are brought near one, and how often it is applied.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_TURNS = 5
+from unspool.train.learning.orthogonal import turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +116,10 @@ class Muon(Optimizer):
                     shapes.setdefault(tuple(parameter.shape), []).append(parameter)
             for shape, parameters in shapes.items():
                 directions = self._directions(parameters, group["momentum"])
-                turned = orthogonal(torch.stack([_whole(each) for each in directions]))
                 size = group["lr"] * 0.2 * math.sqrt(max(shape[-2:]))
                 updates = [
-                    _like(parameter, update)
-                    for parameter, update in zip(
-                        parameters, turned.to(parameters[0].dtype), strict=True
-                    )
+                    _like(parameter, update.to(parameter.dtype))
+                    for parameter, update in zip(parameters, turned(directions), strict=True)
                 ]
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, updates, alpha=-size)
@@ -141,34 +136,14 @@ class Muon(Optimizer):
         return gradients
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """The nearest orthogonal matrix of each, about: singular values come near one."""
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
-    whole = x.flatten(0, -3)
-    whole = whole / whole.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    a, b, c = _COEFFICIENTS
-    for _ in range(_TURNS):
-        gram = whole @ whole.mT
-        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        whole = torch.baddbmm(whole, update, whole, beta=a)
-    x = whole.view(x.shape)
-    return x.mT if tall else x
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _like(parameter: Tensor, update: Tensor) -> Tensor:
-    """The update spread over processes as its matrix is."""
+    """An update of the rows that this process has, as its matrix is spread."""
     if not isinstance(parameter, DTensor):
         return update
-    return distribute_tensor(
-        update, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    return DTensor.from_local(
+        update, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@
     shape.config, shape.batch_tokens, shape.rates, shape.tokens
     model = new_model(shape.config, seed=0)
 
-Sources: Qwen3 (arXiv 2505.09388) for what a layer is; nanochat for width = 64 x depth and for the
+Sources: Qwen3 (arXiv 2505.09388), Llama, LFM2 (arXiv 2511.23404) and Qwen3.5 with its gated
+DeltaNet (arXiv 2412.06464) for what a layer is; nanochat for width = 64 x depth and for the
 start values; Chinchilla (arXiv 2203.15556) for 20 tokens a parameter; Moonlight (arXiv 2502.16982)
 and muP (arXiv 2203.03466) for learning rates that fall with the width.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
+from unspool.model.recurrence import Recurrence
 from unspool.model.weights import parameter_count
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from unspool.train.learning.optimizers import Rates
 
 DEEPEST = 128
+
+# The families whose layers a new model may have; the last two recur in most of them.
+SHAPES = ("qwen3", "llama", "lfm2", "qwen3.5")
+RECURRENT_SHAPES = ("lfm2", "qwen3.5")
 
 # What `unspool train` makes with nothing said: what two CPU cores can teach something in four
 # minutes. Measured on such a machine (Neoverse N1), on 12 MB of speeches: 1.0M weights at 4,700
@@ -41,9 +47,11 @@ class Shape:
     batch_tokens: int  # in a step
 
     @classmethod
-    def of(cls, depth: int, vocab_size: int, context: int = 2048, **changes: Any) -> Shape:
+    def of(
+        cls, depth: int, vocab_size: int, context: int = 2048, family: str = "qwen3", **changes: Any
+    ) -> Shape:
         """The shape of a depth; `changes` are settings of the config that are to be otherwise."""
-        return cls.around(qwen3_config(depth, vocab_size, context, **changes))
+        return cls.around(new_config(depth, vocab_size, context, family, **changes))
 
     @classmethod
     def around(cls, config: ModelConfig) -> Shape:
@@ -56,10 +64,14 @@ class Shape:
         return rates_for(self.config)
 
 
-def qwen3_config(depth: int, vocab_size: int, context: int, **changes: Any) -> ModelConfig:
-    """A layer as in Qwen3: norms on queries and keys, shared key heads, SwiGLU, no biases."""
+def new_config(
+    depth: int, vocab_size: int, context: int, family: str = "qwen3", **changes: Any
+) -> ModelConfig:
+    """A model of so many layers, each as in `family`; `changes` are what was said otherwise."""
     if not 1 <= depth <= DEEPEST:
         raise SettingsError(f"the depth is {depth}; it may be 1 to {DEEPEST} layers")
+    if family not in SHAPES:
+        raise SettingsError(f"there is no shape {family!r}; there are {', '.join(SHAPES)}")
     width = changes.get("width", 64 * depth)
     # 128 numbers a head as all of Qwen3 has them, but at least four heads.
     head_width = changes.get("head_width", 128 if width >= 512 else max(16, width // 4))
@@ -76,9 +88,38 @@ def qwen3_config(depth: int, vocab_size: int, context: int, **changes: Any) -> M
     }
     rotary = Rotary(width=head_width, base=1e4 if context <= 4096 else 1e6)
     return ModelConfig(
-        family="qwen3", vocab_size=vocab_size, layers=depth, context=context, qk_norm="head",
-        rotary=rotary, **values,
+        family=family, vocab_size=vocab_size, layers=depth, context=context,
+        **{"rotary": rotary, **_kind(family, depth, head_width, heads, rotary), **values},
     )  # fmt: skip
+
+
+def _kind(family: str, depth: int, head_width: int, heads: int, rotary: Rotary) -> dict[str, Any]:
+    """What the layers of a family have of their own."""
+    if family == "llama":
+        return {}
+    if family == "qwen3":
+        return {"qk_norm": "head"}
+    # Every third layer of LFM2 has attention, every fourth of Qwen3.5; the last of a shallow one.
+    recurring, every = ("conv", 3) if family == "lfm2" else ("delta", 4)
+    every = min(every, depth)
+    mixers = tuple(recurring if (n + 1) % every else "attention" for n in range(depth))
+    if family == "lfm2":
+        return {"qk_norm": "head", "mixers": mixers, "recurrence": Recurrence(conv_kernel=3)}
+    # Two value heads for each key head, as in Qwen3.5-4B, and as many as make the matrices of a
+    # recurrent layer as large as those of attention with all its heads.
+    keys = max(1, heads // 2)
+    recurrence = Recurrence(
+        conv_kernel=4, key_heads=keys, value_heads=2 * keys, key_width=head_width,
+        value_width=head_width,
+    )  # fmt: skip
+    return {
+        "qk_norm": "head",
+        "norm_plus_one": True,
+        "attention_gate": True,
+        "rotary": replace(rotary, width=max(2, head_width // 8 * 2)),  # a quarter is turned
+        "mixers": mixers,
+        "recurrence": recurrence,
+    }
 
 
 def like(config: ModelConfig, vocab_size: int, **changes: Any) -> ModelConfig:
@@ -147,7 +188,7 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
                 weight.uniform_(1.0, 16.0, generator=rng).log_()
             elif name.endswith(".dt_bias"):  # from 0.001 to 0.1 behind the softplus, as Mamba has
                 weight.uniform_(math.log(1e-3), math.log(0.1), generator=rng).exp_().expm1_().log_()
-            elif name.endswith(".norm_weight"):
+            elif name.endswith((".norm_weight", ".mixer.d")):
                 weight.fill_(1.0)
             elif name.endswith("bias"):
                 weight.zero_()

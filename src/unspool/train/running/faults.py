@@ -7,6 +7,7 @@ import errno
 import torch
 
 from unspool.errors import UnspoolError
+from unspool.train.running.parallel import is_lost, lost
 from unspool.train.running.runs import Run
 
 
@@ -24,6 +25,8 @@ def in_words(error: BaseException, run: Run | None, step: int) -> UnspoolError |
         )
     elif isinstance(error, RuntimeError) and "CUDA error" in str(error):
         message = f"the GPU failed at step {step + 1} ({str(error).splitlines()[0]})"
+    elif is_lost(error):
+        message = str(lost(error))
     elif is_full(error):
         message = "the disk is full: make room"
     elif isinstance(error, OSError):

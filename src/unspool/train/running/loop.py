@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,20 +28,17 @@ from unspool.train.learning.flops import device_peak, mfu
 from unspool.train.learning.forward import recompute_activations
 from unspool.train.learning.objectives import Objective
 from unspool.train.learning.optimizers import Schedule, set_rates
-from unspool.train.running.checkpoints import Checkpoints, SaveModel, restore, training_state
+from unspool.train.running.ahead import Ahead, Batches
+from unspool.train.running.checkpoints import Checkpoints, SaveModel, newest, restore
 from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
 from unspool.train.running.faults import TrainingError, in_words
 from unspool.train.running.parallel import Parallel, whole
 from unspool.train.running.runs import Run, film_steps
+from unspool.train.running.state import training_state
 
 _ADVICE = "no number to learn from: try a lower learning rate, and look at the data"
+_AGAIN = 1.0  # seconds after which a second signal is a second wish
 _PAUSE = 0.2  # seconds between two looks at whether a paused run may go on
-
-
-class Batches(Protocol):
-    """Where batches come from: number n is always the same one, with its tokens in `ids`."""
-
-    def batch(self, step: int) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +99,10 @@ class Trainer:
         self._computation = self.parallel.wrap(model, objective)
         self.optimizers = list(optimizers(model) if callable(optimizers) else optimizers)
         self.schedule = Schedule(settings.steps, settings.warmup, settings.decay)
+        self._ahead = Ahead(batches, model.config.vocab_size, self.parallel.device)
         self._checkpoints: Checkpoints | None = None
-        if run is not None and save_model is not None and self.parallel.first:
-            self._checkpoints = Checkpoints(run, save_model, settings.keep)
+        if run is not None and save_model is not None:
+            self._checkpoints = Checkpoints(run, save_model, settings.keep, self.parallel)
         self.step = self.tokens = 0
         self._length = 0  # tokens in a row of the last batch
         self._seconds = 0.0
@@ -135,7 +133,7 @@ class Trainer:
 
     def _run(self) -> Ended:
         settings = self.settings
-        saved = self.folder.resumable() if self.folder is not None else None
+        saved = newest(self.folder, self.parallel) if self.folder is not None else None
         if saved is not None and self.folder is not None:
             facts = restore(saved, self.model, self.optimizers)
             self.step, self.tokens = facts["step"], facts["tokens"]
@@ -207,17 +205,19 @@ class Trainer:
         for number in range(settings.accumulate):
             last = number == settings.accumulate - 1
             index = self.step * settings.accumulate + number
-            batch = self.batches.batch(index)
-            self._check(batch, index)
+            batch = self._ahead.take(index)
             counts[2] += batch.ids[:, 1:].numel()
             self._length = batch.ids.shape[1] - 1
-            batch = self._on_device(batch)
             with parallel.joined(self._computation, last):
                 with self._precision():
                     summed, tokens, more = self._computation(batch, self._rng(index))
                 summed.backward()
             extra.update(more)
             counts[:2] += torch.stack((summed.detach(), tokens))
+            if not last:
+                self._ahead.prepare(index + 1)
+        if self.step + 1 < settings.steps:
+            self._ahead.prepare((self.step + 1) * settings.accumulate)
         # Over all processes; a GPU is waited for here, once, and not for each of the numbers.
         gradients = self._gradients()
         norm_of_sum = whole(torch.nn.utils.get_total_norm(gradients)).to(counts)
@@ -235,16 +235,14 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.tokens += seen
-        return loss, norm, seen, extra
+        return loss, norm, seen, self._shared(extra)
 
-    def _check(self, batch: Any, index: int) -> None:
-        """Token ids that the model has no place for would end in an error nobody understands."""
-        largest, size = int(batch.ids.max()), self.model.config.vocab_size
-        if largest >= size or int(batch.ids.min()) < 0:
-            raise TrainingError(
-                f"batch {index} has token {largest}, and the model knows {size:,}: the data was "
-                "made with another vocabulary"
-            )
+    def _shared(self, extra: dict[str, float]) -> dict[str, float]:
+        """What else is told, on average over all processes."""
+        if self.parallel.world == 1 or not extra:
+            return extra
+        told = self.parallel.sum(torch.tensor(list(extra.values())).to(self.parallel.device))
+        return dict(zip(extra, (told / self.parallel.world).tolist(), strict=True))
 
     def _gradients(self) -> list[Tensor]:
         return [
@@ -254,14 +252,6 @@ class Trainer:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-
-    def _on_device(self, batch: Any) -> Any:
-        device = self.parallel.device
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in vars(batch).items()
-        }
-        return type(batch)(**moved)
 
     def _rng(self, index: int) -> torch.Generator:
         """Random numbers of one batch: a function of the seed, the batch's number and the rank."""
@@ -314,6 +304,8 @@ class Trainer:
             self._computation.unshard()  # type: ignore[operator]
         with torch.no_grad(), self._precision():
             self._held_out, bits_per_byte = self._judge(self.model)
+        if self.parallel.shard:
+            self._computation.reshard()  # type: ignore[operator]
         self.model.train()
         judged = Judged(self.step, self._held_out, bits_per_byte)
         if self.folder is not None and self.parallel.first:
@@ -336,20 +328,26 @@ class Trainer:
         self.model.train()
 
     def _save(self) -> None:
-        if self.folder is None or self._saved == self.step:
+        if self._checkpoints is None or self._saved == self.step:
             return
         self._saved = self.step
-        state = training_state(self.model, self.optimizers)  # every process takes part
-        weights = {name: whole(value) for name, value in self.model.state_dict().items()}
-        if self._checkpoints is not None:
-            facts = {
-                "step": self.step,
-                "tokens": self.tokens,
-                "seconds": self._seconds,
-                "held_out_loss": self._held_out,
-            }
-            self._say(Saved(self.step, self._checkpoints.save(facts, weights, state)))
-        self.parallel.wait()
+        facts = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self._seconds,
+            "held_out_loss": self._held_out,
+        }
+        state = training_state(self.model, self.optimizers)
+        self._say(Saved(self.step, self._checkpoints.save(facts, self._weights(), state)))
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All of them, for the first process; every process takes part."""
+        found = {}
+        for name, value in self.model.state_dict().items():
+            gathered = whole(value)
+            if self.parallel.first:
+                found[name] = gathered.cpu() if self.parallel.shard else gathered
+        return found
 
     # -- what others want, and what goes wrong ------------------------------------------------
 
@@ -380,15 +378,19 @@ class Trainer:
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the training after the step at hand; the second one at once."""
+        """Ctrl-C and SIGTERM end the training after the step at hand; the second one at once, but
+        not within a second: torchrun passes on what the terminal has told its processes too."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
+        since = math.inf
+
         def told(number: int, frame: Any) -> None:
-            if self._stop:
+            nonlocal since
+            if self._stop and time.monotonic() > since + _AGAIN:
                 raise KeyboardInterrupt
-            self._stop = True
+            self._stop, since = True, min(since, time.monotonic())
 
         numbers = [
             number

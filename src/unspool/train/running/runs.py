@@ -131,7 +131,7 @@ class Run:
     @property
     def facts(self) -> dict[str, Any]:
         """What run.json says."""
-        return _read_json(self.folder / "run.json")
+        return read_json(self.folder / "run.json")
 
     @property
     def state(self) -> str:
@@ -160,7 +160,7 @@ class Run:
         found = []
         for path in (self.folder / "checkpoints").glob("[0-9]*"):
             with suppress(RunError):  # one that is being removed just now
-                facts = _read_json(path / "training.json")
+                facts = read_json(path / "training.json")
                 found.append(
                     Saved(
                         path,
@@ -181,7 +181,7 @@ class Run:
         """The folder of the finished model."""
         if not (self.folder / "final.json").exists():
             return None
-        return self.folder / str(_read_json(self.folder / "final.json")["checkpoint"])
+        return self.folder / str(read_json(self.folder / "final.json")["checkpoint"])
 
     @property
     def model(self) -> Path | None:
@@ -205,7 +205,7 @@ class Run:
     def wanted(self) -> str:
         """What somebody asked for last."""
         with suppress(RunError):
-            want = str(_read_json(self.folder / "control.json").get("want"))
+            want = str(read_json(self.folder / "control.json").get("want"))
             return want if want in WANTS else "go"
         return "go"
 
@@ -247,7 +247,7 @@ _LIST = "unspool train runs"
 def process_facts() -> dict[str, Any]:
     """Who trains: enough to tell later whether that process still lives."""
     pid = os.getpid()
-    return {"pid": pid, "pid_started": _started(pid), "versions": _versions()}
+    return {"pid": pid, "pid_started": began(pid), "versions": _versions()}
 
 
 def _versions() -> dict[str, str]:
@@ -258,7 +258,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _started(pid: int) -> int | None:
+def began(pid: int) -> int | None:
     """When a process began, in the system's own count: another one with its number began later."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -272,7 +272,7 @@ def _lives(pid: object, started: object) -> bool:
     if not isinstance(pid, int):
         return False
     if Path("/proc/self/stat").exists():
-        return started is not None and _started(pid) == started
+        return started is not None and began(pid) == started
     if os.name != "nt":  # where this would end the process
         try:
             os.kill(pid, 0)
@@ -283,7 +283,7 @@ def _lives(pid: object, started: object) -> bool:
     return True
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -10,13 +10,19 @@ from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.train.learning.shape import qwen3_config
-from unspool.train.new import NewSettings, begin, train
+from unspool.train.learning.shape import new_config
+from unspool.train.new import begin, train
 from unspool.train.running.events import Event, Logged
 from unspool.train.running.runs import Run
+from unspool.train.scaling.side_by_side import left_alone
 from unspool.train.scaling.study import Planned
+from unspool.train.settings import NewSettings
 
 _NEVER = 1_000_000_000  # steps: at the end only
+
+
+def _silent(run: Planned, share: float) -> None:
+    """Tell nobody; a function, as it goes to other processes with the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +33,10 @@ class Runs:
     vocab_size: int
     length: int
     aspect: int = 64  # the width of a model is so many times its depth
-    told: Callable[[Planned, float], object] = lambda run, share: None  # how much of a run is done
+    told: Callable[[Planned, float], object] = _silent  # how much of a run is done
 
     def config_of(self, depth: int) -> ModelConfig:
-        return qwen3_config(depth, self.vocab_size, self.length, width=self.aspect * depth)
+        return new_config(depth, self.vocab_size, self.length, width=self.aspect * depth)
 
     def __call__(self, planned: Planned, folder: Path) -> float:
         """Train one, or go on with it, and give its loss on what is held out."""
@@ -53,6 +59,8 @@ class Runs:
             )
 
         def listen(event: Event) -> None:
+            if left_alone():
+                raise UnspoolError("the study that this run belongs to has ended")
             if isinstance(event, Logged):
                 self.told(planned, event.tokens / planned.tokens)
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from unspool.model.config import ModelConfig
 from unspool.train.learning.flops import compute_parameters, training_flops
 from unspool.train.running.atomic import write_json
 from unspool.train.scaling.law import Law, Measured, fit
+from unspool.train.scaling.side_by_side import side_by_side
 
 ConfigOf = Callable[[int], ModelConfig]
 
@@ -111,17 +113,35 @@ class Study:
 
     def measure(
         self,
-        grid: Iterable[Planned],
+        grid: Sequence[Planned],
         train: Train,
         told: Callable[[Planned, float], object] = lambda run, loss: None,
+        at_once: int = 1,
     ) -> None:
-        """Train what has not been trained yet; `told` hears each result, old ones too."""
+        """Train what has not been trained yet; `told` hears each result, old ones too.
+
+        Small models leave a GPU idle most of the time: `at_once` trains several side by side, each
+        in a process of its own (`train` must be such that it can be sent there).
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         for run in grid:
-            if run not in self.runs:
-                self.runs[run] = train(run, self.folder / run.name)
-                self.save()
-            told(run, self.runs[run])
+            if run in self.runs:
+                told(run, self.runs[run])
+        missing = [run for run in grid if run not in self.runs]
+        for run, loss in self._trained(missing, train, at_once):
+            self.runs[run] = loss
+            self.save()
+            told(run, loss)
+
+    def _trained(
+        self, missing: Sequence[Planned], train: Train, at_once: int
+    ) -> Iterator[tuple[Planned, float]]:
+        if at_once < 2 or len(missing) < 2:
+            for run in missing:
+                yield run, _in_its_folder(train, self.folder, run)
+            return
+        largest_first = sorted(missing, key=lambda run: -run.flops)
+        yield from side_by_side(largest_first, partial(_in_its_folder, train, self.folder), at_once)
 
     def fit(self, redraws: int = 200) -> Law:
         self.law = fit([run.measured(loss) for run, loss in self.runs.items()], redraws=redraws)
@@ -201,3 +221,7 @@ class Study:
             raise UnspoolError(
                 f"{self.file} cannot be read as a study of scaling ({error}); move it away"
             ) from None
+
+
+def _in_its_folder(train: Train, folder: Path, run: Planned) -> float:
+    return train(run, folder / run.name)

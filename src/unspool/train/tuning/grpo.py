@@ -127,10 +127,13 @@ class AnswerBatches:
         temperature: float = 1.0,
         updates: int = 1,
         seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
         told: Callable[[list[tuple[str, float]]], None] = lambda answers: None,
     ) -> None:
         self._model, self._lm, self._questions, self._judge = model, lm, questions, judge
         self._groups, self._answers, self._seed, self._told = groups, answers, seed, told
+        self._rank, self._world = rank, world
         self._updates = updates  # steps that learn from the same answers
         self._options: dict[str, Any] = {
             "max_tokens": max_tokens, "temperature": temperature,
@@ -138,6 +141,8 @@ class AnswerBatches:
         }  # fmt: skip
         self._kept: tuple[int, AnswerBatch] | None = None
         self.batch_size, self.length = groups * answers, max_tokens
+
+    on_policy = True  # a batch is what the model writes after the steps before it
 
     def batch(self, step: int) -> AnswerBatch:
         turn = step // self._updates
@@ -184,8 +189,8 @@ class AnswerBatches:
         return drafts
 
     def _asked(self, turn: int) -> list[Question]:
-        count = len(self._questions)
-        epochs, places = np.divmod(np.arange(turn * self._groups, (turn + 1) * self._groups), count)
+        count, first = len(self._questions), (turn * self._world + self._rank) * self._groups
+        epochs, places = np.divmod(np.arange(first, first + self._groups), count)
         return [
             self._questions[int(permuted(np.array([place]), count, f"{self._seed} {epoch}")[0])]
             for epoch, place in zip(epochs, places, strict=True)

@@ -112,9 +112,10 @@ class PairBatches:
 
     def __init__(
         self, rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, batch_size: int, length: int,
-        *, seed: int = 0,
+        *, seed: int = 0, rank: int = 0, world: int = 1,
     ) -> None:  # fmt: skip
         self.batch_size, self.length, self.seed = batch_size, length, seed
+        self.rank, self.world = rank, world
         self._pairs = [_pair(row, n, DocumentEncoder(tokenizer)) for n, row in enumerate(rows)]
         self._pairs = [pair for pair in self._pairs if max(len(e.ids) for e in pair) <= length + 1]
         if not self._pairs:
@@ -124,7 +125,8 @@ class PairBatches:
         return len(self._pairs)
 
     def batch(self, step: int) -> PairBatch:
-        numbers = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        first = (step * self.world + self.rank) * self.batch_size
+        numbers = np.arange(first, first + self.batch_size)
         epochs, places = np.divmod(numbers, len(self._pairs))
         rows = [
             encoded

@@ -4,7 +4,8 @@
     run = tune(settings, new_run(settings))        # or tune(settings_of(run), run) to go on
 
 What comes out is a run like any other. With LoRA its checkpoints are adapters in PEFT's format,
-without (lora=0) whole models.
+without (lora=0) whole models. Several processes share the rows of each batch, so that what is
+learned does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from unspool.train.learning.lora import TARGETS, Lora, add_lora, put_adapter
 from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.checkpoints import SaveModel
+from unspool.train.running.elastic import job_facts
 from unspool.train.running.events import Event
 from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run
 from unspool.train.tuning.grpo import AnswerBatches, Grpo, Question
 from unspool.train.tuning.preference import Dpo, PairBatches
@@ -105,6 +108,7 @@ def new_run(settings: TuneSettings, folder: Path | None = None) -> Run:
         settings.kind,
         settings=asdict(settings),
         seed=settings.seed,
+        **job_facts(settings),
     )
 
 
@@ -117,13 +121,20 @@ def settings_of(run: Run) -> TuneSettings:
 
 
 def tune(
-    settings: TuneSettings, run: Run, on_event: Callable[[Event], None] = lambda event: None
+    settings: TuneSettings,
+    run: Run,
+    on_event: Callable[[Event], None] = lambda event: None,
+    *,
+    parallel: Parallel | None = None,
 ) -> Run:
     """Train to the end; a run with a checkpoint goes on from it."""
+    parallel = parallel or Parallel.alone(settings.device)
     try:
-        tuning = _Tuning(settings, run)
+        tuning = _Tuning(settings, run, parallel)
     except BaseException as error:
-        if run.checkpoints():
+        if not parallel.first:
+            pass
+        elif run.checkpoints():
             run.update(state="failed", error=str(error))
         else:  # it never began: nothing is left of it
             shutil.rmtree(run.folder, ignore_errors=True)
@@ -132,11 +143,12 @@ def tune(
         tuning.model,
         tuning.batches,
         tuning.objective,
-        make_optimizers(tuning.model, tuning.rates, "adamw"),
+        lambda model: make_optimizers(model, tuning.rates, "adamw"),
         tuning.train_settings,
         run,
         save_model=tuning.saver(),
         judge=tuning.judge if tuning.held_out is not None else None,
+        parallel=parallel,
     )
     trainer.run(on_event)
     return run
@@ -145,20 +157,23 @@ def tune(
 class _Tuning:
     """The parts of one tuning, made from its settings."""
 
-    def __init__(self, settings: TuneSettings, run: Run) -> None:
-        self.settings, self.run = settings, run
+    def __init__(self, settings: TuneSettings, run: Run, parallel: Parallel) -> None:
+        self.settings, self.run, self.parallel = settings, run, parallel
+        if settings.kind == "grpo" and parallel.shard:
+            raise SettingsError(
+                "the engine that writes the answers needs the model whole in each process; leave "
+                "out --shard"
+            )
         path = find_model(settings.model, progress=False)
         self.base = settings.model if settings.model and not Path(settings.model).exists() else ""
         self.base = self.base or str(path.resolve())
         checkpoint = open_checkpoint(path)
         checkpoint.config.check_left_to_right()  # each token is learned from those before it
-        device = settings.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = str(parallel.device)
         # Frozen weights need no more than 16 bits; on a CPU those would be slower.
         narrow = bool(settings.lora) and device.startswith("cuda")
         dtype = "bfloat16" if narrow else "float32"
-        self.model = load_transformer(checkpoint, dtype=dtype, device=device)
+        self.model = load_transformer(checkpoint, dtype=dtype)
         self.tokenizer = _tokenizer_of(checkpoint, path)
         self.lora = Lora(
             rank=settings.lora or 1, alpha=settings.alpha, dropout=settings.dropout,
@@ -170,6 +185,7 @@ class _Tuning:
                 put_adapter(self.model, read_adapter(Path(settings.adapter), self.model.config))
         else:
             self.model.requires_grad_(True)
+        self.model = parallel.place(self.model)
         self.held_out: Batches | None = None
         rate = settings.learning_rate
         self.rates = Rates(rate, rate, rate, rate, weight_decay=0.0, betas=(0.9, 0.999))
@@ -183,11 +199,15 @@ class _Tuning:
             seed=settings.seed, save_every=settings.save_every, judge_every=settings.save_every,
             bf16=device.startswith("cuda"),
         )  # fmt: skip
-        run.update(
+        self._tell(
             steps=steps, base=self.base, adapter=bool(settings.lora),
             model=self.model.config.to_dict(),
             trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )  # fmt: skip
+
+    def _tell(self, **facts: Any) -> None:
+        if self.parallel.first:
+            self.run.update(**facts)
 
     # -- what is learned from -------------------------------------------------------------------
 
@@ -196,8 +216,9 @@ class _Tuning:
         settings = self.settings
         if settings.kind == "dpo":
             pairs = PairBatches(
-                _rows(settings.data), self.tokenizer, settings.batch, settings.length,
-                seed=settings.seed,
+                _rows(settings.data), self.tokenizer, self._share(settings.batch, "--batch"),
+                settings.length, seed=settings.seed, rank=self.parallel.rank,
+                world=self.parallel.world,
             )  # fmt: skip
             before = self._as_it_was(device)
             return pairs, Dpo(settings.beta, settings.smoothing, before), len(pairs)
@@ -206,13 +227,14 @@ class _Tuning:
             before = self._as_it_was(device) if settings.kl else None
             return answers, Grpo(kl_weight=settings.kl, earlier=before), count
         source: Any = settings.data if len(settings.data) != 1 else settings.data[0]
-        if settings.task:
-            source = self._task_file(settings.task)
-        prepared = prepare(source, self.tokenizer, seed=settings.seed)
-        self.run.update(data=prepared.card.to_json())
-        batches = self._batches(prepared.train)
-        if prepared.held_out.documents:
-            self.held_out = self._batches(prepared.held_out)
+        with self.parallel.first_alone():
+            if settings.task:
+                source = self._task_file(settings.task)
+            prepared = prepare(source, self.tokenizer, seed=settings.seed)
+        self._tell(data=prepared.card.to_json())
+        batches = self._batches(prepared.train, self.parallel)
+        if prepared.held_out.documents:  # all processes judge all of it
+            self.held_out = self._batches(prepared.held_out, Parallel(self.parallel.device))
         chat = prepared.train.counted is not None
         return batches, answers_only if chat else next_token, batches.rows
 
@@ -223,9 +245,23 @@ class _Tuning:
         path = find_model(self.settings.model, progress=False)
         return load_transformer(open_checkpoint(path), device=device)
 
-    def _batches(self, packed: Packed) -> Batches:
+    def _batches(self, packed: Packed, parallel: Parallel) -> Batches:
         length = min(self.settings.length, self.model.config.context)
-        return Batches(packed, self.settings.batch, length, self.settings.seed)
+        rows = self._share(self.settings.batch, "--batch") if parallel.world > 1 else None
+        return Batches(
+            packed, rows or self.settings.batch, length, self.settings.seed, parallel.rank,
+            parallel.world,
+        )  # fmt: skip
+
+    def _share(self, count: int, name: str) -> int:
+        """What one process takes of the rows of a batch."""
+        each, left = divmod(count, self.parallel.world)
+        if left:
+            raise SettingsError(
+                f"{self.parallel.world} processes cannot share {name} {count} evenly; give a "
+                "multiple of their number"
+            )
+        return each
 
     def _task_file(self, name: str) -> str:
         """The task's questions and answers, written once into the run's folder."""
@@ -254,9 +290,10 @@ class _Tuning:
         else:  # what is trained is what writes
             lm = LanguageModel(TorchModel(self.model), self.tokenizer)
         batches = AnswerBatches(
-            self.model, lm, questions, judge, groups=settings.groups, answers=settings.answers,
-            max_tokens=settings.max_tokens, temperature=settings.temperature,
-            updates=settings.updates, seed=settings.seed,
+            self.model, lm, questions, judge, groups=self._share(settings.groups, "--groups"),
+            answers=settings.answers, max_tokens=settings.max_tokens,
+            temperature=settings.temperature, updates=settings.updates, seed=settings.seed,
+            rank=self.parallel.rank, world=self.parallel.world,
         )  # fmt: skip
         return batches, len(questions)
 

@@ -9,7 +9,7 @@ using namespace unspool;
 
 extern "C" {
 
-int32_t unspool_version() { return 7; }
+int32_t unspool_version() { return 8; }
 
 const char* unspool_isa() { return chosen_name(); }
 

@@ -31,6 +31,7 @@ enum Kind : int32_t {
     kGate = 13,      // target *= the sigmoid (or activation) of a part of the source
     kConv = 14,      // target = each channel's sum over the last tokens, from state to state
     kDelta = 15,     // target = what queries find in the heads' matrices, from state to state
+    kMamba = 16,     // the same, where values are added to the matrices (Mamba-2)
 };
 
 enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
@@ -42,6 +43,7 @@ enum Activation : int32_t {
     kRelu = 3,
     kSigmoid = 4,
     kSwigluClamped = 5,
+    kRelu2 = 6,  // the square of relu
 };
 enum Flags : int32_t {
     kAddToTarget = 1,
@@ -54,6 +56,7 @@ enum Flags : int32_t {
     kNormValues = 128,     // kPlace: values are normed, without a weight
     kSigmoidRouter = 256,  // kRoute: weights are sigmoids of the scores, not their softmax
     kTiledHeads = 512,     // kDelta: value head h has key head h % key_heads, not its neighbours'
+    kOwnWeights = 1024,    // kNorm: each part has weights of its own, one behind the other
 };
 
 struct Op {
@@ -64,24 +67,25 @@ struct Op {
     int32_t offset;  // kNorm: where in a row the normed part begins ...
     int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
     int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself;
-                     // kGate: 1: the row has one gate for all, kDelta: of values
+                     // kGate: 1: the row has one gate for all, kDelta, kMamba: of values
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
     int32_t vector;         // norm weight, positions, sinks (kAttend), what experts count; -1: none
-    int32_t second_vector;  // norm bias; the norm of keys (kPlace)
+    int32_t second_vector;  // norm bias; the norm of keys (kPlace); kConv: bias, -1: none
     int32_t layer;
     int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
     int32_t rotary;  // kPlace: number of the table of angles, -1: none
     int32_t prepare;
     int32_t activation;
     int32_t flags;
-    int32_t experts;      // kRoute: how many there are
-    int32_t chosen;       // kRoute: how many each token gets
-    int32_t other;        // kDelta: the buffer whose rows end in [b | a]
-    int32_t state;        // kConv, kDelta: where in a text's state this begins, in floats
-    int32_t key_heads;    // kDelta; `heads` are those of values, `width` is that of a key
-    int32_t value_width;  // kDelta
-    float scale;          // kPlace: by how much queries grow (see cap)
+    int32_t experts;    // kRoute: how many there are
+    int32_t chosen;     // kRoute: how many each token gets
+    int32_t other;      // kDelta: the buffer whose rows have [b | a] at `offset`; kMamba: [dt | -]
+    int32_t state;      // kConv, kDelta, kMamba: where in a text's state this begins, in floats
+    int32_t key_heads;  // kDelta, kMamba; `heads` are those of values, `width` is that of a key
+    int32_t value_width;   // kDelta, kMamba
+    int32_t third_vector;  // kMamba: how much of a head's value passes by
+    float scale;           // kPlace: by how much queries grow (see cap)
     float cap;  // kPlace: ... with every so many positions; 0: they do not; elsewhere that
                 // of a softcap, or of what the activation kSwigluClamped lets through
     float epsilon;

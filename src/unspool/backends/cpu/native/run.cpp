@@ -218,6 +218,8 @@ struct Running {
                 return does.conv(run, op, worker);
             case kDelta:
                 return does.delta(run, op, worker);
+            case kMamba:
+                return does.mamba(run, op, worker);
             case kSnapshot:
                 return snapshot(run, op, worker);
             default:

@@ -5,6 +5,7 @@ import { strongest, useArcs } from "./arcs.js";
 import { choice, choose, chosenIn } from "./choice.js";
 import { HeadMap } from "./heads.js";
 import { Missing, useLook } from "./looks.js";
+import { attends } from "./states.js";
 
 const A_SINK = 0.3; // from here on it is worth a word
 
@@ -30,7 +31,8 @@ export function Attention({ place, look }) {
       <${Choice} name="Head" value=${head} most=${look.heads} all="all, averaged" disabled=${layer === null}
         pick=${(to) => choose({ head: to })} />
     </div>
-    ${shown ? html`<${Targets} row=${shown} tokens=${look.tokens} />` : html`<${Missing} ...${heads} />`}
+    ${layer !== null && !attends(look, layer) ? html`<p class="quiet small">Layer ${layer} has no attention.</p>`
+      : shown ? html`<${Targets} row=${shown} tokens=${look.tokens} />` : html`<${Missing} ...${heads} />`}
     ${look.position > 0 && html`<${First} look=${look} row=${row} />`}
     <${HeadMap} look=${look} />`;
 }

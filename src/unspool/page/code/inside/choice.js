@@ -10,7 +10,7 @@ export const choice = {
   written: "picked", // which side of a written token: "picked" | "read"
   prompt: "read", // the same for a token of the prompt
   against: "runner", // attribution: "runner" | "mean" | "none"
-  open: { way: false, attention: true, lens: false, pushes: false, neighbours: false },
+  open: { way: false, attention: true, states: true, lens: false, pushes: false, neighbours: false },
 };
 
 export function choose(what) {

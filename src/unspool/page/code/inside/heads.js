@@ -2,6 +2,7 @@
 
 import { clamp, html, percent, spelled, useChanges, useMemo, useState, useWidth } from "../lib.js";
 import { choice, choose, chosenIn } from "./choice.js";
+import { attends } from "./states.js";
 
 const LEFT = 22; // for the heads' numbers
 const TOP = 16; // for the layers' numbers
@@ -21,6 +22,7 @@ export function HeadMap({ look }) {
   const y = (head) => TOP + (head - 1) * size.high;
   const shade = (layer, head) => shadeOf(map, choice.shade, layer, head, position);
   const says = (layer, head) => {
+    if (!attends(look, layer)) return `layer ${layer} has no attention`;
     const at = map.place[layer - 1][head - 1];
     const most = percent(map.weight[layer - 1][head - 1]);
     return `layer ${layer} head ${head} looks most at ${spelled(tokens[at].text)} ${most}`;

@@ -4,6 +4,7 @@ import { useTheme } from "../colors.js";
 import { clamp, html, useChanges, useMemo, useState, useWidth } from "../lib.js";
 import { cellText, painted, rounded } from "./cells.js";
 import { choose, chooseLayer, chosenIn } from "./choice.js";
+import { mixerOf } from "./states.js";
 
 const NUMBERS = 24; // for the layers' numbers at the left
 const TOP = 18; // for the words over the columns
@@ -66,10 +67,12 @@ export function Layers({ look }) {
   </div>`;
 }
 
-function layerText({ norms, part_norms: parts }, layer) {
-  const [attended, fed] = parts[layer - 1];
-  return `Layer ${layer}: attention added ${rounded(attended)}, feed-forward ${rounded(fed)}; `
-    + `the vector is ${rounded(norms[layer])} long`;
+function layerText(look, layer) {
+  const [attended, fed] = look.part_norms[layer - 1];
+  const added = [[mixerOf(look, layer), attended], ["feed-forward", fed]]
+    .filter(([, much]) => much > 0) // in some models a layer has only one of the two
+    .map(([name, much], at) => `${name}${at ? "" : " added"} ${rounded(much)}`);
+  return `Layer ${layer}: ${added.join(", ") || "nothing was added"}; the vector is ${rounded(look.norms[layer])} long`;
 }
 
 function columnsOf(width) {

@@ -7,6 +7,7 @@ import { choice, choose } from "./choice.js";
 import { Lens } from "./lens.js";
 import { Missing, placeIn, sidesOf, useLook } from "./looks.js";
 import { Pushes } from "./pushes.js";
+import { States } from "./states.js";
 import { Way } from "./way.js";
 
 export function InsidePanel() {
@@ -80,6 +81,7 @@ function Parts({ place, own, side, text }) {
       <${FoldAll} />
       ${part("way", "The way through the model", whole((look) => html`<${Way} look=${look} next=${next} />`))}
       ${part("attention", "Where it looks", whole((look) => html`<${Attention} place=${place} look=${look} />`))}
+      ${base.answer?.states && part("states", "What it carries along", whole((look) => html`<${States} look=${look} />`))}
       ${part("lens", "What each layer would have said", () => html`<${Lens} place=${place} />`)}
       ${part("pushes", "Which parts pushed it", () => html`<${Pushes} place=${place} runner=${runner} />`)}
       ${part("neighbours", "Nearest neighbours", () => html`<${Neighbours} place=${own} text=${text} />`)}

@@ -26,9 +26,9 @@ export function Way({ look, next }) {
     </li>
     <li>
       <h4>${layers} layers</h4>
-      <p class="quiet small">Each adds to the vector twice: what <b class="inside-attention">attention</b> fetched
-        from earlier tokens, then what the <b class="inside-forward">feed-forward</b> net made of it. Pick a layer
-        to follow it below.</p>
+      <p class="quiet small">Each adds to the vector${look.states ? "" : " twice"}: what <b class="inside-attention">attention</b>
+        ${" "}fetched from earlier tokens${look.states && " or a recurrence from its state"}, then what the${" "}
+        <b class="inside-forward">feed-forward</b> net made of it. Pick a layer to follow it below.</p>
       <${Layers} look=${look} />
     </li>
     <li>

@@ -37,8 +37,13 @@ async function go(at) {
   now.isActing = true;
   now.fails = false;
   changed("tour");
-  try {
+  const before = now.acting; // a step builds on what the one before it did, which may still go on
+  now.acting = (async () => {
+    await before?.catch(() => {});
     await STEPS[at].act(now);
+  })();
+  try {
+    await now.acting;
     await appeared(STEPS[at].target);
   } catch {
     now.fails = true; // said on the card; the page says itself what went wrong

@@ -50,6 +50,10 @@ inline F32x16 activate(int32_t kind, F32x16 x) {
             return div(x, add(set1(1.0f), exp16(sub(zero(), x))));
         case kRelu:
             return vmax(zero(), x);
+        case kRelu2: {
+            const F32x16 positive = vmax(zero(), x);
+            return mul(positive, positive);
+        }
         case kSigmoid:
             return div(set1(1.0f), add(set1(1.0f), exp16(sub(zero(), x))));
         case kGeluTanh: {

@@ -28,6 +28,7 @@ void conv_channels(const Run& run, const Op& op, int64_t row, int64_t first, int
     const int64_t channels = op.width, kernel = op.window;
     const bool gated = op.flags & kGated;  // rows are [b | c | x]: c * conv(b * x)
     const float* taps = run.vectors[op.vector].data;
+    const float* bias = op.second_vector >= 0 ? run.vectors[op.second_vector].data : nullptr;
     const int64_t read = batch.states[2 * row];
     alignas(64) float room[kMostTaps][kChannels];
     float* past[kMostTaps];
@@ -56,7 +57,7 @@ void conv_channels(const Run& run, const Op& op, int64_t row, int64_t first, int
                 gate = load_first(from + channels + at, left, 0.0f);
             }
             store(past[kernel - 1] + here, input);
-            F32x16 total = zero();
+            F32x16 total = bias == nullptr ? zero() : load_first(bias + at, left, 0.0f);
             for (int64_t j = 0; j < kernel; ++j)
                 total = fma(load(past[j] + here), load_first(taps + j * channels + at, left, 0.0f),
                             total);

@@ -33,7 +33,8 @@ void norm(const Run& run, const Op& op, Worker& worker) {
         const int64_t row = task / parts, at = op.offset + task % parts * op.width;
         float* to = target.row(row) + at;
         float* normed = source.row(row) + at;  // in place, also where it is then added
-        norm_row(normed, op.width, weight, bias, op.flags & kCentred, op.epsilon, normed);
+        const float* its = op.flags & kOwnWeights ? weight + task % parts * op.width : weight;
+        norm_row(normed, op.width, its, bias, op.flags & kCentred, op.epsilon, normed);
         if (to == normed) return;
         for (int32_t i = 0; i < op.width; ++i)
             to[i] = op.flags & kAddToTarget ? to[i] + normed[i] : normed[i];

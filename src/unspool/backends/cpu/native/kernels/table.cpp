@@ -24,6 +24,7 @@ void scale(const Run&, const Op&, Worker&);
 void gate(const Run&, const Op&, Worker&);
 void conv(const Run&, const Op&, Worker&);
 void delta(const Run&, const Op&, Worker&);
+void mamba(const Run&, const Op&, Worker&);
 float peak(const float*, int64_t);
 void mass(const float*, int64_t, float, double*, double*);
 int64_t count_above(const float*, int64_t, float);
@@ -39,17 +40,17 @@ void linear(const Run&, const Op&, Worker&);
 #define UNSPOOL_NAME(x) UNSPOOL_TEXT(x)
 
 extern const Kernels table;
-const Kernels table = {UNSPOOL_NAME(ISA),           UNSPOOL_SHARED::embed,
-                       UNSPOOL_SHARED::norm,        linear,
-                       UNSPOOL_SHARED::adapt,       UNSPOOL_SHARED::place,
-                       UNSPOOL_SHARED::attend,      UNSPOOL_SHARED::route,
-                       UNSPOOL_SHARED::combine,     UNSPOOL_SHARED::gather,
-                       UNSPOOL_SHARED::softcap,     UNSPOOL_SHARED::activate,
-                       UNSPOOL_SHARED::scale,       UNSPOOL_SHARED::gate,
-                       UNSPOOL_SHARED::conv,        UNSPOOL_SHARED::delta,
-                       UNSPOOL_SHARED::peak,        UNSPOOL_SHARED::mass,
-                       UNSPOOL_SHARED::count_above, UNSPOOL_SHARED::above,
-                       UNSPOOL_SHARED::maxima};
+const Kernels table = {UNSPOOL_NAME(ISA),       UNSPOOL_SHARED::embed,
+                       UNSPOOL_SHARED::norm,    linear,
+                       UNSPOOL_SHARED::adapt,   UNSPOOL_SHARED::place,
+                       UNSPOOL_SHARED::attend,  UNSPOOL_SHARED::route,
+                       UNSPOOL_SHARED::combine, UNSPOOL_SHARED::gather,
+                       UNSPOOL_SHARED::softcap, UNSPOOL_SHARED::activate,
+                       UNSPOOL_SHARED::scale,   UNSPOOL_SHARED::gate,
+                       UNSPOOL_SHARED::conv,    UNSPOOL_SHARED::delta,
+                       UNSPOOL_SHARED::mamba,   UNSPOOL_SHARED::peak,
+                       UNSPOOL_SHARED::mass,    UNSPOOL_SHARED::count_above,
+                       UNSPOOL_SHARED::above,   UNSPOOL_SHARED::maxima};
 
 #if defined(ISA_amx)
 

@@ -32,6 +32,7 @@ struct Kernels {
     void (*gate)(const Run&, const Op&, Worker&);
     void (*conv)(const Run&, const Op&, Worker&);
     void (*delta)(const Run&, const Op&, Worker&);
+    void (*mamba)(const Run&, const Op&, Worker&);
 
     // -- sampling: one row of logits (sample.cpp) -----------------------------------------------
     // The largest logit; NaN if one is among them.

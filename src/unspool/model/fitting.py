@@ -1,0 +1,100 @@
+"""What fits where: a model on one GPU, its layers over several, or split over them.
+
+Only the model's settings are needed, no weights. Keys and values, and the weights of a model that
+is not in one place, are counted in 16 bits; on one GPU packed weights stay packed.
+
+    for fit in fits(config, gpus=4, memory=80_000_000_000, packed=65_000_000_000):
+        fit.how, fit.weights, fit.tokens        # "split over 4", 16.4e9 bytes a GPU, 240,000
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from unspool.errors import SettingsError
+from unspool.model.config import ModelConfig
+from unspool.model.layer_places import places_of
+from unspool.model.memory import share_beside_kernels, share_beside_torch
+from unspool.model.split import Share, cut_of, uneven
+from unspool.model.weights import shapes
+
+PROCESS = 1_000_000_000  # bytes that a process takes of a GPU before it does anything
+_NUMBER = 2  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One way to have a model on GPUs. Where they differ, the fullest one counts."""
+
+    how: str
+    gpus: int
+    options: str  # of the command line
+    weights: int = 0  # bytes on a GPU
+    token: int = 0  # bytes of keys and values that a token leaves there
+    state: int = 0  # bytes of a text's recurrent state there
+    tokens: int = 0  # that all texts may have together; 0: the weights leave no room
+    problem: str = ""  # why it cannot be, in words
+
+    def texts(self, context: int) -> int:
+        """How many texts of so many tokens fit at once."""
+        return self.tokens // context if context else 0
+
+
+def fits(config: ModelConfig, *, gpus: int, memory: int, packed: int) -> list[Fit]:
+    """The ways to have a model on so many GPUs of so much memory each. `packed` is what its weights
+    take as they are kept on one."""
+    found = [_on_one(config, memory, packed)]
+    if gpus > 1:
+        found += [_by_layers(config, gpus, memory), _split(config, gpus, memory)]
+    return found
+
+
+def _on_one(config: ModelConfig, memory: int, packed: int) -> Fit:
+    token = _NUMBER * config.kv_numbers
+    room = share_beside_kernels(max(0, memory - PROCESS - packed))
+    tokens = _tokens(room, token, config.state_bytes)
+    return Fit("one GPU", 1, "--device cuda", packed, token, config.state_bytes, tokens)
+
+
+def _by_layers(config: ModelConfig, gpus: int, memory: int) -> Fit:
+    how, options = f"layers over {gpus} GPUs", "--devices auto"
+    try:
+        places = places_of(config, [str(number) for number in range(gpus)])
+    except SettingsError as error:
+        return Fit(how, gpus, options, problem=str(error))
+    weights, token, state = ([0] * gpus for _ in range(3))
+    for name, shape in shapes(config).items():
+        weights[int(places.of(name))] += _NUMBER * math.prod(shape)
+    for layer, place in enumerate(map(int, places.layers)):
+        if layer in config.kv_layers:
+            token[place] += _NUMBER * 2 * config.shape(layer).kv_width
+        state[place] += 4 * config.state_floats(layer)
+    rooms = (share_beside_torch(max(0, memory - PROCESS - each)) for each in weights)
+    tokens = min(_tokens(*one) for one in zip(rooms, token, state, strict=True))
+    return Fit(how, gpus, options, max(weights), max(token), max(state), tokens)
+
+
+def _split(config: ModelConfig, gpus: int, memory: int) -> Fit:
+    how, options = f"split over {gpus} GPUs", f"--tensor-parallel {gpus}"
+    if reason := uneven(config, gpus):
+        return Fit(how, gpus, options, problem=f"cannot be: {reason}")
+    share = Share(0, gpus)
+    weights = 0
+    for name, shape in shapes(config).items():
+        cut = cut_of(config, name, share)
+        part = math.prod(shape) if cut is None else math.prod(shape) // shape[cut.axis]
+        weights += _NUMBER * part * (1 if cut is None else len(cut.places))
+    token = sum(
+        _NUMBER * 2 * len(share.key_heads(config.shape(layer).kv_heads))
+        * config.shape(layer).head_width
+        for layer in config.kv_layers
+    )  # fmt: skip
+    state = config.state_bytes // (gpus if "delta" in config.mixers else 1)
+    room = share_beside_torch(max(0, memory - PROCESS - weights))
+    return Fit(how, gpus, options, weights, token, state, _tokens(room, token, state))
+
+
+def _tokens(room: int, token: int, state: int) -> int:
+    """How many tokens have room, half of which states take where there are any."""
+    return (room // 2 if state else room) // max(1, token)

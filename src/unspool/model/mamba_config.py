@@ -1,0 +1,204 @@
+"""Settings of models with Mamba-2 layers, from a config.json or from GGUF metadata, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unspool.errors import ModelFileError
+from unspool.model.config import ModelConfig
+from unspool.model.family import Family
+from unspool.model.gguf import GGUFFile
+from unspool.model.recurrence import Recurrence
+
+Raw = Mapping[str, Any]
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+# Other words for the same in files of other times.
+_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+_WRITTEN = {"mamba2": "linear_attention", "attention": "full_attention"}
+_NEMOTRON_KEYS = {
+    "conv_kernel": "conv_kernel",
+    "conv_bias": "use_conv_bias",
+    "key_heads": "n_groups",
+    "value_heads": "mamba_num_heads",
+    "key_width": "ssm_state_size",
+    "value_width": "mamba_head_dim",
+    "norm_groups": "n_groups",
+}
+_GRANITE_KEYS = {
+    "conv_kernel": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+    "key_heads": "mamba_n_groups",
+    "value_heads": "mamba_n_heads",
+    "key_width": "mamba_d_state",
+    "value_width": "mamba_d_head",
+}
+_EXPERT_KEYS = {
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_width": "moe_intermediate_size",
+    "shared_width": "moe_shared_expert_intermediate_size",
+    "normalize_experts": "norm_topk_prob",
+    "experts_scale": "routed_scaling_factor",
+}
+# transformers lets no step of a prompt be smaller than this, which is meant for the first numbers
+# of a training; the models themselves, and transformers token by token, know no such limit.
+_SMALLEST_STEP = {"time_step_min": 1e-20}
+
+
+def nemotron_names(raw: Raw) -> Raw:
+    """The kinds of layers as a list, which is also how many there are."""
+    kinds = raw.get("layers_block_type")
+    if kinds is None:
+        kinds = [_LETTERS.get(letter, letter) for letter in raw["hybrid_override_pattern"]]
+    head = raw.get("head_dim") or raw.get("attention_head_dim")
+    return {**raw, "layers_block_type": kinds, "num_hidden_layers": len(kinds), "head_dim": head}
+
+
+def mamba_from_hf(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
+    """The settings in a config.json; none for families without such layers."""
+    if family.name not in ("granite-hybrid", "nemotron-h"):
+        return {}
+    _check_steps(full)
+    if family.name == "granite-hybrid":
+        return _granite(full, values)
+    kinds = [_KINDS.get(kind, kind) for kind in full["layers_block_type"]]
+    unknown = sorted(set(kinds) - set(_LETTERS.values()))
+    if unknown:
+        raise ModelFileError(f"config.json names a layer {unknown[0]!r}, which is not supported")
+    found = {ours: full[theirs] for ours, theirs in _EXPERT_KEYS.items() if "moe" in kinds}
+    told = {ours: full[theirs] for ours, theirs in _NEMOTRON_KEYS.items()}
+    return {
+        **found,
+        "mixers": _mixers(kinds),
+        "recurrence": Recurrence(**told),
+        "feedless_layers": _where(kinds, "mamba", "attention"),
+        "dense_layers": _where(kinds, "mlp") if found else (),
+    }
+
+
+def _granite(full: Raw, values: Raw) -> dict[str, Any]:
+    told = {ours: full[theirs] for ours, theirs in _GRANITE_KEYS.items()}
+    if told["value_width"] == "auto":
+        told["value_width"] = full["mamba_expand"] * values["width"] // told["value_heads"]
+    listed = full.get("layer_types") or full.get("layers_block_type")
+    kinds = [_KINDS.get(kind, kind) for kind in listed or ["mamba"] * values["layers"]]
+    found: dict[str, Any] = {
+        "mixers": _mixers(kinds),
+        "recurrence": Recurrence(**told) if "mamba" in kinds else None,
+        "positions": "rotary" if full.get("position_embedding_type") == "rope" else "none",
+        "logit_scale": 1 / full["logits_scaling"],
+    }
+    if not full["num_local_experts"]:
+        return {**found, "ff_width": full["shared_intermediate_size"]}
+    return {
+        **found,
+        "experts": full["num_local_experts"],
+        "experts_per_token": full["num_experts_per_tok"],
+        "expert_width": values["ff_width"],
+        "shared_width": full["shared_intermediate_size"],
+    }
+
+
+def _mixers(kinds: list[str]) -> tuple[str, ...]:
+    words = {"mamba": "mamba2", "attention": "attention"}
+    return tuple(words.get(kind, "none") for kind in kinds)
+
+
+def _where(kinds: list[str], *wanted: str) -> tuple[int, ...]:
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
+
+
+def _check_steps(full: Raw) -> None:
+    """Refuse limits for a token's step; transformers writes a number without end as an object."""
+    least, most = full.get("time_step_limit") or (0.0, math.inf)
+    if least > 0 or (isinstance(most, int | float) and most < math.inf):
+        raise ModelFileError(
+            f"config.json says time_step_limit is {[least, most]}, and limits are not supported"
+        )
+
+
+def mamba_to_hf(config: ModelConfig) -> dict[str, Any]:
+    if config.family == "granite-hybrid":
+        return _granite_to_hf(config)
+    kinds = [_WRITTEN.get(mixer, "") for mixer in config.mixers]
+    feeds = ["moe" if config.has_experts(layer) else "mlp" for layer in range(config.layers)]
+    found: dict[str, Any] = {
+        "layers_block_type": [kind or feed for kind, feed in zip(kinds, feeds, strict=True)],
+        **_SMALLEST_STEP,
+    }
+    if config.experts:
+        found |= {theirs: getattr(config, ours) for ours, theirs in _EXPERT_KEYS.items()}
+    return {**found, **_told(config, _NEMOTRON_KEYS)}
+
+
+def _granite_to_hf(config: ModelConfig) -> dict[str, Any]:
+    found = {
+        "layer_types": [_WRITTEN[mixer] for mixer in config.mixers],
+        "position_embedding_type": "rope" if config.positions == "rotary" else None,
+        "logits_scaling": 1 / config.logit_scale,
+        "attention_multiplier": config.scale,
+        "num_local_experts": config.experts,
+        "shared_intermediate_size": config.shared_width or config.ff_width,
+    }
+    if config.experts:
+        found |= {"num_experts_per_tok": config.experts_per_token}
+        found |= {"intermediate_size": config.expert_width}
+    told = _told(config, _GRANITE_KEYS)
+    if config.recurrence is not None:
+        told["mamba_expand"] = config.recurrence.values // config.width
+    return {**found, **told}
+
+
+def _told(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    if config.recurrence is None:
+        return {}
+    return {theirs: getattr(config.recurrence, ours) for ours, theirs in keys.items()}
+
+
+# -- GGUF -----------------------------------------------------------------------------------
+
+
+def mamba_from_gguf(
+    family: Family, file: GGUFFile, number: Callable[..., Any], layers: int
+) -> dict[str, Any]:
+    """The same from a GGUF file; what each layer is, is seen from its tensors."""
+    if family.name not in ("granite-hybrid", "nemotron-h"):
+        return {}
+
+    def has(layer: int, *names: str) -> bool:
+        return any(f"blk.{layer}.{name}.weight" in file.tensors for name in names)
+
+    def switch(key: str, otherwise: bool) -> bool:
+        architecture = file.metadata["general.architecture"]
+        return bool(file.metadata.get(f"{architecture}.{key}", otherwise))
+
+    kinds = ["mamba" if has(n, "ssm_in") else "attention" * has(n, "attn_q") for n in range(layers)]
+    heads, groups = number("ssm.time_step_rank"), number("ssm.group_count")
+    feeds = ("ffn_down", "ffn_down_exps")
+    found: dict[str, Any] = {
+        "mixers": _mixers(kinds),
+        "feedless_layers": tuple(n for n in range(layers) if not has(n, *feeds)),
+        "recurrence": Recurrence(
+            conv_kernel=number("ssm.conv_kernel"),
+            conv_bias=any(f"blk.{n}.ssm_conv1d.bias" in file.tensors for n in range(layers)),
+            key_heads=groups,
+            value_heads=heads,
+            key_width=number("ssm.state_size"),
+            value_width=number("ssm.inner_size") // max(1, heads),
+            norm_groups=groups,
+        ),
+    }
+    if number("moe_latent_size", 0) or number("expert_group_count", 1) > 1:
+        raise ModelFileError(
+            f"{file.path}: experts in groups, or behind a matrix, are not supported"
+        )
+    if number("expert_count", 0):
+        found["shared_width"] = number("expert_shared_feed_forward_length", 0)
+        found["experts_scale"] = number("expert_weights_scale", 1.0)
+        found["normalize_experts"] = switch("expert_weights_norm", True)
+    if family.name == "nemotron-h":
+        return {**found, "activation": "relu2"}
+    turned = switch("rope.scaling.finetuned", False)
+    return {**found, "positions": "rotary" if turned else "none"}

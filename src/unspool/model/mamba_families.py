@@ -1,0 +1,159 @@
+"""Families with Mamba-2 layers, as tables like those in `families.py`."""
+
+from __future__ import annotations
+
+from unspool.model.family import BIASES, like_llama
+from unspool.model.tensor_names import (
+    ATTENTION,
+    ENDS,
+    IN_LAYER,
+    NORMS_BEFORE,
+    layer,
+    rules,
+)
+from unspool.model.weights import Rule
+
+
+def _mamba(at: str) -> tuple[Rule, ...]:
+    """The weights of a Mamba-2 layer, which stand under this name."""
+    names = {"A_log": "a_log", "D": "d", "dt_bias": "dt_bias", "norm.weight": "norm_weight"}
+    return rules(
+        layer(f"{IN_LAYER}{at}.in_proj", "mixer.z", "mixer.vkq", "mixer.dt"),
+        layer(f"{IN_LAYER}{at}.conv1d", "mixer.conv", layout="channels"),
+        tuple(
+            Rule(f"{IN_LAYER}{at}.{theirs}", (f"layers.{{i}}.mixer.{ours}",))
+            for theirs, ours in names.items()
+        ),
+        layer(f"{IN_LAYER}{at}.out_proj", "mixer.out"),
+    )
+
+
+_GRANITE_FEED = rules(  # a feed-forward of its own, or one beside experts
+    layer(IN_LAYER + "shared_mlp.input_linear", "feed.gate", "feed.up"),
+    layer(IN_LAYER + "shared_mlp.output_linear", "feed.down"),
+    layer(IN_LAYER + "shared_mlp.input_linear", "feed.shared.gate", "feed.shared.up"),
+    layer(IN_LAYER + "shared_mlp.output_linear", "feed.shared.down"),
+    layer(IN_LAYER + "block_sparse_moe.router.layer", "feed.router"),
+    layer(IN_LAYER + "block_sparse_moe.input_linear", "feed.gate", "feed.up"),
+    layer(IN_LAYER + "block_sparse_moe.output_linear", "feed.down"),
+)
+# Nemotron: every layer is one thing, which is called its mixer.
+_IN_MIXER = IN_LAYER + "mixer."
+_NEMOTRON = rules(
+    (
+        Rule("{p}embeddings.weight", ("embed.weight",)),
+        Rule("{p}norm_f.weight", ("norm.weight",)),
+        Rule("lm_head.weight", ("head.weight",)),
+    ),
+    layer(IN_LAYER + "norm", "attention_norm"),
+    layer(IN_LAYER + "norm", "feed_norm"),
+    _mamba("mixer"),
+    layer(_IN_MIXER + "q_proj", "attention.q"),
+    layer(_IN_MIXER + "k_proj", "attention.k"),
+    layer(_IN_MIXER + "v_proj", "attention.v"),
+    layer(_IN_MIXER + "o_proj", "attention.out"),
+    layer(_IN_MIXER + "up_proj", "feed.up"),
+    layer(_IN_MIXER + "down_proj", "feed.down"),
+    layer(_IN_MIXER + "gate", "feed.router"),
+    (Rule(_IN_MIXER + "gate.e_score_correction_bias", ("layers.{i}.feed.selection_bias",)),),
+    layer(_IN_MIXER + "experts.{e}.up_proj", "feed.up"),
+    layer(_IN_MIXER + "experts.{e}.down_proj", "feed.down"),
+    (
+        Rule(_IN_MIXER + "experts.up_proj", ("layers.{i}.feed.up.weight",)),  # all in one
+        Rule(_IN_MIXER + "experts.down_proj", ("layers.{i}.feed.down.weight",)),
+    ),
+    layer(_IN_MIXER + "shared_experts.up_proj", "feed.shared.up"),
+    layer(_IN_MIXER + "shared_experts.down_proj", "feed.shared.down"),
+)
+
+_GGUF = rules(
+    layer("blk.{i}.ssm_in", "mixer.z", "mixer.vkq", "mixer.dt"),
+    layer("blk.{i}.ssm_conv1d", "mixer.conv", layout="channels"),
+    layer("blk.{i}.ssm_out", "mixer.out"),
+    (
+        Rule("blk.{i}.ssm_d", ("layers.{i}.mixer.d",), "flat"),
+        Rule("blk.{i}.ssm_norm.weight", ("layers.{i}.mixer.norm_weight",), "flat"),
+    ),
+)
+
+MAMBA = (
+    like_llama(
+        "granite-hybrid",
+        "GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        gguf="granitehybrid",
+        keys={
+            **BIASES,
+            "embedding_scale": "embedding_multiplier",
+            "attention_scale": "attention_multiplier",
+            "residual_scale": "residual_multiplier",
+        },
+        defaults={
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+        },
+        only={"mamba_proj_bias": False},
+        fixed={"shared_gated": False},
+        rules=rules(ENDS, ATTENTION, NORMS_BEFORE, _mamba("mamba"), _GRANITE_FEED),
+        gguf_rules=_GGUF,
+    ),
+    like_llama(
+        "nemotron-h",
+        "NemotronHForCausalLM",
+        model_type="nemotron_h",
+        gguf="nemotron_h",
+        keys={"norm_eps": "layer_norm_epsilon", "activation": "mlp_hidden_act"},
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        only={
+            "use_bias": False,
+            "mlp_bias": False,
+            "mamba_proj_bias": False,
+            "mamba_hidden_act": "silu",
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "moe_latent_size": None,
+        },
+        fixed={
+            "positions": "none",
+            "gated": False,
+            "router": "sigmoid",
+            "selection_bias": True,
+            "shared_gated": False,
+        },
+        window_layers="none",
+        prefixes=("backbone.", "model.", "language_model.backbone.", ""),
+        rules=_NEMOTRON,
+        gguf_rules=rules(layer("blk.{i}.attn_norm", "feed_norm"), _GGUF),
+    ),
+)

@@ -1,0 +1,245 @@
+"""A model split over several ranks: which part of every weight each of them has.
+
+Heads and the inner width of feed-forwards are dealt out in order, and so is the vocabulary. A rank
+then runs a transformer of the same width with fewer heads (`part_config`), and what the ranks'
+attention and feed-forward say has to be summed. Norms, routers and other small weights are
+everywhere. Where there are fewer key heads than ranks, neighbours have the same one.
+
+    share = Share(rank=1, ranks=4)
+    check_split(config, 4)                              # or an error that says which numbers fit
+    part_config(config, share)                          # what this rank's transformer is
+    cut_of(config, "layers.0.attention.q.weight", share)    # rows 16 to 31 of 64
+    share.part_of(config, name, stored)                 # the numbers, nothing else read
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from unspool.errors import SettingsError
+from unspool.model.config import LayerShape, ModelConfig
+from unspool.model.recurrence import Recurrence
+from unspool.model.stored import Stored
+
+Ints = npt.NDArray[np.int64]
+
+_VOCABULARY = (
+    "embed.weight", "token_inputs.embed.weight", "head.weight", "head.bias", "head_bias",
+)  # fmt: skip
+_MOST_RANKS = 64  # numbers of ranks that are tried for somebody whose number does not fit
+
+
+class Cut(NamedTuple):
+    """The places along one axis of a weight that a rank has."""
+
+    axis: int
+    places: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank among several."""
+
+    rank: int
+    ranks: int
+
+    @property
+    def every(self) -> list[Share]:
+        """All of them."""
+        return [Share(rank, self.ranks) for rank in range(self.ranks)]
+
+    def span(self, count: int) -> Ints:
+        """This rank's of so many things in a row; some have one more where they do not divide."""
+        start, end = (count * n // self.ranks for n in (self.rank, self.rank + 1))
+        return np.arange(start, end)
+
+    def key_heads(self, count: int) -> Ints:
+        """The same of key heads, of which several ranks may have the same one."""
+        if count >= self.ranks:
+            return self.span(count)
+        return np.array([self.rank * count // self.ranks])
+
+    def part_of(self, config: ModelConfig, name: str, whole: Stored) -> Stored:
+        """What this rank has of a weight. What is added to a sum of all ranks, only the first
+        adds."""
+        if is_added_once(name):
+            return whole if self.rank == 0 else Stored.of(np.zeros(whole.shape, np.float32))
+        cut = cut_of(config, name, self)
+        return whole if cut is None else whole.part(*cut)
+
+
+def is_added_once(name: str) -> bool:
+    """Whether this is the bias of a matrix whose outcome is summed over the ranks."""
+    return name.endswith((".attention.out.bias", ".down.bias"))
+
+
+def cut_of(config: ModelConfig, name: str, share: Share) -> Cut | None:
+    """Which part of a weight a rank has; None: all of it."""
+    if name in _VOCABULARY:
+        return Cut(0, share.span(config.vocab_size))
+    if not name.startswith("layers."):
+        return None
+    _, number, part, *inner = name.split(".")
+    layer = int(number)
+    if part == "attention":
+        return _attention_cut(config, layer, inner, share)
+    if part == "feed":
+        return _feed_cut(config, layer, inner, share)
+    if part == "mixer" and config.mixer(layer) == "delta":
+        assert config.recurrence is not None
+        return _delta_cut(config.recurrence, inner, share)
+    return None
+
+
+def _attention_cut(config: ModelConfig, layer: int, inner: list[str], share: Share) -> Cut | None:
+    shape = config.shape(layer)
+    heads, key_heads = share.span(shape.heads), share.key_heads(shape.kv_heads)
+    match inner:
+        case ["sinks"]:
+            return Cut(0, heads)
+        case ["q" | "gate", _]:
+            return Cut(0, _of_heads(heads, shape.head_width))
+        case ["k" | "v", _]:
+            return Cut(0, _of_heads(key_heads, shape.head_width))
+        case ["out", "weight"]:
+            return Cut(1, _of_heads(heads, shape.head_width))
+        case ["q_norm", _] if config.qk_norm == "whole":
+            return Cut(0, _of_heads(heads, shape.head_width))
+        case ["k_norm", _] if config.qk_norm == "whole":
+            return Cut(0, _of_heads(key_heads, shape.head_width))
+    return None
+
+
+def _feed_cut(config: ModelConfig, layer: int, inner: list[str], share: Share) -> Cut | None:
+    *owner, side, kind = ["", *inner]
+    if side not in ("gate", "up", "down"):
+        return None
+    if owner[-1] == "shared":
+        stacked, width = 0, config.shared_width
+    elif owner[-1] == "experts" or (config.has_experts(layer) and owner[-1] != "dense"):
+        stacked, width = 1, config.expert_width  # behind the axis of the experts
+    else:
+        stacked, width = 0, config.shape(layer).ff_width
+    if side == "down":
+        return Cut(stacked + 1, share.span(width)) if kind == "weight" else None
+    return Cut(stacked, share.span(width))
+
+
+def _delta_cut(recurrence: Recurrence, inner: list[str], share: Share) -> Cut | None:
+    """Of gated DeltaNet: key heads in order, and the value heads that go with them."""
+    keys = _of_heads(share.span(recurrence.key_heads), recurrence.key_width)
+    heads = value_heads(recurrence, share)
+    values = _of_heads(heads, recurrence.value_width)
+    match inner:
+        case ["qkv", _]:
+            return Cut(0, _channels(recurrence, keys, values))
+        case ["conv", _]:
+            return Cut(1, _channels(recurrence, keys, values))
+        case ["z", _]:
+            return Cut(0, values)
+        case ["a" | "b", _] | ["a_log" | "dt_bias"]:
+            return Cut(0, heads)
+        case ["out", _]:
+            return Cut(1, values)
+    return None
+
+
+def value_heads(recurrence: Recurrence, share: Share) -> Ints:
+    """The value heads whose keys a rank has, so that its first one has the first key."""
+    mine = set(share.span(recurrence.key_heads).tolist())
+    found = [h for h in range(recurrence.value_heads) if recurrence.key_head(h) in mine]
+    return np.array(found, np.int64)
+
+
+def _channels(recurrence: Recurrence, keys: Ints, values: Ints) -> Ints:
+    """Queries, keys and values behind each other."""
+    return np.concatenate((keys, recurrence.keys + keys, 2 * recurrence.keys + values))
+
+
+def _of_heads(heads: Ints, width: int) -> Ints:
+    """The numbers of some heads."""
+    return (heads[:, None] * width + np.arange(width)).reshape(-1)
+
+
+# -- the model that one rank runs ------------------------------------------------------------------
+
+
+def part_config(config: ModelConfig, share: Share) -> ModelConfig:
+    """A transformer with the heads, the inner widths and the part of the vocabulary of a rank."""
+    ranks = share.ranks
+    shapes = [_part_shape(config.shape(layer), ranks) for layer in range(config.layers)]
+    recurrence = config.recurrence
+    if recurrence is not None and "delta" in config.mixers:
+        recurrence = dataclasses.replace(
+            recurrence,
+            key_heads=recurrence.key_heads // ranks,
+            value_heads=recurrence.value_heads // ranks,
+        )
+    return dataclasses.replace(
+        config,
+        vocab_size=len(share.span(config.vocab_size)),
+        heads=max(shape.heads for shape in shapes),
+        kv_heads=max(shape.kv_heads for shape in shapes),
+        ff_width=max(shape.ff_width for shape in shapes),
+        shapes=tuple(shapes) if config.shapes else (),
+        expert_width=config.expert_width // ranks,
+        shared_width=config.shared_width // ranks,
+        recurrence=recurrence,
+        attention_scale=config.scale,
+        mask_id=None,  # which may be a token of another rank
+    )
+
+
+def _part_shape(shape: LayerShape, ranks: int) -> LayerShape:
+    return dataclasses.replace(
+        shape,
+        heads=shape.heads // ranks,
+        kv_heads=max(1, shape.kv_heads // ranks),
+        ff_width=max(1, shape.ff_width // ranks),  # of no use where there are only experts
+    )
+
+
+def _is_dense(config: ModelConfig, layer: int) -> bool:
+    return not config.has_experts(layer) or config.has_both(layer)
+
+
+# -- what cannot be split --------------------------------------------------------------------------
+
+
+def check_split(config: ModelConfig, ranks: int) -> None:
+    """Refuse a number of ranks over which this model cannot be dealt out evenly."""
+    reason = uneven(config, ranks)
+    if reason is None:
+        return
+    others = [str(n) for n in range(2, _MOST_RANKS + 1) if uneven(config, n) is None]
+    advice = f"{', '.join(others)} would" if others else "it fits no number of them"
+    raise SettingsError(
+        f"the model cannot be split over {ranks} processes, because {reason}; {advice}"
+        + (" fit" if others else "; put its layers onto several devices instead (devices)")
+    )
+
+
+def uneven(config: ModelConfig, ranks: int) -> str | None:
+    """Why a model cannot be dealt out evenly, in words; None: it can."""
+    for layer in range(config.layers):
+        shape = config.shape(layer)
+        if config.mixer(layer) == "attention":
+            if shape.heads % ranks:
+                return f"it has {shape.heads} heads"
+            if shape.kv_heads % ranks and ranks % shape.kv_heads:
+                return f"it has {shape.kv_heads} heads of keys and values"
+        if _is_dense(config, layer) and shape.ff_width % ranks:
+            return f"its feed-forward has an inner width of {shape.ff_width}"
+    if config.experts and config.expert_width % ranks:
+        return f"its experts have an inner width of {config.expert_width}"
+    if config.shared_width % ranks:
+        return f"its shared expert has an inner width of {config.shared_width}"
+    recurrence = config.recurrence
+    if recurrence is not None and "delta" in config.mixers and recurrence.key_heads % ranks:
+        return f"its recurrent layers have {recurrence.key_heads} key heads"
+    return None

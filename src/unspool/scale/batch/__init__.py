@@ -1,0 +1,1 @@
+"""Many prompts from a file, answered on this machine or on a Ray cluster."""

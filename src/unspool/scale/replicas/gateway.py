@@ -1,0 +1,283 @@
+"""The one address that clients know: reads a request, chooses a replica, and passes both ways on.
+
+Ray says which replicas there are and keeps them alive; the bytes go by plain HTTP from here to the
+replica's own server. (Through Ray's proxy every piece of a stream costs a millisecond of computing;
+here it is some forty microseconds.) So whatever a server does, it does behind a gateway too.
+
+A replica may be lost at any time. A request of which the client has seen nothing yet is sent to
+another one, once; a stream ends with an error that says to ask again; what only the lost replica
+had is gone (410).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Literal
+
+import aiohttp
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from yarl import URL
+
+from unspool.scale.replicas.asking import Asked, asked_by
+from unspool.scale.replicas.errors import ReplicaLostError, gone, last_event, lost, no_replica
+from unspool.scale.replicas.gateway_metrics import GatewayMetrics
+from unspool.scale.replicas.gathering import joined_branches, joined_metrics
+from unspool.scale.replicas.pool import Pool, Target
+from unspool.serve.http.admission import Admission
+from unspool.serve.http.app import with_cors
+from unspool.serve.http.disconnect import CancelOnDisconnect
+from unspool.serve.http.errors import STOPPING, ApiError, shutting_down
+from unspool.serve.http.middleware import Middleware
+from unspool.serve.http.routes import JsonReply
+from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.wire import NAME, Relay, Wire
+
+Outcome = Literal["answered", "stopping", "broken"]
+
+_ATTEMPTS = 2
+_CONNECT_SECONDS = 5.0
+# Of the connection, not of the message; and what the gateway says itself.
+_OWN_HEADERS = {
+    "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
+    "content-length", "date", "server", "expect",
+}  # fmt: skip
+_STREAMS = ("text/event-stream", "application/x-ndjson")
+_BROKEN = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
+
+
+class Gateway:
+    """An ASGI application in front of replicas."""
+
+    def __init__(self, settings: ServeSettings, pool: Pool) -> None:
+        self.settings, self.pool = settings, pool
+        self.admission = Admission(1, 0)  # only whether the gateway is about to stop: `refusing`
+        self.metrics = GatewayMetrics(lambda: pool.in_flight)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        scope["route"] = _Route(path)  # what the counters call it
+        if own := self._own(method, path):
+            await (await own())(scope, receive, send)
+        else:
+            await self._forward(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "lifespan.startup"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        # A connection is dropped here before the replica's server does so, after 30 seconds.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=10)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False
+        ) as self._session:
+            await send({"type": "lifespan.startup.complete"})
+            assert (await receive())["type"] == "lifespan.shutdown"
+        await send({"type": "lifespan.shutdown.complete"})
+
+    # -- what the gateway answers itself ---------------------------------------------------------
+
+    def _own(self, method: str, path: str) -> Callable[[], Any] | None:
+        if method == "GET":
+            return {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(
+                path
+            ) or (self._branches if path == "/v1/tree" else None)
+        return None
+
+    async def _health(self) -> Response:
+        return JsonReply({"status": "ok"})
+
+    async def _ready(self) -> Response:
+        replicas = await self.pool.all()
+        if self.admission.refusing or not replicas:
+            raise no_replica()
+        return JsonReply({"status": "ready", "replicas": sorted(replicas)})
+
+    async def _metrics(self) -> Response:
+        texts = await self._from_all("/metrics")
+        content = self.metrics.text() + joined_metrics(texts)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _branches(self) -> Response:
+        return JsonReply(joined_branches(list((await self._from_all("/v1/tree")).values())))
+
+    async def _from_all(self, path: str) -> dict[str, bytes]:
+        """What every replica answers to a GET; those that do not are left out."""
+        assert self._session is not None
+        session = self._session
+        headers = {"x-api-key": self.settings.api_keys[0]} if self.settings.api_keys else {}
+
+        async def ask(address: str) -> bytes | None:
+            url = f"http://{address}{path}"
+            try:
+                async with asyncio.timeout(10), session.get(url, headers=headers) as reply:
+                    return await reply.read() if reply.status == 200 else None
+            except (*_BROKEN, TimeoutError):
+                return None
+
+        replicas = await self.pool.all()
+        found = await asyncio.gather(*map(ask, replicas.values()))
+        return {name: text for name, text in zip(replicas, found, strict=True) if text is not None}
+
+    # -- what it passes on -----------------------------------------------------------------------
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _body(receive)
+        asked = asked_by(scope["method"], scope["path"], dict(scope["headers"]), body)
+        async with CancelOnDisconnect(receive):  # whose end hangs up on the replica too
+            for attempt in range(_ATTEMPTS):
+                target = await self._choose(scope, asked)
+                scope["state"]["log"]["replica"] = target.name
+                self.metrics.routed.labels(asked.kind).inc()
+                with self.pool.counted(target):
+                    outcome = await self._passed(scope, target, body, send)
+                if outcome == "answered":
+                    return
+                self.pool.suspect(target)
+                asked.avoid.add(target.name)
+                if asked.kind == "kept":
+                    is_gone = outcome == "stopping" or not await _listens(target)
+                    raise gone(scope["path"]) if is_gone else lost()
+                if attempt + 1 < _ATTEMPTS:
+                    self.metrics.retries.inc()
+            raise lost()
+
+    async def _choose(self, scope: Scope, asked: Asked) -> Target:
+        try:
+            return await self.pool.choose(asked)
+        except ReplicaLostError:
+            raise gone(scope["path"]) from None
+
+    async def _passed(self, scope: Scope, target: Target, body: bytes, send: Send) -> Outcome:
+        """What came of it. Unless the replica has answered, the client was told nothing yet."""
+        assert self._session is not None
+        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+        path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+        url = URL(f"http://{target.address}{path}{query}", encoded=True)
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name.decode("latin-1") not in _OWN_HEADERS
+        ]
+        try:
+            async with self._session.request(
+                scope["method"],
+                url,
+                data=body or None,
+                headers=headers,
+                allow_redirects=False,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            ) as reply:
+                if STOPPING in reply.headers:
+                    return "stopping"
+                first = await (reply.content.readany() if _is_stream(reply) else reply.read())
+                await send(_start(reply, target))
+                if _is_stream(reply):
+                    await self._stream(scope, reply, first, send)
+                else:
+                    await send({"type": "http.response.body", "body": first})
+                return "answered"
+        except _BROKEN:
+            return "broken"
+
+    async def _stream(
+        self, scope: Scope, reply: aiohttp.ClientResponse, first: bytes, send: Send
+    ) -> None:
+        """The pieces of an answer, each as it comes."""
+        wire: Wire = scope.get("extensions", {}).get(NAME, Relay)(send)
+        piece, last = first, b""
+        try:
+            while piece:
+                if wire.is_full:
+                    await wire.drain()
+                wire.put(piece)
+                piece = await reply.content.readany()
+        except _BROKEN:
+            self.metrics.broken.inc()
+            last = self._last(scope, reply, lost())
+        except asyncio.CancelledError:
+            if not self.admission.refusing:  # then the client has gone
+                wire.close()
+                raise
+            last = self._last(scope, reply, shutting_down())
+        await wire.drain()
+        if last:
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _last(self, scope: Scope, reply: aiohttp.ClientResponse, error: ApiError) -> bytes:
+        scope["state"]["log"]["error"] = error.message
+        return last_event(scope["path"], error, is_lines=reply.content_type == _STREAMS[1])
+
+
+def create_gateway(settings: ServeSettings, pool: Pool) -> tuple[ASGIApp, Gateway]:
+    """The application, behind the same gate as a server's own; and what it counts and knows."""
+    gateway = Gateway(settings, pool)
+    wrapped: ASGIApp = Middleware(gateway, gateway)
+    if settings.cors:
+        wrapped = with_cors(wrapped, settings.cors)
+    return _Probed(wrapped), gateway
+
+
+class _Probed:
+    """Answers the probes of Kubernetes that Ray's own proxy would answer, key or no key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/-/healthz":
+            await PlainTextResponse("success")(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+async def _listens(target: Target) -> bool:
+    """Whether a replica that hung up is still there."""
+    host, _, port = target.address.rpartition(":")
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+class _Route:
+    """A path as the counters call it: not one name for every id."""
+
+    def __init__(self, path: str) -> None:
+        parts = path.split("/")
+        known = len(parts) <= 4 and all(part.replace("_", "").isalnum() for part in parts[1:])
+        self.path = "/".join(parts[:3]) if known else "other"
+
+
+async def _body(receive: Receive) -> bytes:
+    """The whole of it; the gate counts its bytes and its seconds."""
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionResetError("the client has gone")
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def _is_stream(reply: aiohttp.ClientResponse) -> bool:
+    return reply.content_type in _STREAMS
+
+
+def _start(reply: aiohttp.ClientResponse, target: Target) -> dict[str, Any]:
+    own = {name.encode() for name in _OWN_HEADERS - {"content-length"}}
+    if _is_stream(reply):
+        own.add(b"content-length")
+    headers = [(name.lower(), value) for name, value in reply.raw_headers]
+    kept = [(name, value) for name, value in headers if name not in own]
+    kept.append((b"x-unspool-replica", target.name.encode()))
+    return {"type": "http.response.start", "status": reply.status, "headers": kept}

@@ -1,0 +1,216 @@
+"""What becomes of ranks: one that is killed, one that fails, the first one gone.
+
+Real processes. Waits are generous; what is tested is that they end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_gguf
+
+import unspool
+from unspool.backends.torch.parallel.messages import Message
+from unspool.backends.torch.parallel.processes import start
+from unspool.backends.torch.parallel.ranks import RankError, Ranks
+from unspool.errors import SettingsError
+
+PATIENCE = 60.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf.write_tiny(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+def workers_of(pid: int) -> list[int]:
+    """The other ranks that a process has started, as the system knows them."""
+    listed = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True)
+    rows = (line.split(None, 2) for line in listed.stdout.splitlines()[1:])
+    return [int(one) for one, parent, words in rows if int(parent) == pid and "worker" in words]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process is there no more; one that nobody has waited for yet is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def until(holds: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
+
+
+def test_a_killed_rank_is_told_and_nothing_hangs(model: Path):
+    lm = unspool.load(model, tensor_parallel=2, memory=4 << 20)
+    (worker,) = workers_of(os.getpid())
+    told = threading.Event()
+    lm.model.ranks.on_failure.append(lambda words: told.set())  # type: ignore[attr-defined]
+    steps = lm.stream("he", max_tokens=250, logit_bias={257: -100}, temperature=1.0)
+    for number, _ in enumerate(steps):
+        if number == 5:
+            os.kill(worker, signal.SIGKILL)
+            break
+    with pytest.raises(RankError, match=r"rank 1 of 2 is gone \(killed by SIGKILL\); the model"):
+        for _ in range(1000):
+            lm.generate("he", max_tokens=200, logit_bias={257: -100})
+    with pytest.raises(RankError, match="rank 1 of 2 is gone"):
+        lm.generate("he")
+    assert told.wait(PATIENCE)
+    assert gone(worker)
+    lm.close()
+
+
+def test_a_rank_that_fails_says_why():
+    ranks = Ranks.spawned(2, "cpu")
+    (worker,) = workers_of(os.getpid())
+    nowhere = Message("load", 1, {"path": "/is missing here", "name": "/is missing here"})
+    with (
+        pytest.raises(RankError, match=r"rank 1 of 2 failed: .*is missing here"),
+        ranks.together(nowhere),
+    ):
+        ranks.groups.least(0)
+    until(lambda: gone(worker))
+    with pytest.raises(RankError, match="rank 1 of 2 failed"), ranks.together(Message("end")):
+        pass
+    ranks.close()
+
+
+@contextmanager
+def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unspool", *arguments],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_server_whose_rank_is_killed_says_so_and_ends(model: Path):
+    with started(
+        "serve", "--model", str(model), "--tensor-parallel", "2", "--port", "0",
+        "--cache-memory", "4000000", "--log-format", "json",
+    ) as server:  # fmt: skip
+        assert server.stderr is not None
+        for line in server.stderr:
+            if '"started"' in line:
+                break
+        (worker,) = workers_of(server.pid)
+        os.kill(worker, signal.SIGKILL)
+        told = server.stderr.read()
+        assert server.wait(PATIENCE) != 0
+        assert "unspool: rank 1 of 2 is gone (killed by SIGKILL)" in told
+
+
+def test_a_rank_ends_when_the_first_is_gone():
+    """In whatever way that went: what it reads from is closed then. `-m slow` has Ctrl-C."""
+    (process,) = start(port=1, count=2, threads=1)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks(model: Path):
+    with started(
+        "run", "he", "--raw", "--model", str(model), "--tensor-parallel", "2", "-n", "100000",
+        "--endless", "--logit-bias", "257=-100",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.read(20), "it writes"
+        (worker,) = workers_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130
+        until(lambda: gone(worker))
+
+
+def test_two_processes_of_torchrun_write_one_text(model: Path):
+    """As torchrun starts them; `-m slow` has one that it does start."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {
+        "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    words = ("run", "he", "--raw", "--model", str(model), "-n", "9", "--seed", "3", "--quiet")
+    with (
+        started(*words, RANK="0", LOCAL_RANK="0", **job) as first,
+        started(*words, RANK="1", LOCAL_RANK="1", **job) as second,
+    ):
+        outs = [process.communicate(timeout=2 * PATIENCE) for process in (first, second)]
+        assert (first.returncode, second.returncode) == (0, 0), outs
+    assert outs[1] == ("", ""), "only the first speaks"
+    wanted = unspool.load(model, backend="torch").generate("he", max_tokens=9, seed=3)
+    assert outs[0][0].strip("\n") == wanted.text.strip("\n")
+
+
+def test_a_server_gives_up_a_model_whose_ranks_are_gone():
+    """`-m slow` has a server that does."""
+    from unspool.cli.starting import _watched
+
+    told: list[str] = []
+    alone = SimpleNamespace(model=SimpleNamespace())
+    assert _watched(lambda: alone, told.append)() is alone  # type: ignore[arg-type,return-value]
+    ranks = SimpleNamespace(on_failure=[])
+    several = SimpleNamespace(model=SimpleNamespace(ranks=ranks))
+    _watched(lambda: several, told.append)()  # type: ignore[arg-type,return-value]
+    for tell in ranks.on_failure:
+        tell("rank 1 is gone")
+    assert told == ["rank 1 is gone"]
+
+
+@pytest.mark.slow
+def test_torchrun(model: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words = ["-m", "unspool", "run", "he", "--raw", "--model", str(model), "-n", "9", "--seed", "3"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 5
+    done = subprocess.run(
+        [*command, "-m", "unspool", "models", "list"], capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, "which needs no other rank"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel is 0"),
+        ({"tensor_parallel": 3}, "it has 4 heads; 2, 4 would fit"),
+        ({"tensor_parallel": 2, "backend": "native"}, "is for the torch backend"),
+        ({"tensor_parallel": 2, "exact": True}, "cannot be exact"),
+        ({"tensor_parallel": 2, "threads": 2}, "threads is for the native"),
+        ({"tensor_parallel": 2, "devices": "cpu,cpu,cpu"}, "3 devices are named"),
+        ({"devices": "cpu,"}, "it may be their names"),
+        ({"devices": "cpu,cpu", "device": "cpu"}, "only one of them"),
+        ({"devices": "cpu,cpu"}, "2 devices are too many"),
+        ({"devices": "nonsense:0"}, "cannot be used here"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_is_started(
+    model: Path, options: dict[str, Any], words: str
+):
+    with pytest.raises(SettingsError, match=words):
+        unspool.load(model, **options)
+    assert workers_of(os.getpid()) == []

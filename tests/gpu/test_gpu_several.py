@@ -1,0 +1,37 @@
+"""A model over a GPU and the CPU, and over two processes that share a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_support import family, plain, read_by_engine
+
+from unspool.backends.torch.loaded import TorchModel
+from unspool.backends.torch.parallel.loaded import split_model
+from unspool.backends.torch.parallel.ranks import Ranks
+from unspool.model.checkpoint import load_transformer
+from unspool.model.layer_places import places_of
+
+CLOSE = 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4-shared", "qwen3.5"])
+def test_layers_on_two_kinds_of_device(name: str, tmp_path: Path, device: str):
+    checkpoint = family(name, tmp_path)
+    wanted = read_by_engine(plain(checkpoint))
+    places = places_of(checkpoint.config, ["cpu", device])
+    model = TorchModel(load_transformer(checkpoint, device=places))
+    assert np.abs(read_by_engine(model) - wanted).max() < CLOSE
+
+
+def test_two_ranks(tmp_path: Path, device: str):
+    checkpoint = family("qwen3-moe", tmp_path)
+    wanted = read_by_engine(plain(checkpoint))
+    ranks = Ranks.spawned(2, [device, device])
+    try:
+        model = split_model(checkpoint, ranks, "float32")
+        assert np.abs(read_by_engine(model) - wanted).max() < CLOSE
+    finally:
+        ranks.close()

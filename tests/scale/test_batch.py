@@ -1,0 +1,202 @@
+"""`unspool batch` on this machine: what goes in, what comes out, and what is set aside."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_support import batch, read_lines, some_rows, write_rows
+
+import unspool
+from unspool.errors import DataError
+from unspool.scale.batch.rows import read_rows, survey
+from unspool.scale.batch.settings import row_seed
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def test_each_row_is_the_text_that_it_is_alone(files: tuple[Path, Path], chatty: Path):
+    rows, output = files
+    given = some_rows(9)
+    write_rows(rows, given)
+    assert batch(chatty, rows, output, "--raw", "--carry", "prompt") == 0
+    answers = read_lines(output)
+    lm = unspool.load(chatty)
+    assert len(answers) == 9
+    for number, (row, answer) in enumerate(zip(given, answers, strict=True), 1):
+        own = row.get("id", number)
+        options = {"max_tokens": 12} | {
+            n: row[n] for n in row if n in ("max_tokens", "temperature")
+        }
+        options["seed"] = row_seed(7, json.dumps(own))
+        asked: Any = row.get("prompt")
+        alone = lm.generate(asked, **options) if asked else lm.chat(row["messages"], **options)
+        assert answer["id"] == own
+        assert answer["text"] == alone.answer
+        assert answer["completion_tokens"] == len(alone.tokens)
+        assert answer["finish_reason"] == alone.finish_reason
+        assert answer["seed"] == options["seed"]
+        assert answer.get("prompt") == asked
+    lm.close()
+
+
+def test_prompts_are_questions_where_the_model_answers(files: tuple[Path, Path], chatty: Path):
+    rows, output = files
+    question = {"role": "user", "content": "What is a node?"}
+    messages = [{"role": "system", "content": "Be brief."}, question]
+    asked = [{"prompt": "What is a node?", "id": "a"}, {"messages": messages, "id": "b"}]
+    write_rows(rows, [{**row, "seed": 3} for row in asked])
+    assert batch(chatty, rows, output, "--system", "Be brief.") == 0
+    first, second = read_lines(output)
+    assert first["text"] == second["text"] and first["prompt_tokens"] == second["prompt_tokens"]
+
+
+def test_the_order_and_the_company_of_rows_do_not_matter(
+    files: tuple[Path, Path], chatty: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows, output = files
+    given = [{**row, "id": f"row {number}"} for number, row in enumerate(some_rows(8))]
+    write_rows(rows, given)
+    assert batch(chatty, rows, output) == 0
+    there = read_lines(output)
+    write_rows(rows, reversed(given))
+    monkeypatch.setattr("unspool.scale.batch.job.AT_ONCE", 2)
+    assert batch(chatty, rows, output, "--restart", "--threads", "1") == 0
+    assert read_lines(output) == there[::-1]
+
+
+def test_bad_rows_are_set_aside(
+    files: tuple[Path, Path], chatty: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows, output = files
+    bad = {
+        "no object": [1, 2],
+        "neither prompt nor messages": {"id": "empty"},
+        "both prompt and messages": {"prompt": "a", "messages": []},
+        "did you mean 'temperature'": {"prompt": "a", "temprature": 1},
+        "--carry topic": {"prompt": "a", "topic": "trees"},
+        "temperature": {"prompt": "a", "temperature": -1},
+        "context holds": {"prompt": "a " * 2000},
+        "prompt is empty": {"prompt": []},
+        "may be a question, or a list": {"messages": [1]},
+        "whole number": {"prompt": "a", "id": 1.5},
+        "another row's already": {"prompt": "again", "id": "good"},
+    }
+    write_rows(rows, [{"prompt": "A node", "id": "good"}, *bad.values()])
+    with rows.open("a") as file:
+        file.write('\n{"prompt": "cut o\n')
+    assert batch(chatty, rows, output, "--raw") == 1
+    (answer,) = read_lines(output)
+    assert answer["id"] == "good"
+    aside = read_lines(output.with_name("out.errors.jsonl"))
+    assert [one["row"] for one in aside] == [*range(2, 13), 14]
+    for (told, given), one in zip(bad.items(), aside, strict=False):
+        assert told in one["error"] and one["given"] == given, one
+    assert "not JSON" in aside[-1]["error"] and aside[-1]["given"] == '{"prompt": "cut o'
+    assert "12 set aside" in capsys.readouterr().err
+
+
+def test_parquet_in_and_out(tmp_path: Path, chatty: Path):
+    import pyarrow
+    from pyarrow import parquet
+
+    given = [
+        {**row, "id": 10 + number, "topic": "trees", "parts": [number]}
+        for number, row in enumerate(some_rows(6))
+    ]
+    names = {name: None for row in given for name in row}
+    columns = {name: [row.get(name) for row in given] for name in names}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
+    carried = ("--carry", "topic", "--carry", "parts")
+    assert batch(chatty, tmp_path / "in.parquet", tmp_path / "out.parquet", *carried) == 0
+    write_rows(tmp_path / "in.jsonl", given)
+    assert batch(chatty, tmp_path / "in.jsonl", tmp_path / "out.jsonl", *carried) == 0
+    table = parquet.read_table(tmp_path / "out.parquet")
+    assert str(table.schema.field("id").type) == "int64"
+    there = [{**row, "parts": json.loads(row["parts"])} for row in table.to_pylist()]
+    assert there == read_lines(tmp_path / "out.jsonl")
+
+
+def test_columns_of_mixed_types_become_json(tmp_path: Path, chatty: Path):
+    from pyarrow import parquet
+
+    rows = write_rows(
+        tmp_path / "in.jsonl", [{"prompt": "a", "id": "x", "note": 1}, {"prompt": "b", "note": "n"}]
+    )
+    assert batch(chatty, rows, tmp_path / "out.parquet", "--carry", "note") == 0
+    table = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [(row["id"], row["note"]) for row in table] == [("x", "1"), ("2", "n")]
+
+
+def test_what_is_refused_at_once(tmp_path: Path, chatty: Path, capsys: pytest.CaptureFixture[str]):
+    rows = write_rows(tmp_path / "in.jsonl", some_rows(1))
+    output = tmp_path / "out.jsonl"
+    (tmp_path / "there.jsonl").write_text("mine")
+    (tmp_path / "none.jsonl").write_text("\n\n")
+    for told, given in {
+        "may end in .jsonl or .parquet": (rows, tmp_path / "out.csv"),
+        "there is no file": (tmp_path / "nowhere.jsonl", output),
+        "has no rows": (tmp_path / "none.jsonl", output),
+        "is there already": (rows, tmp_path / "there.jsonl"),
+        "both INPUT and OUTPUT": (rows, rows),
+        "there is no folder": (rows, tmp_path / "no" / "out.jsonl"),
+    }.items():
+        assert batch(chatty, *given) == 2
+        assert told in capsys.readouterr().err
+    assert batch(chatty, rows, output, "--workers", "2") == 2
+    assert "add --ray" in capsys.readouterr().err
+    assert batch(chatty, rows, output, "--temperature", "-1") == 2
+    assert (tmp_path / "there.jsonl").read_text() == "mine"
+    assert not output.exists() and not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_damaged_parquet_file_is_told(tmp_path: Path):
+    (tmp_path / "in.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        survey(tmp_path / "in.parquet")
+
+
+def test_rows_are_numbered_as_an_editor_does(tmp_path: Path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "id": null}\n')
+    assert [(row.number, row.id) for row in read_rows(path)] == [(1, 1), (3, 3)]
+    assert survey(path).rows == 2
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]):
+    from unspool.cli.main import _exit_code
+
+    assert _exit_code(["batch", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "unspool batch prompts.jsonl answers.jsonl" in told and "--restart" in told
+
+
+def test_the_guide(tmp_path: Path, chatty: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its rows are answered by its commands; those for a cluster are ones that there are."""
+    import typer.main
+
+    from unspool.cli.main import _exit_code, app_with
+
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    section = page.split("\n## Batches\n")[1].split("\n## ")[0]
+    (rows,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
+    here, cluster = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text(rows)
+    for line in here.splitlines():
+        assert _exit_code([*shlex.split(line)[1:], "-m", str(chatty)]) == 0
+    assert [row["id"] for row in read_lines(Path("answers.jsonl"))] == ["a", "b", 3]
+    known = {
+        name
+        for option in typer.main.get_command(app_with(["batch"])).commands["batch"].params  # type: ignore[attr-defined]
+        for name in option.opts
+    }
+    for line in cluster.splitlines():
+        assert {word for word in shlex.split(line) if word.startswith("--")} <= known

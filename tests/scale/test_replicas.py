@@ -1,0 +1,206 @@
+"""Replicas under Ray: one is killed, all are updated, and in the end nothing is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("ray.serve")
+
+from scale.replicas_here import replica
+
+BODY = {"prompt": "The scheduler plans rows", "max_tokens": 12, "seed": 7, "temperature": 0.9,
+        "unspool": {"end": False}}  # fmt: skip
+LONG = {"max_tokens": 200, "stream": True, "end": False}
+
+
+class Asking:
+    """A client that asks all the time, and what it was told."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.told, self.stopped = url, list[httpx.Response](), threading.Event()
+        self.thread = threading.Thread(target=self._ask)
+        self.thread.start()
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self.url, timeout=60) as client:
+            number = 0
+            while not self.stopped.is_set():
+                number += 1
+                body = {**BODY, "prompt": f"{number} pages", "max_tokens": 4}
+                self.told.append(client.post("/v1/completions", json=body))
+
+    def end(self) -> list[httpx.Response]:
+        self.stopped.set()
+        self.thread.join()
+        return self.told
+
+
+@contextmanager
+def asking(url: str) -> Iterator[Asking]:
+    found = Asking(url)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+class Writing:
+    """A branch that is being written, with a reader."""
+
+    def __init__(self, client: httpx.Client, pace: float = 40) -> None:
+        made = client.post("/v1/tree", json={"prompt": f"page {time.monotonic()}"})
+        self.id = made.json()["id"]
+        self.replica = self.id.split("-")[1]
+        self.client, self.pace = client, pace
+        self.text, self.begun = "", threading.Event()
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+        assert self.begun.wait(60)
+
+    def _read(self) -> None:
+        path = f"/v1/tree/{self.id}/resume"
+        with self.client.stream("POST", path, json={**LONG, "pace": self.pace}) as answer:
+            for piece in answer.iter_text():
+                self.text += piece
+                self.begun.set()
+        self.begun.set()
+
+    def end(self) -> str:
+        self.thread.join(60)
+        return self.text
+
+
+def until(happened: Callable[[], Any], seconds: float = 90.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(httpx.HTTPError):
+            if found := happened():
+                return found
+        time.sleep(0.1)
+    raise AssertionError("it did not happen in time")
+
+
+def names(client: httpx.Client) -> set[str]:
+    answer = client.get("/ready")
+    return set(answer.json()["replicas"]) if answer.status_code == 200 else set()
+
+
+def descendants(process: int) -> dict[int, str]:
+    """Of a process: all that it began, and what these began, by what they are called."""
+    parents, titles = dict[int, int](), dict[int, str]()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                after = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+                if after[0] != "Z":
+                    parents[int(folder.name)] = int(after[1])
+                    titles[int(folder.name)] = (folder / "cmdline").read_text().split("\0")[0]
+    found, new = dict[int, str](), {process}
+    while new := {child for child, parent in parents.items() if parent in new} - found.keys():
+        found |= {child: titles[child] for child in new}
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+def test_a_server_of_two_replicas_of_which_one_is_killed(chatty: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "unspool", "serve", "--replicas", "2", "--port", "0"]
+    command += ["--model", f"tiny={chatty}", "--cache-memory", str(8 << 20), "--drain", "5"]
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command, stderr=stderr)
+    try:
+        line = until(lambda: next((x for x in log.read_text().splitlines() if "started" in x), ""))
+        url = json.loads(line)["address"]
+        with httpx.Client(base_url=url, timeout=60) as client:
+            _ask_and_kill(url, client, chatty, process.pid)
+        every = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        until(lambda: not [pid for pid in every if Path(f"/proc/{pid}").exists()], 30)
+        assert "Traceback" not in log.read_text() and "raylet" not in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ask_and_kill(url: str, client: httpx.Client, chatty: Path, process: int) -> None:
+    both = names(client)
+    assert len(both) == 2
+    with replica(chatty, "") as bare:
+        plain = httpx.post(f"{bare.url}/v1/completions", json=BODY, timeout=60).json()
+    for session in range(4):
+        answer = client.post(
+            "/v1/completions", json=BODY, headers={"x-session-id": f"session {session}"}
+        )
+        assert answer.json()["choices"][0]["text"] == plain["choices"][0]["text"]
+    writing = [Writing(client) for _ in range(4)]
+    assert {each.replica for each in writing} == both
+    with asking(url) as asked:
+        time.sleep(0.3)
+        killed = next(pid for pid, title in descendants(process).items() if "Replica" in title)
+        subprocess.run(["kill", "-9", str(killed)], check=True)
+        texts = {each.id: each.end() for each in writing}
+        broken = {each.replica for each in writing if "replica_lost" in texts[each.id]}
+        assert len(broken) == 1, texts
+        (lost,) = broken
+        for each in writing:
+            is_lost = each.replica == lost
+            assert ("send the request again" in texts[each.id]) == is_lost
+            answer = client.get(f"/v1/tree/{each.id}")
+            assert answer.status_code == (410 if is_lost else 200)
+        until(lambda: len(names(client) - {lost}) == 2)  # Ray has started another one
+    assert {answer.status_code for answer in asked.end()} == {200}
+    text = client.get("/metrics").text
+    assert f'replica="{lost}"' not in text
+    assert text.count("unspool_texts_running{replica=") == 2
+
+
+@pytest.mark.slow  # a second Ray: half a minute
+def test_an_update_lets_what_runs_finish(chatty: Path, ray_here: None):
+    """As a serve.yaml deploys them, the gateway a deployment too; and deployed once more."""
+    from ray import serve
+
+    from unspool.scale.replicas.application import build_gateway, build_replicas
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {"memory": 8 << 20, "threads": 1}
+    args: dict[str, Any] = {
+        "models": [{"model": f"tiny={chatty}", "options": options}],
+        "settings": {"drain": 30.0},
+    }
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+    try:
+        serve.run(build_gateway({"settings": {"port": port}}), name="gateway", route_prefix="/")
+        serve.run(build_replicas(args), name="replicas", route_prefix=None)
+        url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=url, timeout=60) as client:
+            (before,) = until(lambda: names(client))
+            writing = Writing(client, pace=20)  # so that it outlasts the start of another replica
+            with asking(url) as asked:
+                changed = {**args, "settings": {**args["settings"], "max_running": 32}}
+                serve.run(build_replicas(changed), name="replicas", route_prefix=None)
+                (after,) = until(lambda: names(client) - {before} and names(client))
+                end = writing.end()
+            assert after != before
+            assert '"finish_reason":"length"' in end
+            assert "event: error" not in end and "replica_lost" not in end
+            statuses = {answer.status_code for answer in asked.end()}
+            assert statuses == {200}, [a.text for a in asked.told if a.status_code != 200]
+            gone = client.get(f"/v1/tree/{writing.id}")
+            assert gone.status_code == 410
+    finally:
+        serve.shutdown()

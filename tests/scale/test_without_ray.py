@@ -1,0 +1,32 @@
+"""Where Ray is not installed everything else works, and a sentence says what to install."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from unspool.scale.needs_ray import RayMissingError, require_ray
+
+
+def test_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("unspool.scale.needs_ray.find_spec", lambda name: None)
+    with pytest.raises(
+        RayMissingError, match=r"--replicas needs Ray.*pip install 'unspool\[ray\]'"
+    ):
+        require_ray("--replicas")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_with_ray_nothing_is_said():
+    require_ray()
+
+
+def test_nobody_loads_ray_before_it_is_asked_for():
+    code = (
+        "import sys, unspool; from unspool.cli.main import _exit_code; _exit_code(['--help']); "
+        "sys.exit('ray' in sys.modules or 'unspool.scale.replicas' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,0 +1,147 @@
+"""`unspool models plan --gpus N`: what fits where, from a model's settings alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "model"))
+from catalogue_shapes import SHAPES
+
+from unspool.cli.main import _exit_code
+from unspool.errors import SettingsError
+from unspool.model.config import ModelConfig
+from unspool.model.config_hf import config_from_hf
+from unspool.model.fitting import PROCESS, fits
+from unspool.model.memory import size_in
+from unspool.model.weights import parameter_count
+
+GB = 1_000_000_000
+
+
+def config_of(name: str) -> ModelConfig:
+    return config_from_hf(SHAPES[name])
+
+
+def ways(name: str, gpus: int, memory: int) -> dict[str, Any]:
+    config = config_of(name)
+    found = fits(config, gpus=gpus, memory=memory, packed=2 * parameter_count(config))
+    return {fit.how.split()[0]: fit for fit in found}
+
+
+def test_a_model_of_seventy_billion_on_four():
+    """By hand: 80 layers, 8 key heads of 128, keys and values of 2 bytes each."""
+    found = ways("llama3.3-70b", 4, 80 * GB)
+    assert found["one"].tokens == 0 and found["one"].token == 80 * 2 * 8 * 128 * 2
+    split = found["split"]
+    assert split.token == found["one"].token // 4
+    assert split.weights == pytest.approx(found["one"].weights / 4, rel=0.01)
+    assert split.tokens == (80 * GB - PROCESS - split.weights) // 2 // split.token
+    layers = found["layers"]
+    assert split.weights <= layers.weights < 1.1 * split.weights
+    assert 0 < layers.tokens <= split.tokens
+    assert split.texts(8192) == split.tokens // 8192
+
+
+def test_key_heads_that_several_ranks_have_count_for_each():
+    found = ways("llama3.3-70b", 16, 80 * GB)
+    assert found["split"].token == found["one"].token // 8
+
+
+def test_recurrent_states_are_dealt_out_too():
+    config = config_of("qwen3.5-9b")
+    found = ways("qwen3.5-9b", 2, 24 * GB)
+    assert found["one"].state == config.state_bytes
+    assert found["split"].state == config.state_bytes // 2
+
+
+def test_what_cannot_be_split_is_said():
+    found = ways("smollm2-135m", 2, 8 * GB)
+    assert found["split"].problem == "cannot be: it has 9 heads"
+    assert "too many" in ways("gpt2", 64, 8 * GB)["layers"].problem
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [("80GB", 80 * GB), ("24 GiB", 24 << 30), ("500m", 500_000_000), ("1.5g", 1_500_000_000),
+     ("1024", 1024)],
+)  # fmt: skip
+def test_sizes(words: str, size: int):
+    assert size_in(words) == size
+
+
+@pytest.mark.parametrize("words", ["much", "0GB", "-3GB", "", "3XB"])
+def test_what_is_no_size(words: str):
+    with pytest.raises(SettingsError, match="is no size"):
+        size_in(words)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> str:
+    """A folder with nothing but the settings of a model."""
+    shape = {**SHAPES["llama3.3-70b"], "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return str(tmp_path)
+
+
+def test_the_command(settings: str, capsys: pytest.CaptureFixture[str]):
+    asked = ["models", "plan", settings, "--gpus", "4", "--memory", "80GB", "--context", "8192"]
+    assert _exit_code([*asked, "--batch", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("llama · 70.6 billion parameters, 141.1 GB in 16 bits")
+    assert lines[1] == "4 GPUs of 80.0 GB · texts of 8,192 tokens · 8 at once"
+    assert "no: the weights leave no room" in next(x for x in lines if x.startswith("one GPU"))
+    assert next(x for x in lines if x.startswith("split over 4 GPUs")).endswith("yes")
+    assert lines[-1].startswith("Split over 4 GPUs: --tensor-parallel 4")
+    assert _exit_code([*asked, "--batch", "1000"]) == 0
+    assert "None of it fits" in capsys.readouterr().out
+    assert _exit_code([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [way["how"] for way in told["ways"]][2] == "split over 4 GPUs"
+
+
+def test_a_small_one_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from tiny_gguf import write_tiny
+
+    path = write_tiny(tmp_path / "tiny.gguf")
+    assert _exit_code(["models", "plan", str(path), "--gpus", "2", "--memory", "8GB"]) == 0
+    assert "One GPU is enough: --device cuda" in capsys.readouterr().out
+
+
+def test_what_makes_no_sense(settings: str, capsys: pytest.CaptureFixture[str]):
+    for given, words in (
+        (["--gpus", "0"], "--gpus is 0"),
+        (["--gpus", "5000", "--memory", "1GB"], "up to 1,024"),
+        (["--gpus", "2", "--memory", "lots"], "is no size"),
+        (["--context", "0"], "--context is 0"),
+    ):
+        assert _exit_code(["models", "plan", settings, *given]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.real
+def test_the_guide(settings: str, capsys: pytest.CaptureFixture[str]):
+    """Its plans are run; what it shows is what the command says; its options are there."""
+    page = (Path(__file__).parents[1] / "docs/scale.md").read_text(encoding="utf-8")
+    page = page.split("\n## Models that do not fit\n")[1].split("\n## ")[0]
+    plans, *starts = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    for line in plans.splitlines():
+        assert _exit_code(shlex.split(line)[1:]) == 0
+    (shown,) = re.findall(r"```\n\$ (.*?)```", page, re.DOTALL)
+    command, _, table = shown.partition("\n")
+    asked = [settings if word == "llama-3.3-70b/" else word for word in shlex.split(command)[1:]]
+    capsys.readouterr()
+    assert _exit_code(asked) == 0
+    assert capsys.readouterr().out == table
+    assert all("--model large/" in line for block in starts for line in block.splitlines())
+    for option in ("--tensor-parallel", "--devices"):
+        assert option in "".join(starts)
+        for name in ("run", "serve"):
+            assert _exit_code([name, "--help"]) == 0
+            assert option in capsys.readouterr().out

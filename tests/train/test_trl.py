@@ -1,0 +1,169 @@
+"""Losses and gradients of tuning are those of trl, on the same tiny model and the same batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from unspool.model.checkpoint import load_transformer, open_checkpoint, rules_for_hf
+from unspool.model.weights import write_weights
+from unspool.train.data.batches import Batch
+from unspool.train.data.encoding import Encoded
+from unspool.train.tuning.grpo import grpo_losses
+from unspool.train.tuning.preference import Dpo, PairBatch, log_probabilities, padded
+from unspool.train.tuning.tune import answers_only
+
+trl = pytest.importorskip("trl")
+
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20, 21]]
+CHOSEN = [[30, 31, 32, 2], [40, 2], [50, 51, 2]]
+REJECTED = [[33, 2], [41, 42, 43, 44, 2], [52, 2]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[Any, torch.nn.Module]:
+    """In transformers and here."""
+    theirs = tiny.save("qwen3", tmp_path / "model")
+    return theirs, load_transformer(open_checkpoint(tmp_path / "model")).requires_grad_(True)
+
+
+def quiet_vocabulary(folder: Path) -> Any:
+    """One of bytes: all text here is tokens already, but trl wants to have a vocabulary."""
+    from transformers import AutoTokenizer
+
+    from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+
+    settings = TokenizerSettings(vocab_size=259)
+    folder.mkdir()
+    save(learn([], settings), settings, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "out"), "use_cpu": True, "report_to": [], "bf16": False,
+        "per_device_train_batch_size": 3, "gradient_checkpointing": False, "max_length": None,
+    }  # fmt: skip
+
+
+def row(prompt: list[int], answer: list[int]) -> Encoded:
+    ids = np.array([*prompt, *answer], np.uint32)
+    return Encoded(ids, np.arange(len(ids)) >= len(prompt), 0)
+
+
+def assert_same_gradients(theirs: Any, loss: torch.Tensor, ours: Any, own: torch.Tensor) -> None:
+    assert own.item() == pytest.approx(loss.item(), rel=1e-4)
+    loss.backward()
+    own.backward()
+    found = {name: each.grad for name, each in ours.named_parameters()}
+    named = write_weights(ours.config, rules_for_hf(ours.config), found)
+    wanted = {name: each.grad for name, each in theirs.named_parameters()}
+    for name, gradient in named.items():
+        other = wanted[name.replace("{p}", "model.")]
+        assert (gradient - other).norm() <= 1e-3 * other.norm() + 1e-7, name
+
+
+def test_tuning_on_answers_is_trls_sft(model: tuple[Any, Any], tmp_path: Path):
+    from datasets import Dataset
+
+    theirs, ours = model
+    rows = [
+        {"input_ids": p + c, "labels": [-100] * len(p) + c}
+        for p, c in zip(PROMPTS, CHOSEN, strict=True)
+    ]
+    trainer = trl.SFTTrainer(
+        theirs, args=trl.SFTConfig(**options(tmp_path)), train_dataset=Dataset.from_list(rows),
+        processing_class=quiet_vocabulary(tmp_path / "vocabulary"),
+    )  # fmt: skip
+    theirs.train()
+    loss = trainer.compute_loss(theirs, trainer.data_collator(rows))
+    ids, counted = padded([row(p, c) for p, c in zip(PROMPTS, CHOSEN, strict=True)])
+    own = answers_only(ours, Batch(ids, counted), torch.Generator()).total
+    assert_same_gradients(theirs, loss, ours, own)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_dpo_is_trls_dpo(model: tuple[Any, Any], smoothing: float, tmp_path: Path):
+    from datasets import Dataset
+
+    theirs, ours = model
+    before = tiny.make("qwen3")
+    with torch.no_grad():  # what it was is not what it is, else every margin would be 0
+        for parameter in before.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    before.save_pretrained(tmp_path / "before")
+    reference = load_transformer(open_checkpoint(tmp_path / "before"))
+    texts = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3
+    trainer = trl.DPOTrainer(
+        theirs, ref_model=before, train_dataset=Dataset.from_list(texts),
+        args=trl.DPOConfig(**options(tmp_path), beta=0.3),
+        processing_class=quiet_vocabulary(tmp_path / "vocabulary"),
+    )  # fmt: skip
+    theirs.train()
+    examples = [
+        {"prompt_ids": p, "chosen_ids": c, "rejected_ids": r}
+        for p, c, r in zip(PROMPTS, CHOSEN, REJECTED, strict=True)
+    ]
+    loss = trainer.compute_loss(theirs, trainer.data_collator(examples))
+    if smoothing:  # what trl has no name for: both ways round, in their shares
+        swapped = [
+            {**each, "chosen_ids": each["rejected_ids"], "rejected_ids": each["chosen_ids"]}
+            for each in examples
+        ]
+        other = trainer.compute_loss(theirs, trainer.data_collator(swapped))
+        loss = (1 - smoothing) * loss + smoothing * other
+    pairs = zip(PROMPTS, CHOSEN, REJECTED, strict=True)
+    ids, counted = padded([row(p, answer) for p, c, r in pairs for answer in (c, r)])
+    told = Dpo(0.3, smoothing, reference)(ours, PairBatch(ids, counted), torch.Generator())
+    assert_same_gradients(theirs, loss, ours, told.total)
+    assert abs(told.extra["margin"]) > 1e-3
+
+
+def test_grpo_is_trls_grpo(model: tuple[Any, Any], tmp_path: Path):
+    """Answers that are some steps old, so that ratios differ from one and some are clipped; the
+    loss of the paper, in which ratios do not weigh the KL term."""
+    from datasets import Dataset
+
+    theirs, ours = model
+    prompts, rng = [[5, 6, 7], [9, 10, 11]], torch.Generator().manual_seed(0)
+    answers = [CHOSEN[0], REJECTED[1]]
+    rows = [row(p, a) for p, a in zip(prompts, answers, strict=True)]
+    ids, counted = padded(rows)
+    with torch.no_grad():
+        now = log_probabilities(ours, ids, counted)
+    before = (now + 0.5 * torch.randn(now.shape, generator=rng)) * counted
+    reference = (now + 0.5 * torch.randn(now.shape, generator=rng)) * counted
+    gains = torch.tensor([0.7, -0.7])
+
+    settings = {**options(tmp_path), "per_device_train_batch_size": 2}
+    del settings["max_length"]
+    trainer = trl.GRPOTrainer(
+        theirs, reward_funcs=lambda completions, **told: [0.0] * len(completions),
+        args=trl.GRPOConfig(
+            **settings, loss_type="grpo", num_generations=2, use_bias_correction_kl=False
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
+        processing_class=quiet_vocabulary(tmp_path / "vocabulary"),
+    )  # fmt: skip
+    theirs.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.beta = 0.04  # said before, it would fetch a model to be compared with
+    behind = slice(len(prompts[0]) - 1, None)  # the places whose targets are answers
+    loss = trainer._compute_loss(theirs, {
+        "prompt_ids": torch.tensor(prompts), "prompt_mask": torch.ones(2, 3, dtype=torch.long),
+        "completion_ids": ids[:, 3:], "completion_mask": counted[:, behind].long(),
+        "advantages": gains, "old_per_token_logps": before[:, behind],
+        "ref_per_token_logps": reference[:, behind], "num_items_in_batch": counted.sum(),
+    })  # fmt: skip
+    found = grpo_losses(
+        log_probabilities(ours, ids, counted), before, gains, reference=reference, kl_weight=0.04
+    )
+    own = ((found * counted).sum(1) / counted.sum(1)).mean()
+    assert_same_gradients(theirs, loss, ours, own)

@@ -1,0 +1,86 @@
+"""Everything that two processes do together, in one pair of them: starting one takes longest.
+
+python two_processes.py FOLDER       with WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import tuned_together
+from tiny_training import CountingBatches, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard  # noqa: F401  before the fork
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from unspool.model.checkpoint import save_weights
+from unspool.model.transformer import Transformer
+from unspool.train.learning.objectives import next_token
+from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.learning.orthogonal import orthogonal, turned
+from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.parallel import Parallel
+from unspool.train.running.runs import Run
+
+# An odd number of matrices, with odd numbers of rows: neither can be shared evenly by two.
+ODD = {"layers": 3, "ff_width": 49}
+
+
+def turn(rank: int) -> None:
+    """Matrices of more and of fewer rows than there are processes, spread over both."""
+    mesh = init_device_mesh("cpu", (2,))
+    for rows in (1, 3, 6):
+        whole = torch.randn(3, rows, 8, generator=torch.Generator().manual_seed(rows))
+        found = turned([distribute_tensor(each, mesh, [Shard(0)]) for each in whole])
+        for own, wanted in zip(found, orthogonal(whole), strict=True):
+            half = -(-rows // 2)
+            assert torch.allclose(own, wanted[rank * half : (rank + 1) * half], atol=1e-5), rows
+
+
+def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
+    """A run of eight steps that is begun or gone on with, and stopped after so many."""
+    if parallel.first and not (folder / "run.json").exists():
+        Run.create(folder, "new", steps=8)
+    parallel.wait()
+    batches = CountingBatches(4, rank=parallel.rank, world=parallel.world)
+    model = tiny_model(**ODD)
+
+    def judge(model: Transformer) -> tuple[float, None]:  # has the weights whole for a moment
+        return next_token(model, batches.batch(0), torch.Generator()).total.item(), None
+
+    trainer = Trainer(
+        model, batches, next_token, lambda model: make_optimizers(model, Rates()),
+        TrainSettings(steps=8, warmup=2, save_every=4, accumulate=2), Run(folder),
+        parallel=parallel, judge=judge,
+        save_model=lambda weights, folder: save_weights(model.config, weights, folder),
+    )  # fmt: skip
+    return trainer.run(
+        lambda event: trainer.stop() if getattr(event, "step", 0) == steps else None
+    ).state
+
+
+def main(root: Path) -> None:
+    with Parallel.started("cpu") as parallel:
+        turn(parallel.rank)
+        assert train(root / "whole", parallel) == "done"
+        parallel = replace(parallel, shard=True)
+        assert train(root / "shard", parallel) == "done"
+        assert train(root / "resumed", parallel, steps=3) == "stopped"
+        assert train(root / "resumed", parallel) == "done"
+        assert train(root / "fewer", parallel, steps=3) == "stopped"
+        assert train(root / "more", parallel) == "done"
+        for name, (_, shard) in tuned_together.KINDS.items():
+            parallel = replace(parallel, shard=shard)
+            assert tuned_together.tuned(root, name, name, parallel).state == "done"
+
+
+if __name__ == "__main__":
+    other = os.fork()  # the second process need not import all this again
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(int(other == 0))
+    main(Path(sys.argv[1]))
+    if other:
+        assert os.waitpid(other, 0)[1] == 0
