@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from acts import branch, drawn, finished, open_panel, set_settings, text, tokens, until, write
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 QUESTION = "Why do leaves change color in fall?"
 FROM_END = """(() => {
@@ -67,6 +67,24 @@ def test_after_enter_the_keys_are_the_pages(page: Page) -> None:
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.locator("#text")).to_be_focused()
+
+
+def test_a_stop_waits_for_what_it_stops(page: Page) -> None:
+    """Pressed before the server has heard of the writing, it stops the writing all the same."""
+    write(page, QUESTION, max_tokens=1, seed=3, end=False)
+    set_settings(page, max_tokens=300)
+    page.locator("#speed").fill("4")
+    held: list[Route] = []
+    page.route("**/resume", lambda route: held.append(route))  # not answered
+    page.locator("#text").focus()
+    page.keyboard.press("Space")
+    expect(page.locator("#pause")).to_be_visible()
+    page.keyboard.press("s")
+    drawn(page)
+    assert page.locator("#text").get_attribute("aria-busy") == "true"
+    held[0].continue_()
+    finished(page)
+    assert tokens(page).count() < 100
 
 
 def test_a_words_space_makes_no_sliver_where_a_line_ends(page: Page) -> None:

@@ -90,12 +90,15 @@ def test_runs_side_by_side_are_the_same_runs(tmp_path: Path):
     with pytest.raises(ValueError, match=r"no d3-\S+ today"):
         together.measure(grid, known_law.broken, at_once=2)
     assert all(run.depth != 3 for run in together.runs)
+    together.measure(grid, known_law.train, at_once=2)  # those that are missing
+    assert together.runs == alone.runs
     told: list[Planned] = []
+    together = Study(tmp_path / "together again")
     together.measure(grid, known_law.train, lambda run, loss: told.append(run), at_once=2)
     assert together.runs == alone.runs
     assert sorted(told, key=grid.index) == grid
     here = (tmp_path / "alone" / grid[0].name / "process").read_text()
-    assert here not in {file.read_text() for file in (tmp_path / "together").rglob("process")}
+    assert here not in {file.read_text() for file in together.folder.rglob("process")}
 
 
 def test_a_run_whose_process_dies_is_told(tmp_path: Path):

@@ -120,7 +120,7 @@ export const stepOnce = () => goOn({ n: 1 });
 export async function pause() {
   const writing = state.writing;
   if (!writing) return;
-  await api.post(`/v1/tree/${writing.branch}/stop`).catch((error) => {
+  await api.stop(writing.branch).catch((error) => {
     writing.control.abort();
     setFault(error);
   });
@@ -226,8 +226,7 @@ async function run(branch, n = null) {
       ...settings, stream: true, max_tokens: most, top: CANDIDATES,
       ...(state.speed ? { pace: state.speed } : {}),
     };
-    const path = `/v1/tree/${branch.id}/resume`;
-    for await (const { event, data } of api.stream(path, body, { signal: control.signal })) {
+    for await (const { event, data } of api.resume(branch.id, body, { signal: control.signal })) {
       adoptEvent(event, data);
       if (event === "step" && writing.first === null) {
         writing.first = (performance.now() - writing.began) / 1000;
@@ -303,7 +302,7 @@ export async function setSpeed(speed) {
   changed("speed");
   if (!state.writing) return;
   if (speed === 0) await pause();
-  else await tried(() => api.patch(`/v1/tree/${state.writing.branch}`, { pace: speed }));
+  else await tried(() => api.setPace(state.writing.branch, speed));
 }
 
 export function display(id, selected = null) {

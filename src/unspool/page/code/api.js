@@ -15,6 +15,7 @@ export class ApiFault extends Error {
 
 const GONE = "The server does not answer. Is it still running?";
 const KEY = "unspool.key";
+const begun = new Map(); // branch that is asked to go on -> when the server has begun, or has refused
 
 function storedKey() {
   try {
@@ -43,8 +44,9 @@ export const api = {
   delete: (path, options) => told("DELETE", path, undefined, options),
 
   /** Events as they come: `{event, data, id}`. POST if there is a body. */
-  async *stream(path, body = null, { signal } = {}) {
+  async *stream(path, body = null, { signal, answered = () => {} } = {}) {
     const answer = await asked(body === null ? "GET" : "POST", path, body ?? undefined, signal);
+    answered();
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     try {
@@ -66,6 +68,30 @@ export const api = {
     } finally {
       reader.cancel().catch(() => {});
     }
+  },
+
+  /** Let a branch go on: its events as they come. */
+  async *resume(id, body, options = {}) {
+    let answered;
+    begun.set(id, new Promise((done) => { answered = done; }));
+    try {
+      yield* this.stream(`/v1/tree/${id}/resume`, body, { ...options, answered });
+    } finally {
+      answered();
+      begun.delete(id);
+    }
+  },
+
+  // Two requests may overtake each other, and a branch that has not begun cannot be stopped.
+
+  async stop(id) {
+    await begun.get(id);
+    return this.post(`/v1/tree/${id}/stop`);
+  },
+
+  async setPace(id, pace) {
+    await begun.get(id);
+    return this.patch(`/v1/tree/${id}`, { pace });
   },
 };
 

@@ -92,7 +92,7 @@ async function writeColumns(asked) {
   await Promise.all(columns.filter((each) => each.id && each.writing).map(async (each) => {
     await tried(each, async () => {
       each.began = each.until = performance.now();
-      for await (const { event, data } of api.stream(`/v1/tree/${each.id}/resume`, { stream: true })) {
+      for await (const { event, data } of api.resume(each.id, { stream: true })) {
         adoptEvent(event, data);
         each.until = performance.now();
         told();
@@ -114,7 +114,7 @@ async function writeSamples(asked) {
     const name = `${samples.number} samples, ${nameOf(samples.settings)}`;
     samples.root = keep(await api.post("/v1/tree", { ...asked, ...settings, name }), settings);
     const body = { n: samples.number, stream: true };
-    for await (const { event, data } of api.stream(`/v1/tree/${samples.root}/resume`, body)) {
+    for await (const { event, data } of api.resume(samples.root, body)) {
       if (!samples.ids.includes(data.branch)) {
         samples.ids.push(keep({ ...data.data, steps: [], since: 0 }, settings));
       }
@@ -144,5 +144,5 @@ export function stopAll() {
   for (const each of columns) if (!each.began) each.writing = false; // not begun: it never will
   const ids = columns.filter((each) => each.writing).map((each) => each.id);
   if (samples.writing) ids.push(...samples.ids);
-  for (const id of ids) api.post(`/v1/tree/${id}/stop`).catch(() => {}); // then the stream says why
+  for (const id of ids) api.stop(id).catch(() => {}); // then the stream says why
 }

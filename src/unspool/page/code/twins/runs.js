@@ -92,7 +92,7 @@ async function writeLeft() {
   const asked = { ...promptBody(), model: causalNow(), max_tokens: Number(twins.length), temperature: 0, top: TOP };
   left.id = keep(await api.post("/v1/tree", { ...asked, name: "left to right" }), {});
   const began = performance.now();
-  for await (const { event, data } of api.stream(`/v1/tree/${left.id}/resume`, { stream: true })) {
+  for await (const { event, data } of api.resume(left.id, { stream: true })) {
     adoptEvent(event, data);
     left.seconds = (performance.now() - began) / 1000;
     told();
@@ -147,7 +147,7 @@ export function stopBoth() {
   const { left, right } = twins;
   if (left.writing) {
     left.stopped = true;
-    if (left.id) api.post(`/v1/tree/${left.id}/stop`).catch(() => {}); // then the stream says why
+    if (left.id) api.stop(left.id).catch(() => {}); // then the stream says why
   }
   right.control?.abort();
 }
