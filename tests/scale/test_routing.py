@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -84,6 +85,21 @@ def test_new_conversations_spread_and_stay():
             where.setdefault(chat, set()).add(replica)
     assert all(len(replicas) == 1 for replicas in where.values())
     assert len(set().union(*where.values())) == 4
+
+
+def test_a_new_replica_is_not_sent_all_that_comes():
+    router = PrefixRouter(["old", "older"])
+    prompt = page_hashes(SYSTEM)
+    for _ in range(200):
+        router.choose(prompt, {})
+    router.add("new")
+    load = Counter(old=10, older=10)
+    for _ in range(12):
+        load[router.choose(prompt, load)] += 1
+    assert 1 <= load["new"] <= 4, load  # and not the first ten of them
+    for _ in range(100):  # as its requests are answered, it becomes one like the others
+        assert router.choose(prompt, {"old": 10, "older": 10}) == "new"
+    assert router.choose(prompt, {"old": 10, "older": 10, "new": 8}) == "new"
 
 
 def test_forgetting_begins_at_the_ends():

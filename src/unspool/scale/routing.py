@@ -20,6 +20,7 @@ PAGE = 16  # tokens of a page, as in the engine's cache
 CHUNK = 64  # bytes of a chunk: about a page of English text
 CAPACITY = 1 << 16  # pages remembered of a replica: about a million tokens
 SLACK = 1.0  # how much busier than the average, once more, may be who holds a whole prompt
+WARM = 64  # requests after which a replica holds about what the others hold
 
 
 class NoReplicaError(UnspoolError):
@@ -78,6 +79,10 @@ class PrefixRouter:
     prompt that it holds; the cheapest is chosen. So the longest prefix wins among replicas that are
     about equally busy, a busy replica loses to an idle one, and a few words in common pull nothing
     together.
+
+    A replica that has just come is idle and holds nothing: were it sent all that comes until it is
+    as busy as the others, it would have to read all of that at once, whole. So each request that it
+    has in flight counts for several at first (slow start).
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class PrefixRouter:
         self._pages: dict[str, OrderedDict[int, None]] = {}
         self._holders: dict[int, set[str]] = {}  # of each page the replicas that hold it
         self._chosen: dict[str, int] = {}  # of each replica, which choice was the last for it
+        self._sent: dict[str, int] = {}  # to each replica, how many requests
+        self._behind: dict[str, int] = {}  # how many fewer than another, when it came
         self._choices = 0
         for replica in replicas:
             self.add(replica)
@@ -101,11 +108,15 @@ class PrefixRouter:
         return list(self._pages)
 
     def add(self, replica: str) -> None:
-        self._pages.setdefault(replica, OrderedDict())
+        if replica not in self._pages:
+            self._behind[replica] = min(WARM, max(self._sent.values(), default=0))
+            self._pages[replica], self._sent[replica] = OrderedDict(), 0
 
     def remove(self, replica: str) -> None:
         """It is lost or drained: what it held is forgotten."""
         self._chosen.pop(replica, None)
+        self._sent.pop(replica, None)
+        self._behind.pop(replica, None)
         for page in self._pages.pop(replica, ()):
             self._forget(replica, page)
 
@@ -128,9 +139,9 @@ class PrefixRouter:
         allowed = _allowed(self._pages, avoid)
         held, worth = self.held(hashes), tolerated(self.slack, load, allowed)
 
-        def cost(replica: str) -> tuple[float, int, int, int]:
+        def cost(replica: str) -> tuple[float, float, int, int]:
             share = held.get(replica, 0) / max(1, len(hashes))
-            busy = load.get(replica, 0)
+            busy = load.get(replica, 0) * self._weight(replica)
             # Of equals, the one with less in flight, then the one that remembers least, then the
             # one that was not chosen for longest: new prompts spread over all.
             remembers, last = len(self._pages[replica]), self._chosen.get(replica, 0)
@@ -139,7 +150,12 @@ class PrefixRouter:
         chosen = min(allowed, key=cost)
         self._choices += 1
         self._chosen[chosen] = self._choices
+        self._sent[chosen] += 1
         return chosen
+
+    def _weight(self, replica: str) -> float:
+        """For how many a request in flight counts: one, unless the replica has just come."""
+        return max(1.0, self._behind[replica] / (1 + self._sent[replica]))
 
     def record(self, replica: str, hashes: Sequence[int]) -> None:
         """The replica was sent a prompt of these pages, and holds them now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,18 @@ from unspool.scale.replicas.config import ReplicasConfig
 
 _STORE_BYTES = 80 << 20  # Ray's object store, which nothing here uses: the least it takes
 _APPLICATION = "unspool"
+
+# Ray is made for many machines that somebody watches. On one, whose cores are all busy writing, its
+# own processes would cost several percent: they wake hundreds of times a second, and each time an
+# engine's thread stands still while the others wait for it. Whoever sets one of these keeps it.
+_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # replicas are not less urgent than Ray's own processes
+    "RAY_enable_metrics_collection": "0",  # of Ray itself; ours are those of the server
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",  # a thread less between a request and its replica
+}
 
 
 def serve_replicas(
@@ -39,7 +52,8 @@ def serve_replicas(
 
 @contextmanager
 def _ray(most: int) -> Iterator[None]:
-    import ray
+    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+    import ray  # which reads them
 
     with _terminated_as_interrupted():
         ray.init(
@@ -49,6 +63,7 @@ def _ray(most: int) -> Iterator[None]:
             logging_level=logging.ERROR,
             object_store_memory=_STORE_BYTES,
         )
+    with _terminated_as_interrupted():  # again: Ray has put its own in its place
         try:
             yield
         finally:
