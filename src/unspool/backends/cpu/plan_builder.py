@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from unspool.backends.cpu.plan import Operation, Plan
 from unspool.backends.cpu.plan_feed import feed
+from unspool.backends.cpu.plan_parts import PlanParts
 from unspool.backends.cpu.plan_recurrent import check_recurrence, recurrent
 from unspool.errors import ModelFileError
 from unspool.model.checkpoint import Checkpoint
@@ -39,12 +40,11 @@ def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> 
     return builder.plan
 
 
-class _Builder:
-    """Adds operations one by one; each method is a part of the model."""
+class _Builder(PlanParts):
+    """Each method is a part of the model."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.plan = Plan(config)
+        super().__init__(config)
         self.buffer("x", config.width)
         for layer in range(config.layers):
             shape = config.shape(layer)
@@ -54,15 +54,6 @@ class _Builder:
             rotary = config.layer_rotary(layer)
             if rotary is not None and rotary not in self.plan.rotary:
                 self.plan.rotary.append(rotary)
-
-    def buffer(self, name: str, width: int, rows: str = "tokens") -> str:
-        """Room under a name, as wide as whoever needs it most."""
-        known = self.plan.buffers.get(name, (0, rows))[0]
-        self.plan.buffers[name] = (max(width, known), rows)
-        return name
-
-    def add(self, operation: Operation) -> None:
-        self.plan.operations.append(operation)
 
     def begin(self, scale: float) -> None:
         learned = self.config.positions in ("learned", "sinusoidal")
@@ -257,68 +248,6 @@ class _Builder:
             self.add(
                 Operation(kind="softcap", target="logits", rows="wanted", cap=config.logit_softcap)
             )
-
-    # -- the small words -------------------------------------------------------------------
-
-    def linear(
-        self,
-        source: str,
-        target: str,
-        matrices: tuple[str, ...],
-        *,
-        norm: str = "",
-        kind: str = "linear",
-        rows: str = "tokens",
-        experts: int = 0,
-    ) -> None:
-        centred = self.config.norm == "layer"
-        self.add(
-            Operation(
-                kind=kind,
-                source=source,
-                target=target,
-                rows=rows,
-                matrices=matrices,
-                width=self.plan.buffers[source][0],
-                prepare="normed" if norm else "as is",
-                vector=f"{norm}.weight" if norm else "",
-                second_vector=f"{norm}.bias" if norm and centred and self.config.norm_bias else "",
-                centred=bool(norm) and centred,
-                epsilon=self.config.norm_eps,
-                experts=experts,
-            )
-        )
-
-    def norm(
-        self,
-        source: str,
-        target: str,
-        name: str,
-        *,
-        width: int,
-        offset: int = 0,
-        add: bool = False,
-        centred: bool | None = None,
-    ) -> None:
-        centred = self.config.norm == "layer" if centred is None else centred
-        self.add(
-            Operation(
-                kind="norm",
-                source=source,
-                target=target,
-                offset=offset,
-                width=width,
-                vector=f"{name}.weight",
-                second_vector=f"{name}.bias" if centred and self.config.norm_bias else "",
-                centred=centred,
-                epsilon=self.config.norm_eps,
-                add=add,
-            )
-        )
-
-    def snapshot(self, number: int) -> None:
-        """Where somebody may look at x; costs nothing when nobody does."""
-        self.add(Operation(kind="snapshot", source="x", layer=number))
 
 
 def printed(checkpoint: Checkpoint) -> str:

@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 from unspool.backends.cpu.plan import Operation
+from unspool.backends.cpu.plan_parts import PlanParts
 from unspool.model.config import ModelConfig
 
 
-class Building(Protocol):
-    """What is needed of who builds a plan (`plan_builder.py`)."""
-
-    config: ModelConfig
-
-    def buffer(self, name: str, width: int, rows: str = "tokens") -> str: ...
-
-    def add(self, operation: Operation) -> None: ...
-
-    def linear(
-        self,
-        source: str,
-        target: str,
-        matrices: tuple[str, ...],
-        *,
-        norm: str = "",
-        kind: str = "linear",
-        rows: str = "tokens",
-        experts: int = 0,
-    ) -> None: ...
-
-    def norm(
-        self, source: str, target: str, name: str, *, width: int, add: bool = False
-    ) -> None: ...
-
-
-def feed(build: Building, layer: int) -> Operation:
+def feed(build: PlanParts, layer: int) -> Operation:
     """The first half of a feed-forward; gives the operation of the second."""
     config, at = build.config, f"layers.{layer}.feed"
     if config.has_both(layer):
@@ -50,7 +24,7 @@ def _sides(config: ModelConfig) -> tuple[str, ...]:
     return ("gate", "up") if config.gated else ("up",)
 
 
-def _dense(build: Building, at: str, layer: int, norm: str) -> Operation:
+def _dense(build: PlanParts, at: str, layer: int, norm: str) -> Operation:
     config, inner = build.config, build.config.shape(layer).ff_width
     sides = _sides(config)
     build.buffer("hidden", inner * len(sides))
@@ -70,7 +44,7 @@ def _dense(build: Building, at: str, layer: int, norm: str) -> Operation:
 
 
 def _experts(
-    build: Building, at: str, norm: str, router_norm: str, scale: float = 1.0, counts: str = ""
+    build: PlanParts, at: str, norm: str, router_norm: str, scale: float = 1.0, counts: str = ""
 ) -> Operation:
     """`scale` is that of the router's scores, `counts` the vector of what each expert counts
     beside them."""
@@ -119,7 +93,7 @@ def _experts(
     return Operation(kind="combine", source="answers", target="x", add=True)
 
 
-def _shared(build: Building, at: str, norm: str) -> None:
+def _shared(build: PlanParts, at: str, norm: str) -> None:
     """What the feed-forward beside the experts says, behind its gate if it has one."""
     config = build.config
     inner, sides = config.shared_width, _sides(config)
@@ -150,7 +124,7 @@ def _shared(build: Building, at: str, norm: str) -> None:
         )  # fmt: skip
 
 
-def _dense_and_experts(build: Building, layer: int) -> Operation:
+def _dense_and_experts(build: PlanParts, layer: int) -> Operation:
     """Both read x, each through norms of its own; their sum is what is added."""
     at, width = f"layers.{layer}.feed", build.config.width
     build.buffer("fed", width)

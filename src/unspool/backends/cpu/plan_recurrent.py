@@ -3,28 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from unspool.backends.cpu.plan import Operation
+from unspool.backends.cpu.plan_parts import PlanParts
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 
 MOST_TAPS = 8  # of a convolution: the kernels' room for them
 WIDEST_KEY = 256
-
-
-class Building(Protocol):
-    """What is needed of who builds a plan (`plan_builder.py`)."""
-
-    config: ModelConfig
-
-    def buffer(self, name: str, width: int) -> str: ...
-
-    def add(self, operation: Operation) -> None: ...
-
-    def linear(
-        self, source: str, target: str, matrices: tuple[str, ...], *, norm: str = ""
-    ) -> None: ...
 
 
 def check_recurrence(config: ModelConfig) -> None:
@@ -44,7 +29,7 @@ def check_recurrence(config: ModelConfig) -> None:
             )
 
 
-def recurrent(build: Building, layer: int) -> Operation:
+def recurrent(build: PlanParts, layer: int) -> Operation:
     """Adds what a recurrent layer does; gives the operation that adds its outcome to x."""
     config, at = build.config, f"layers.{layer}.mixer"
     assert config.recurrence is not None
@@ -57,8 +42,7 @@ def recurrent(build: Building, layer: int) -> Operation:
         build.add(_convolution(config, layer, "recurred"))
     else:
         width = config.recurrence.values
-        add = _mamba if config.mixer(layer) == "mamba2" else _delta
-        add(build, layer, norm)
+        _with_heads(build, layer, norm)
     return Operation(
         kind="linear",
         source="recurred",
@@ -86,97 +70,54 @@ def _convolution(config: ModelConfig, layer: int, target: str) -> Operation:
     )
 
 
-def _delta(build: Building, layer: int, norm: str) -> None:
+def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
+    """Gated DeltaNet or Mamba-2: projected, convolved, recurred head by head, gated and normed."""
     config, at, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
+    mixer = config.mixer(layer)
+    is_mamba = mixer == "mamba2"
     assert shape is not None
-    channels = shape.channels("delta", config.width)
+    channels = shape.channels(mixer, config.width)
+    # In "mix": what is convolved, the gate z, and two numbers a head (DeltaNet's b and a; Mamba's
+    # dt, and behind it room for how much stays in each head).
     build.buffer("mix", channels + shape.values + 2 * shape.value_heads)
     build.buffer("convolved", channels)
     build.buffer("recurred", shape.values)
-    parts = tuple(f"{at}.{part}.weight" for part in ("qkv", "z", "b", "a"))
-    build.linear("x", "mix", parts, norm=norm)
+    parts = ("vkq", "z", "dt") if is_mamba else ("qkv", "z", "b", "a")
+    build.linear("x", "mix", tuple(f"{at}.{part}.weight" for part in parts), norm=norm)
     build.add(_convolution(config, layer, "convolved"))
     build.add(
         Operation(
-            kind="delta",
+            kind="mamba" if is_mamba else "delta",
             source="convolved",
             other="mix",
             target="recurred",
             offset=channels + shape.values,
             vector=f"{at}.a_log",
             second_vector=f"{at}.dt_bias",
+            third_vector=f"{at}.d" if is_mamba else "",
             heads=shape.value_heads,
             key_heads=shape.key_heads,
             width=shape.key_width,
             value_width=shape.value_width,
-            tiled_heads=shape.tiled,
+            tiled_heads=shape.tiled and not is_mamba,
             layer=layer,
-            state=config.state_starts[layer] + shape.conv_floats("delta", config.width),
+            state=config.state_starts[layer] + shape.conv_floats(mixer, config.width),
         )
     )
-    build.add(
-        Operation(
-            kind="norm",
-            source="recurred",
-            target="recurred",
-            vector=f"{at}.norm_weight",
-            width=shape.value_width,
-            heads=shape.value_heads,
-            epsilon=config.norm_eps,
-        )
+    groups = shape.norm_groups if is_mamba else shape.value_heads
+    normed = Operation(
+        kind="norm",
+        source="recurred",
+        target="recurred",
+        vector=f"{at}.norm_weight",
+        width=shape.values // groups,
+        heads=groups,
+        own_weights=is_mamba,
+        epsilon=config.norm_eps,
     )
-    build.add(
-        Operation(
-            kind="gate", source="mix", target="recurred", offset=channels, width=shape.values,
-            activation="silu",
-        )
+    gated = Operation(
+        kind="gate", source="mix", target="recurred", offset=channels, width=shape.values,
+        activation="silu",
     )  # fmt: skip
-
-
-def _mamba(build: Building, layer: int, norm: str) -> None:
-    config, at, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
-    assert shape is not None
-    channels = shape.channels("mamba2", config.width)
-    # Behind the heads' steps there is room for how much stays in each.
-    build.buffer("mix", channels + shape.values + 2 * shape.value_heads)
-    build.buffer("convolved", channels)
-    build.buffer("recurred", shape.values)
-    parts = tuple(f"{at}.{part}.weight" for part in ("vkq", "z", "dt"))
-    build.linear("x", "mix", parts, norm=norm)
-    build.add(_convolution(config, layer, "convolved"))
-    build.add(
-        Operation(
-            kind="mamba",
-            source="convolved",
-            other="mix",
-            target="recurred",
-            offset=channels + shape.values,
-            vector=f"{at}.a_log",
-            second_vector=f"{at}.dt_bias",
-            third_vector=f"{at}.d",
-            heads=shape.value_heads,
-            key_heads=shape.key_heads,
-            width=shape.key_width,
-            value_width=shape.value_width,
-            layer=layer,
-            state=config.state_starts[layer] + shape.conv_floats("mamba2", config.width),
-        )
-    )
-    build.add(
-        Operation(
-            kind="gate", source="mix", target="recurred", offset=channels, width=shape.values,
-            activation="silu",
-        )
-    )  # fmt: skip
-    build.add(
-        Operation(
-            kind="norm",
-            source="recurred",
-            target="recurred",
-            vector=f"{at}.norm_weight",
-            width=shape.values // shape.norm_groups,
-            heads=shape.norm_groups,
-            own_weights=True,
-            epsilon=config.norm_eps,
-        )
-    )
+    for operation in (gated, normed) if is_mamba else (normed, gated):
+        build.add(operation)

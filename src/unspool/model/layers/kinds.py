@@ -6,9 +6,10 @@ from torch import nn
 
 from unspool.model.config import ModelConfig
 from unspool.model.layers.beside import DenseAndExperts
+from unspool.model.layers.delta import DeltaNet
 from unspool.model.layers.feed import Experts, FeedForward
 from unspool.model.layers.mamba import Mamba2
-from unspool.model.layers.mixers import DeltaNet, Mixer, ShortConv
+from unspool.model.layers.mixers import Mixer, ShortConv
 
 _MIXERS: dict[str, type[Mixer]] = {"conv": ShortConv, "delta": DeltaNet, "mamba2": Mamba2}
 

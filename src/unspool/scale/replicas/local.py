@@ -52,7 +52,8 @@ def serve_replicas(
 
 @contextmanager
 def _ray(most: int) -> Iterator[None]:
-    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     import ray  # which reads them
 
     with _terminated_as_interrupted():
