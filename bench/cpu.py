@@ -99,6 +99,7 @@ class Bench:
         return Worker(self.ready[key].command(threads), environment(threads))
 
     def start_all(self) -> None:
+        of_file = {peer.key for peer in PEERS if peer.model == "gguf"}  # whose weights we read too
         for key in list(self.ready):
             try:
                 worker = self.stack.enter_context(self.start(key))
@@ -106,9 +107,10 @@ class Bench:
                 self.fail(key, "all", reason)
                 continue
             self.workers[key] = worker
+            weights = self.engines[US.key if key in of_file else key]["weights"]
             self.engines[key] |= {
                 "engine": worker.engine,
-                "weights": worker.weights or self.engines[key]["weights"],
+                "weights": worker.weights or weights,
                 "load_s": worker.load_s,
                 "weight_bytes": worker.weight_bytes,
             }
