@@ -32,7 +32,6 @@ _ENVIRONMENT = {
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "0",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",  # a thread less between a request and its replica
 }
 
 
