@@ -21,6 +21,7 @@ from unspool.errors import SettingsError
 from unspool.loading import open_tokenizer
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.model.config import ModelConfig
+from unspool.model.config_hf import config_from_hf, read_json
 from unspool.model.hub import find_model
 from unspool.model.transformer import Transformer
 from unspool.model.weights import parameter_count
@@ -169,11 +170,18 @@ def _shape(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
     ends = tuple(sorted(tokenizer.end_ids))
     length = settings.length or default_length(settings.depth)
     if settings.like:
-        other = open_checkpoint(_model_path(settings.like, offline=False)).config
+        other = _config_of(settings.like)
         return replace(like(other, vocabulary, **settings.sizes), end_ids=ends)
     assert settings.depth is not None
     config = new_config(settings.depth, vocabulary, length, settings.shape, **settings.sizes)
     return replace(config, end_ids=ends)
+
+
+def _config_of(name: str) -> ModelConfig:
+    """Of a model; a config.json alone will do, as none of the weights is wanted."""
+    if Path(name).name == "config.json" and Path(name).is_file():
+        return config_from_hf(read_json(Path(name)))
+    return open_checkpoint(_model_path(name, offline=False)).config
 
 
 def default_length(depth: int | None) -> int:
