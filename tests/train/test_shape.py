@@ -18,6 +18,7 @@ from unspool.train.learning.shape import (
     like,
     new_model,
     rates_for,
+    tokens_at_once,
 )
 
 
@@ -89,3 +90,16 @@ def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
     assert (config.vocab_size, config.windows) == (300, theirs.windows)
     logits = new_model(config)(torch.randint(0, 300, (1, 9)))
     assert torch.isfinite(logits).all()
+
+
+def test_a_gpu_takes_as_many_tokens_at_once_as_its_memory_holds():
+    small, large = Shape.of(4, 300).config, Shape.of(24, 300).config
+    roomy, narrow = 140 << 30, 24 << 30
+    assert tokens_at_once(small, roomy) == 2**17  # and no more, however small the model is
+    assert tokens_at_once(large, narrow) < tokens_at_once(large, roomy) < 2**17
+    for config in (small, large):
+        for memory in (roomy, narrow):
+            held = tokens_at_once(config, memory) * config.layers * config.width * 48
+            assert held <= max(memory // 6, 2**11 * config.layers * config.width * 48)
+    assert tokens_at_once(large, 1 << 30) == 2**11  # no fewer: what does not fit then is said
+    assert tokens_at_once(small, None) == tokens_at_once(large, None) == 4096

@@ -315,3 +315,18 @@ def test_the_curve_goes_where_the_loss_goes():
     assert len(lines[0]) < 14 and len(lines[-1]) == 27  # ... and falls to the end
     assert curve([], 10, 2) == []
     assert len(curve([1.0, 1.0], 10, 2)) == 2
+
+
+def test_a_shape_is_taken_from_a_config_alone(place: Path):
+    told = {
+        "model_type": "qwen2", "vocab_size": 9999, "hidden_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 40,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    (place / "config.json").write_text(json.dumps(told))
+    small = ["--vocab-size", "300", "--length", "32", "--batch-tokens", "256", "--batch", "4"]
+    words = ["train", "speeches.txt", *small, "--like", "config.json", "--steps", "2"]
+    assert _exit_code([*words, "--name", "alike"]) == 0
+    config = open_checkpoint(Run.open("alike").final or "").config
+    assert (config.family, config.width, config.layers, config.ff_width) == ("qwen2", 24, 2, 40)
+    assert config.vocab_size == 300

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from unspool.errors import SettingsError
@@ -41,6 +42,7 @@ from unspool.train.learning.shape import (
     new_config,
     new_model,
     rates_for,
+    tokens_at_once,
     vocabulary_for,
 )
 from unspool.train.running.elastic import job_facts
@@ -55,7 +57,6 @@ from unspool.train.settings import NewSettings, settings_of
 if TYPE_CHECKING:
     from unspool.train.data.survey import Progress
 
-_AT_ONCE = {"cuda": 32768, "cpu": 4096}  # tokens that go through the model together
 _SHARE = 0.93  # of the time that was given: the rest is for judging, sampling and saving
 
 
@@ -206,15 +207,17 @@ def _definite(
         bf16=cuda if settings.bf16 is None else settings.bf16,
         compile=cuda if settings.compile is None else settings.compile,
         prompts=settings.prompts or (first_words(prepared.held_out, tokenizer),),
-        batch=settings.batch or max(1, _AT_ONCE["cuda" if cuda else "cpu"] // length),
+        batch=settings.batch or max(1, tokens_at_once(config, _memory(parallel)) // length),
     )
+    rows = settings.batch or 1
     tokens = settings.tokens or Shape.around(config).tokens
     if settings.minutes:
-        trial = replace(settings, batch=max(1, min(settings.batch or 1, 2048 // length)))
-        tokens = int(_speed(trial, config, prepared, parallel) * settings.minutes * 60 * _SHARE)
+        # A CPU is as quick with few rows, and a trial with them over sooner; a GPU is not.
+        few = settings if cuda else replace(settings, batch=max(1, min(rows, 2048 // length)))
+        tokens = int(_speed(few, config, prepared, parallel) * settings.minutes * 60 * _SHARE)
     usual = batch_tokens_of(settings.steps) if settings.steps else batch_tokens(tokens)
     wanted = settings.batch_tokens or usual
-    rows = max(1, min(settings.batch or 1, wanted // (length * parallel.world)))
+    rows = max(1, min(rows, wanted // (length * parallel.world)))
     accumulate = max(1, round(wanted / (rows * length * parallel.world)))
     in_a_step = rows * accumulate * length * parallel.world
     steps = settings.steps or max(1, tokens // in_a_step)
@@ -229,6 +232,13 @@ def _definite(
         save_every=settings.save_every or max(1, steps // 10),
         log_every=max(settings.log_every, steps // 2000),
     )
+
+
+def _memory(parallel: Parallel) -> int | None:
+    """Of the GPU; None: it is none."""
+    if parallel.device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(parallel.device).total_memory)
 
 
 def _speed(

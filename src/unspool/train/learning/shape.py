@@ -148,6 +148,19 @@ def batch_tokens_of(steps: int) -> int:
     return _power_of_two(2**57 * (steps / 2.5e9) ** 2)
 
 
+def tokens_at_once(config: ModelConfig, memory: int | None) -> int:
+    """Tokens that go through the model together, on a GPU of so much memory (None: on a CPU).
+
+    The more, the less a GPU waits for launches; what a token leaves behind for the way back is
+    about 48 bytes for each number it carries, in each layer. A sixth of the memory is for that:
+    runs may go side by side.
+    """
+    if memory is None:
+        return 4096
+    room = memory // 6 // (48 * config.layers * config.width)
+    return int(2 ** math.floor(math.log2(min(2**17, max(2**11, room)))))
+
+
 def _power_of_two(wanted: float) -> int:
     return int(2 ** round(math.log2(min(2**21, max(2**11, wanted)))))
 
