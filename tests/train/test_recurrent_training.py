@@ -49,6 +49,22 @@ def test_chunks_give_what_single_tokens_give(name: str):
 
 
 @pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
+def test_in_16_bits_it_learns_nearly_the_same(name: str):
+    """As on a GPU, where products are made in bfloat16 and the weights stay in 32 bits."""
+    gradients = []
+    for bits in (32, 16):
+        model = model_of(name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bits == 16):
+            loss = next_token(model, Batch(some_tokens(2, 80)), torch.Generator()).total
+        loss.backward()
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients.append(torch.cat([named[n].flatten() for n in sorted(named)]))
+    exact, rounded = gradients
+    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.99
+    assert not torch.equal(exact, rounded)
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
 def test_no_document_knows_of_another(name: str):
     model, tokens = model_of(name), some_tokens(1, 150)
     lengths = [3, 1, 60, 70, 16]  # one ends inside a chunk, another goes over a border

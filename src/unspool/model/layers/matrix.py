@@ -31,8 +31,9 @@ class MatrixMixer(Mixer):
 
     def whole(self, x: Tensor, documents: Tensor | None) -> Tensor:
         parts = self.project(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return self.finish(self._in_chunks(parts, documents).flatten(2), parts)
+        with torch.autocast(x.device.type, enabled=False):  # sums over many tokens
+            mixed = self._in_chunks(parts, documents).flatten(2)
+        return self.finish(mixed, parts)
 
     @abstractmethod
     def _in_chunks(self, parts: Parts, documents: Tensor | None) -> Tensor:

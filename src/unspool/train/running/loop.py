@@ -93,6 +93,10 @@ class Trainer:
         if settings.recompute:
             recompute_activations(model)
         if settings.compile:
+            from torch._dynamo import config as limits  # takes two seconds
+
+            # Layers that differ are compiled one by one; by default torch gives up at the ninth.
+            limits.recompile_limit = max(limits.recompile_limit, 8 + len(model.layers))
             for layer in model.layers:
                 layer.compile(dynamic=False)
         self._scheduled: Any = objective if hasattr(objective, "progress") else None
