@@ -95,8 +95,9 @@ class Trainer:
         if settings.compile:
             from torch._dynamo import config as limits  # takes two seconds
 
-            # Layers that differ are compiled one by one; by default torch gives up at the ninth.
-            limits.recompile_limit = max(limits.recompile_limit, 8 + len(model.layers))
+            # One graph for each kind of layer, with and without gradients, and for each shape of
+            # a batch: torch would give up behind the eighth, and leave the rest slow.
+            limits.recompile_limit = max(limits.recompile_limit, 64)
             for layer in model.layers:
                 layer.compile(dynamic=False)
         self._scheduled: Any = objective if hasattr(objective, "progress") else None
