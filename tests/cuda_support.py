@@ -7,6 +7,7 @@ backend is what they are compared with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from unspool.backends.step import StepBatch
 from unspool.language_model import LanguageModel
 from unspool.loading import make_drafter_for
 from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.fingerprint import fingerprint
 from unspool.sampling import Chain, SamplingSettings
 from unspool.sampling.picker import POSITION, PickRows, row_numbers
 
@@ -43,7 +45,8 @@ def ours(
     from unspool.backends.cuda.loaded import CudaModel
     from unspool.backends.cuda.weights import fused
 
-    return CudaModel(fused(load_transformer(checkpoint, dtype=dtype, device=device)), exact=exact)
+    weights = fused(load_transformer(checkpoint, dtype=dtype, device=device))
+    return CudaModel(weights, partial(fingerprint, checkpoint), exact=exact)
 
 
 def backend(model: Loaded, context: int = 128, pages: int = PAGES) -> Backend:

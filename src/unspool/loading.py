@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +210,7 @@ def _on_gpu(
 
     from unspool.backends.cuda.load import load_weights as bring
     from unspool.backends.cuda.loaded import CudaModel
+    from unspool.model.fingerprint import fingerprint
 
     weights = bring(
         checkpoint,
@@ -218,7 +220,7 @@ def _on_gpu(
         bits=wanted.quantize,
         progress=progress,
     )
-    return CudaModel(weights, exact=wanted.exact)
+    return CudaModel(weights, partial(fingerprint, checkpoint), exact=wanted.exact)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

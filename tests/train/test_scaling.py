@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -76,6 +77,9 @@ def test_a_study_goes_on_predicts_and_is_checked(tmp_path: Path):
     assert check.measured == law(check.run)
     others = [Planned(d, compute_parameters(config_of(d)), 0, 3e15) for d in (6, 8, 10, 12)]
     assert check.run.depth in {run.depth for run in others}
+    largest = [run for run in grid if run.flops == BUDGETS[-1]]
+    assert sorted(study.left_out(), key=lambda run: run.depth) == largest
+    assert max(map(abs, study.left_out().values())) < 0.01
     opened = Study(tmp_path)
     assert (opened.runs, opened.law, opened.checked) == (study.runs, study.law, study.checked)
     before = len(again)
@@ -169,3 +173,22 @@ def test_a_damaged_study_is_told(tmp_path: Path):
     (tmp_path / "scaling.json").write_text("{")
     with pytest.raises(UnspoolError, match="move it away"):
         Study(tmp_path)
+
+
+def test_real_runs_predict_larger_ones(tmp_path: Path):
+    """Twelve runs on enwik8 (docs/train.md): the nine smaller ones say how good the others are."""
+    shutil.copy(Path(__file__).parents[2] / "bench/training/scaling-enwik8.json", tmp_path)
+    (tmp_path / "scaling-enwik8.json").rename(tmp_path / "scaling.json")
+    study = Study(tmp_path)
+    assert len(study.runs) == 12
+    found = study.left_out()
+    assert sorted(run.name for run in found) == ["d7-3e16", "d8-3e16", "d9-3e16"]
+    assert max(map(abs, found.values())) < 0.01
+    fitted = study.fit(redraws=0)
+    assert fitted.error < 0.005 and 0.5 < fitted.e < 1.0
+
+
+def test_too_few_runs_leave_none_out(tmp_path: Path):
+    study = Study(tmp_path)
+    study.measure(plan(config_of, depths=(2, 3), budgets=BUDGETS, length=LENGTH), known_law.train)
+    assert study.left_out() == {}

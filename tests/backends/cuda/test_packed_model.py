@@ -14,6 +14,7 @@ from unspool.backends.cuda.load import load_weights  # noqa: E402
 from unspool.backends.cuda.loaded import CudaModel  # noqa: E402
 from unspool.backends.torch.loaded import TorchModel  # noqa: E402
 from unspool.model.checkpoint import load_transformer, open_checkpoint  # noqa: E402
+from unspool.model.fingerprint import fingerprint  # noqa: E402
 
 
 @pytest.fixture(params=["gguf", pytest.param("fp8", marks=pytest.mark.slow)])
@@ -29,11 +30,13 @@ def path(request, tmp_path):
 def test_the_same_texts(path):
     checkpoint = open_checkpoint(path)
     weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-    packed = LanguageModel(CudaModel(weights), None, memory=1 << 22)
+    packed = LanguageModel(
+        CudaModel(weights, lambda: fingerprint(checkpoint)), None, memory=1 << 22
+    )
     plain = LanguageModel(TorchModel(load_transformer(checkpoint)), None, memory=1 << 22)
     prompts = [[3, 1, 4, 1, 5], [5, 3]]
     options = {"max_tokens": 2, "temperature": 0}
     expected = [result.tokens for result in plain.generate(prompts, **options)]
     assert [result.tokens for result in packed.generate(prompts, **options)] == expected
     assert packed.model.rows("embed.weight", 3, 5).shape == (2, weights.config.width)
-    assert packed.model.fingerprint() == CudaModel(weights).fingerprint()
+    assert packed.model.fingerprint() == plain.model.fingerprint()

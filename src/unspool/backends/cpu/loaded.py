@@ -10,8 +10,6 @@ its pages are given back once they are repacked.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import math
 import os
 import threading
 from collections import Counter
@@ -28,6 +26,7 @@ from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
+from unspool.model.fingerprint import hashed, places
 from unspool.model.float8 import FLOAT8
 from unspool.model.positions import sinusoidal
 from unspool.model.stored import Stored
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "bfloat16"}
 _NAMES |= {"ZERO4": "4 bits", "ZERO8": "8 bits", "AFFINE8": "8 bits"}
-_SAMPLED = 64  # numbers of each weight that go into the fingerprint
 
 
 def load_cpu(
@@ -237,14 +235,11 @@ class CpuModel:
     def fingerprint(self) -> str:
         """Names and shapes of all weights, and a few numbers from all over each: the same for
         the same weights on every backend that keeps them exactly."""
-        if self._fingerprint is not None:
-            return self._fingerprint
-        seen = hashlib.sha256()
-        for name, shape in sorted(shapes(self.wait().config).items()):
-            seen.update(f"{name} {tuple(shape)}".encode())
-            spots = np.linspace(0, math.prod(shape) - 1, _SAMPLED).astype(np.int64)
-            seen.update(self._numbers(name, shape, spots).astype("<f4").tobytes())
-        self._fingerprint = seen.hexdigest()
+        if self._fingerprint is None:
+            named = sorted(shapes(self.wait().config).items())
+            self._fingerprint = hashed(
+                (name, shape, self._numbers(name, shape, places(shape))) for name, shape in named
+            )
         return self._fingerprint
 
     def _numbers(self, name: str, shape: tuple[int, ...], spots: Ints) -> Floats:

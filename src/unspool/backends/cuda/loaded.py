@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -16,14 +17,16 @@ from unspool.backends.cuda.weights import Weights
 from unspool.backends.step import Floats
 from unspool.model.config import ModelConfig
 
-_SAMPLED, _SAMPLED_ROWS = 16, 4  # numbers of each matrix that go into the fingerprint
-
 
 class CudaModel:
     """Weights on a GPU, and backends that run them."""
 
-    def __init__(self, weights: Weights, *, exact: bool = False) -> None:
+    def __init__(
+        self, weights: Weights, fingerprint: Callable[[], str], *, exact: bool = False
+    ) -> None:
+        """`fingerprint` is that of the file: here matrices are joined, and may be rounded."""
         self.weights, self.exact = weights, exact
+        self.fingerprint = cache(fingerprint)
 
     @property
     def config(self) -> ModelConfig:
@@ -65,17 +68,6 @@ class CudaModel:
     def rows(self, name: str, start: int, stop: int) -> Floats:
         table = self.weights.head if name == "head.weight" else self.weights.embed
         return _host(table.part(start, min(stop, table.rows)))
-
-    def fingerprint(self) -> str:
-        """Shapes of all matrices, and a few numbers from all over each."""
-        seen = hashlib.sha256()
-        for number, matrix in enumerate(self.weights.matrices()):
-            seen.update(f"{number} {matrix.rows} {matrix.columns}".encode())
-            spots = np.linspace(0, matrix.columns - 1, _SAMPLED).astype(np.int64)
-            for row in np.linspace(0, matrix.rows - 1, _SAMPLED_ROWS).astype(int).tolist():
-                numbers = _host(matrix.part(row, row + 1))[0, spots]
-                seen.update(numbers.astype("<f4").tobytes())
-        return seen.hexdigest()
 
     def _normed(self, vectors: Floats) -> Tensor:
         x = torch.from_numpy(np.array(vectors)).to(self.weights.device, self.weights.dtype)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,9 +9,8 @@ from torch import Tensor
 from unspool.backends.step import Floats, Ints
 from unspool.backends.torch.paged import TorchBackend, room_for
 from unspool.model.config import ModelConfig
+from unspool.model.fingerprint import hashed, places
 from unspool.model.transformer import Transformer
-
-_SAMPLED = 64  # numbers of each tensor that go into the fingerprint
 
 
 class TorchModel:
@@ -74,22 +69,12 @@ class TorchModel:
 
 def sampled_places(shape: tuple[int, ...]) -> tuple[Ints, ...]:
     """Some places all over a tensor, by axis."""
-    spots = np.linspace(0, math.prod(shape) - 1, _SAMPLED).astype(np.int64)
-    return np.unravel_index(spots, shape)
+    return np.unravel_index(places(shape), shape)
 
 
 def _sampled(tensor: Tensor) -> Floats:
     places = sampled_places(tuple(tensor.shape))
     return on_host(tensor.detach()[tuple(torch.from_numpy(place) for place in places)])
-
-
-def hashed(tensors: Iterable[tuple[str, tuple[int, ...], Floats]]) -> str:
-    """Names and shapes of all tensors, and a few numbers from all over each."""
-    seen = hashlib.sha256()
-    for name, shape, numbers in tensors:
-        seen.update(f"{name} {shape}".encode())
-        seen.update(numbers.astype("<f4").tobytes())
-    return seen.hexdigest()
 
 
 def on_host(tensor: Tensor) -> Floats:

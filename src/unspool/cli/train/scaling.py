@@ -57,7 +57,7 @@ def scaling(
     [b]Examples[/b]
 
       unspool train scaling
-      unspool train scaling enwik8.txt --budgets 3e15,1e16,3e16 --depths 4,5,6,7,8,9,10
+      unspool train scaling enwik8.txt --budgets 3e15,1e16,3e16 --depths 3,4,5,6,7,8,9
         --check 1e17 --aspect 64 --length 1024 --vocab-size 300 --at-once 3
     """
     from dataclasses import replace
@@ -135,6 +135,7 @@ def scaling(
     if as_json:
         found = study.to_dict()
         found["law"].pop("redraws")
+        found["left_out"] = {run.name: error for run, error in study.left_out().items()}
         print_json(found)
     else:
         _say(study)
@@ -163,6 +164,13 @@ def _say(study: Study) -> None:
     names = {"e": "E", "a": "A", "alpha": "a", "b": "B", "beta": "b"}
     ends = (f"{names[n]} {low:.3g} to {high:.3g}" for n, (low, high) in law.intervals().items())
     print(f"90 % intervals: {', '.join(ends)}")
+    left_out = study.left_out()
+    if left_out:
+        largest, worst = max(run.flops for run in left_out), max(map(abs, left_out.values()))
+        print(
+            f"fitted without them, the law predicts the {len(left_out)} runs of {largest:.0e} FLOP "
+            f"within {worst:.2%}"
+        )
     if check is not None:
         low, high = check.interval or (check.predicted, check.predicted)
         print(

@@ -24,7 +24,7 @@ from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.train.learning.flops import compute_parameters, training_flops
 from unspool.train.running.atomic import write_json
-from unspool.train.scaling.law import Law, Measured, fit
+from unspool.train.scaling.law import FEWEST, Law, Measured, fit
 from unspool.train.scaling.side_by_side import side_by_side
 
 ConfigOf = Callable[[int], ModelConfig]
@@ -147,6 +147,20 @@ class Study:
         self.law = fit([run.measured(loss) for run, loss in self.runs.items()], redraws=redraws)
         self.save()
         return self.law
+
+    def left_out(self) -> dict[Planned, float]:
+        """The runs of the largest budget as a fit to all the others predicts them, off by so large
+        a share: a check of the law that costs no training. Empty where too few runs are left."""
+        largest = max(run.flops for run in self.runs)
+        others = [run.measured(loss) for run, loss in self.runs.items() if run.flops < largest]
+        if len(others) < FEWEST:
+            return {}
+        law = fit(others, redraws=0)
+        return {
+            run: law.loss(run.parameters, run.tokens) / loss - 1
+            for run, loss in self.runs.items()
+            if run.flops == largest
+        }
 
     def check(
         self,

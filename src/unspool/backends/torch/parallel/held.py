@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from unspool.backends.step import Floats, Inside, StepBatch, StepResult
-from unspool.backends.torch.loaded import hashed, on_host, sampled_places
+from unspool.backends.torch.loaded import on_host, sampled_places
 from unspool.backends.torch.paged import TorchBackend, room_for
 from unspool.backends.torch.parallel.messages import Message, adapter_in, step_in
 from unspool.backends.torch.parallel.transformer import SplitTransformer
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter, LowRank
+from unspool.model.fingerprint import hashed
 from unspool.model.split import Ints, Share, cut_of, is_added_once, value_heads
 from unspool.model.weights import shapes
 
