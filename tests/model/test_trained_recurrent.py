@@ -1,4 +1,4 @@
-"""A small model that has learned something, of the Qwen3.5 kind: 11.6M weights, six layers of gated
+"""A small model that has learned something, of the Qwen3.5 kind: 11.4M weights, six layers of gated
 DeltaNet and two of attention, 13 minutes of Wikipedia on a GPU beside other work, four bits a
 number. Random weights forget at random; these have learned what to keep. Made by
 

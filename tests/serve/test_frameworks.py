@@ -99,6 +99,7 @@ def test_litellm(older: dict[str, Any], lm: Any) -> None:
     assert found["extra"] == lm.chat(QUESTION, top_k=3, seed=7, max_tokens=16).text
 
 
+@pytest.mark.slow
 def test_instructor(older: dict[str, Any]) -> None:
     for way, person in older["instructor"].items():
         assert Person.model_validate(person), way
