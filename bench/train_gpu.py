@@ -49,7 +49,7 @@ def say(line: str) -> None:
 
 
 def speed(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    found = {}
+    found, summary = {}, list[str]()
     for job in TINY if given.tiny else JOBS:
         changed = {
             "batch": given.batch,
@@ -62,14 +62,17 @@ def speed(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         told = measure(job, device, 2 if given.tiny else given.timed, say)
         found[job.name] = told
         share = f"{told['mfu']:.1%} of the peak" if "mfu" in told else "of an unknown peak"
-        say(
+        summary.append(
             f"{job.name}: {told['parameters'] / 1e6:.1f}M parameters, "
             f"{told['tokens_per_second']:,.0f} tokens/s, "
             f"{told['flops_per_second'] / 1e12:.1f} TFLOP/s, {share}, "
             f"{(told['memory'] or 0) / 2**30:.1f} GiB, optimizers {told['update_share']:.1%}"
         )
         if "time" in told:
-            say("  " + ", ".join(f"{kind} {part:.1%}" for kind, part in told["time"].items()))
+            parts = ", ".join(f"{kind} {part:.1%}" for kind, part in told["time"].items())
+            summary.append(f"  {parts}")
+    for line in summary:
+        say(line)
     return found
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+FILE = Path(__file__).parents[2] / "bench" / "parity.py"
 
 
-def test_two_families():
-    done = subprocess.run(
-        [sys.executable, ROOT / "bench" / "parity.py", "llama", "lfm2"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+def test_two_families(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    spec = importlib.util.spec_from_file_location("parity_bench", FILE)
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    monkeypatch.setattr(sys, "argv", ["parity.py", "llama", "lfm2"])
+    bench.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0] for row in rows] == ["llama", "lfm2"]
     for row in rows:
         assert float(row[1]) > 0.5, "a model that says nothing proves nothing"

@@ -39,7 +39,7 @@ def new(
         bool | None, _opt(_SIZE, "The head is the embedding table.", "--tied/--untied")
     ] = None,
     like: Annotated[
-        str | None, _opt(_SIZE, "A model whose shape to take.", metavar="MODEL")
+        str | None, _opt(_SIZE, "A model, or a config.json, whose shape to take.", metavar="MODEL")
     ] = None,
     start: Annotated[
         str | None, _opt(_SIZE, "A model, or a run, to go on from.", "--from", metavar="MODEL")
