@@ -48,11 +48,16 @@ def _numbers(stored: Stored) -> Numbers:
     if len(stored.shape) == 1:
         return stored.float32()[at]
     rows, columns = np.divmod(at, stored.shape[-1])
+    if len(stored.shape) == 2:
+        return _picked(stored, rows, columns)
+    matrices, (numbers, rows) = stored.slices(), np.divmod(rows, stored.shape[-2])
     found = np.empty(len(at), np.float32)
-    for place, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
-        matrix = stored
-        if len(stored.shape) == 3:
-            number, row = divmod(row, stored.shape[-2])
-            matrix = stored.slices()[number]
-        found[place] = matrix.rows(row, row + 1).float32()[0, column]
+    for number in np.unique(numbers).tolist():
+        here = numbers == number
+        found[here] = _picked(matrices[number], rows[here], columns[here])
     return found
+
+
+def _picked(matrix: Stored, rows: Places, columns: Places) -> Numbers:
+    wanted, which = np.unique(rows, return_inverse=True)
+    return matrix.part(0, wanted).float32()[which, columns]

@@ -56,19 +56,11 @@ class DeltaNet(MatrixMixer):
         beta, g = parts[2].float().sigmoid(), self._log_decay(parts[3])
         return self._chunks((query, key, value, beta, g), documents, _chunk)
 
-    def _ready(
-        self, parts: Parts, state: Tensor, documents: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, tokens, heads, width] behind the convolution, and the
-        convolution's last inputs."""
+    def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.recurrence
-        convolved, last = self._convolved(parts[0], state, documents)
-        query, key, value = exact(functional.silu, convolved).split(
-            (shape.keys, shape.keys, shape.values), -1
-        )
-        query = self._for_values(_unit(self._of_keys(query)) * shape.key_width**-0.5)
-        key = self._for_values(_unit(self._of_keys(key)))
-        return query, key, value.unflatten(-1, (shape.value_heads, -1)), last
+        query, key, value = convolved.split((shape.keys, shape.keys, shape.values), -1)
+        query = _unit(self._of_keys(query)) * shape.key_width**-0.5
+        return query, _unit(self._of_keys(key)), value
 
     def _log_decay(self, a: Tensor) -> Tensor:
         return self._rate() * exact(functional.softplus, a.float() + self.dt_bias.float())

@@ -55,18 +55,10 @@ class Mamba2(MatrixMixer):
         tokens = (query, key, step[..., None] * value, self._rate() * step)
         return self._chunks(tokens, documents, _chunk) + self.d.float()[:, None] * value
 
-    def _ready(
-        self, parts: Parts, state: Tensor, documents: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values [batch, tokens, heads, width] behind the convolution, and the
-        convolution's last inputs."""
+    def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.recurrence
-        convolved, last = self._convolved(parts[0], state, documents)
-        value, key, query = exact(functional.silu, convolved).split(
-            (shape.values, shape.keys, shape.keys), -1
-        )
-        query, key = (self._for_values(self._of_keys(part)) for part in (query, key))
-        return query, key, value.unflatten(-1, (shape.value_heads, -1)), last
+        value, key, query = convolved.split((shape.values, shape.keys, shape.keys), -1)
+        return self._of_keys(query), self._of_keys(key), value
 
     def _step(self, dt: Tensor) -> Tensor:
         return exact(functional.softplus, dt.float() + self.dt_bias.float())

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from unspool.model.config import ModelConfig
 from unspool.model.layers.mixers import Mixer, Parts
@@ -38,6 +39,20 @@ class MatrixMixer(Mixer):
     @abstractmethod
     def _in_chunks(self, parts: Parts, documents: Tensor | None) -> Tensor:
         """What `recur` finds from nothing on, [batch, tokens, heads, width], with gradients."""
+
+    @abstractmethod
+    def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys head by head, and values, from what the convolution gave."""
+
+    def _ready(
+        self, parts: Parts, state: Tensor, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values [batch, tokens, heads of values, width] behind the convolution,
+        and the convolution's last inputs."""
+        convolved, last = self._convolved(parts[0], state, documents)
+        query, key, value = self._split(exact(functional.silu, convolved))
+        values = value.unflatten(-1, (self.recurrence.value_heads, -1))
+        return self._for_values(query), self._for_values(key), values, last
 
     def _chunks(
         self, tokens: tuple[Tensor, ...], documents: Tensor | None, chunk: Callable[..., Chunk]
