@@ -204,7 +204,9 @@ def fill(job: Job) -> dict[str, Any]:
 
 
 def draft(job: Job) -> dict[str, Any]:
-    settings = job.settings("draft", "draft", chat_share=1.0, data=(), shares=())
+    settings = job.settings(
+        "draft", "draft", chat_share=1.0, data=(), shares=(), start=job.given.head
+    )
     run = job.trained("draft", settings)
     causal = Causal.found(job.model)
     clean = causal.frozen(job.device)
@@ -271,6 +273,7 @@ def main() -> None:
     parser.add_argument(
         "--boards", type=int, default=1000, help="puzzles to be solved of each kind"
     )
+    parser.add_argument("--head", help="a folder: the drafting head that draft goes on from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")

@@ -14,6 +14,7 @@ import torch
 
 import unspool
 from unspool.cli.main import _exit_code
+from unspool.decoding.heads.files import SHIPPED
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Twin, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint
@@ -132,6 +133,18 @@ def test_a_drafting_head_learns_and_is_saved(here: Path):
     DraftHead(config, shape, weights["ids"]).load_state_dict(weights)  # all of them, as they were
 
 
+def test_a_drafting_head_goes_on_from_a_run_or_a_folder(here: Path):
+    first, losses = trained(settings(here, "draft", steps=12, rate=0.01))
+    assert first.final is not None
+    for start in (str(first.folder), str(first.final)):
+        again, later = trained(settings(here, "draft", start=start, steps=1, rate=1e-6))
+        assert later[0] < losses[0] - 0.05
+        assert again.final is not None
+        kept = open_head(first.final)[1]
+        for name, value in open_head(again.final)[1].items():
+            torch.testing.assert_close(value, kept[name], rtol=0.01, atol=0.002)
+
+
 @pytest.mark.parametrize("sight", ["whole", "causal"])
 def test_a_puzzle_twin_is_an_ordinary_checkpoint(here: Path, sight: str):
     run, losses = trained(settings(here, "countdown:2", sight=sight, steps=12, batch=16))
@@ -197,6 +210,10 @@ def test_what_cannot_be_is_refused_before_anything_is_made(here: Path):
     ):
         with pytest.raises(UnspoolError):
             TwinSettings(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UnspoolError, match="neither a drafting head's folder"):
+        trained(settings(here, "draft", start=str(here / "model")))
+    with pytest.raises(UnspoolError, match="a model of another shape"):
+        trained(settings(here, "draft", start=str(SHIPPED / "smollm2-135m-instruct")))
     with pytest.raises(UnspoolError, match="no token that texts do not use"):
         trained(settings(here, "block", mask=None))
     assert not Run.all()

@@ -43,7 +43,13 @@ def twin(
         str | None, _opt(_TEXT, "A file: one thing to ask the model in each line.", metavar="FILE")
     ] = None,
     start: Annotated[
-        str | None, _opt(_TEXT, "fill: begin as this twin (a run).", "--from", metavar="TWIN")
+        str | None,
+        _opt(
+            _TEXT,
+            "fill, draft: begin as this twin (a run or its folder).",
+            "--from",
+            metavar="TWIN",
+        ),
     ] = None,
     lora: Annotated[int, _opt(_TEXT, "An adapter of this rank; 0: all weights.", min=0)] = 0,
     mask: Annotated[int | None, _opt(_TEXT, "The token that is the mask.", min=0)] = None,

@@ -22,7 +22,7 @@ class TwinSettings:
 
     kind: str = "block"  # or fill, draft, or a puzzle: sudoku, sudoku:48, countdown
     model: str | None = None
-    start: str | None = None  # fill: a twin to go on from
+    start: str | None = None  # fill, draft: a twin to go on from
     data: tuple[str, ...] = (DEFAULT_SOURCE,)
     shares: tuple[float, ...] = ()  # of each source; empty: alike
     chat: int = 16000  # texts that the model writes itself
@@ -64,8 +64,8 @@ class TwinSettings:
             )
         if self.lora and self.kind not in ("block", "fill"):
             raise SettingsError("only block and fill twins can be adapters; leave --lora out")
-        if self.start and self.kind != "fill":
-            raise SettingsError("only a fill twin begins as another twin; leave --from out")
+        if self.start and self.kind not in ("fill", "draft"):
+            raise SettingsError("only fill and draft begin as another twin; leave --from out")
         if self.sight not in ("causal", "whole"):
             raise SettingsError(f"a puzzle's twin sees causal or whole, not {self.sight!r}")
         if self.steps is not None and self.minutes is not None:

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from unspool.backends.torch.loaded import TorchModel
+from unspool.errors import SettingsError
 from unspool.model.checkpoint import load_transformer
+from unspool.model.config import ModelConfig
 from unspool.train.learning.optimizers import Rates
+from unspool.train.running.runs import Run, RunError
 from unspool.train.twins.draft import (
     DraftHead,
     DraftTwin,
     HeadShape,
     most_written,
 )
-from unspool.train.twins.head_files import save_head
+from unspool.train.twins.head_files import WEIGHTS, open_head, save_head
 from unspool.train.twins.mixture import Mixture
 from unspool.train.twins.settings import Parts, TwinSettings
 from unspool.train.twins.sources import Causal, judged_by, learned_from, most_of
@@ -36,12 +39,15 @@ def head_parts(
     train, held_out, told = learned_from(causal, settings, device, tell)
     clean = causal.frozen(device)
     config = clean.config
-    source = train["written"] if "written" in train else next(iter(train.values()))
-    ids = most_written(most_of(source[0]), config.vocab_size, settings.draft_tokens)
-    shape = HeadShape.of(config, len(ids))
     torch.manual_seed(settings.seed)
-    head = DraftHead(config, shape, ids)
-    head.begin_as(clean.cpu())
+    if settings.start:
+        head = _begun(settings.start, config)
+    else:
+        source = train["written"] if "written" in train else next(iter(train.values()))
+        ids = most_written(most_of(source[0]), config.vocab_size, settings.draft_tokens)
+        head = DraftHead(config, HeadShape.of(config, len(ids)), ids)
+        head.begin_as(clean.cpu())
+    shape = head.shape
     head, clean = head.to(device), clean.to(device)
     if settings.compile:
         for layer in clean.layers:  # the trainer compiles the head's
@@ -71,3 +77,20 @@ def head_parts(
         "adamw" if settings.optimizer == "adamw" else "muon",
         {"base": causal.base, "data": told, "head": list(shape.layers)},
     )
+
+
+def _begun(name: str, config: ModelConfig) -> DraftHead:
+    """A head that was trained before, to be trained further: a run, or a head's folder."""
+    try:
+        folder = Run.open(name).model or Path(name)
+    except RunError:
+        folder = Path(name)
+    if not (folder / WEIGHTS).is_file():
+        raise SettingsError(f"{name} is neither a drafting head's folder nor a run with one")
+    shape, weights = open_head(folder)
+    head = DraftHead(config, shape, weights["ids"])
+    try:
+        head.load_state_dict(weights)
+    except RuntimeError:
+        raise SettingsError(f"{folder} is a drafting head of a model of another shape") from None
+    return head
