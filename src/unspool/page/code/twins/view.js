@@ -26,7 +26,7 @@ export function TwinsView() {
       places at once, keeps what it is sure of, and looks again. Both run here, one after the other.</p>
     ${!maskedNow() && html`<${NoTwin} />`}
     <${Asking} />
-    <${TintChoice} />
+    ${twins.puzzle !== "sudoku" && html`<${TintChoice} />`}
     <${Passes} />
     <div class="twins-columns">
       <${Written} />
@@ -38,9 +38,8 @@ export function TwinsView() {
 /** No model here has a mask token: how to get one. */
 function NoTwin() {
   return html`<div class="notice twins-none" role="note">
-    <p>No model in memory has a mask token, so nothing can be filled in yet. ${otherModels().length > 0
-      ? "Choose another model below, if one of them is a diffusion model," : "Solve a puzzle with the pair that comes with Unspool,"} or make
-      a twin of your own:</p>
+    <p>No model in memory has a mask token, so no text can be filled in yet. Solve a puzzle with the pair that comes with Unspool,${
+      otherModels().length > 0 ? " choose another model below, if one of them is a diffusion model," : ""} or make a twin of your own:</p>
     <p><code>unspool train twin --kind block --model ${shortName(modelNow()?.id) || "MODEL"}</code></p>
     <p class="quiet small">Then start the page with it: <code>unspool page -m FOLDER</code>. LLaDA, Dream and SDAR work too.</p></div>`;
 }
@@ -73,7 +72,7 @@ function Asking() {
       <label><span class="small">A pass sets</span>
         <select class="field" name="order" value=${twins.order} onChange=${set}>
           ${Object.entries(ORDERS).map(([order, title]) => html`<option value=${order}>${title}</option>`)}</select></label>
-      ${number("length", "Tokens", "How many are written, and how many places there are", "numeric")}
+      ${!twins.puzzle && number("length", "Tokens", "How many are written, and how many places there are", "numeric")}
       ${twins.order === "threshold" && number("threshold", "Sure from", "How likely a token must be to be set")}
       ${number("remask", "Taken back below", "Empty: what is set stays. Else a token that became less likely than this is cleared")}
       ${isWriting() ? html`<button class="button" type="button" onClick=${stopBoth}>Stop</button>`
