@@ -73,6 +73,20 @@ def test_beyond_left_to_right(default_model: Path, monkeypatch: pytest.MonkeyPat
     seeing.close()
 
 
+def test_the_puzzle_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.undo()  # by its name each is itself
+    text = section("beyond.md", "The puzzle pairs that come with Unspool")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, "beyond.md", "exec"), {})
+    filled, written, _ = capsys.readouterr().out.splitlines()
+    assert len(filled.split()[0]) == 81 and written.split()[-1] in ("True", "False")
+    (block,) = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    from unspool.cli.main import _exit_code
+
+    for line in block.splitlines():
+        assert _exit_code(shlex.split(line.removeprefix("$ "))[1:]) == 0, line
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("heading", ["Fill a gap", "Edit"])
 def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):

@@ -226,11 +226,13 @@ for name, offline in json.loads(sys.argv[1]):
         answers.append([f"{each.name}: {each.read_text()}" for each in files])
     except UnspoolError as error:
         answers.append(str(error))
-models = [[model.name, model.bytes] for model in hub.cached_models(everything=True)]
+def here():
+    return [each for each in hub.cached_models(everything=True) if each.source != "shipped"]
+models = [[model.name, model.bytes] for model in here()]
 if "remove" in sys.argv:
     from unspool.model.removing import removal
     removal("org/tensors").run()
-left = [model.name for model in hub.cached_models(everything=True)]
+left = [model.name for model in here()]
 print(json.dumps([answers, models, left]))
 """
 

@@ -15,10 +15,12 @@ import small_model as small
 import tiny
 import torch
 from gguf.quants import quantize
+from safetensors.numpy import load_file
 
 import unspool
 from gguf_converted import convert
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
+from unspool.model.checkpoint import open_checkpoint
 from unspool.model.gguf import GGUFFile
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.export import export_folder, export_gguf
@@ -177,6 +179,26 @@ def test_a_folder_for_transformers(folder: Path, tmp_path: Path):
     again = AutoModelForCausalLM.from_pretrained(back)
     assert again.dtype == torch.bfloat16
     assert np.abs(log_probabilities(again.float(), PROMPTS) - wanted).mean() < 0.1
+
+
+@pytest.mark.parametrize(("kind", "bits", "near"), [("mlx8", 8, 0.1), ("mlx4", 4, 4.0)])
+def test_a_folder_for_mlx(folder: Path, tmp_path: Path, kind: str, bits: int, near: float):
+    """A number is scale times a whole number plus the group's minimum, as MLX has it; the file is
+    smaller, and the model says nearly the same."""
+    target = export_folder(folder, tmp_path / "packed", dtype=kind)
+    told = json.loads((target / "config.json").read_text())
+    assert told["quantization"] == {"group_size": 32, "bits": bits, "mode": "affine"}
+    kept, plain = (load_file(each / "model.safetensors") for each in (target, folder))
+    at = "model.layers.0.mlp.up_proj"
+    words, wanted = kept[f"{at}.weight"], plain[f"{at}.weight"].astype(np.float32)
+    each = (words[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
+    scales, minima = (kept[f"{at}.{part}"].astype(np.float32) for part in ("scales", "biases"))
+    found = each.reshape(*scales.shape, 32) * scales[..., None] + minima[..., None]
+    off = np.abs(found.reshape(wanted.shape) - wanted).reshape(*scales.shape, 32).max(-1)
+    assert (off <= 0.55 * scales + 1e-3 * np.abs(minima) + 1e-6).all()
+    assert np.abs(ours(target, PROMPTS) - ours(folder, PROMPTS)).max() < near
+    read = dict(open_checkpoint(target).weights())["layers.0.feed.up.weight"].float32()
+    np.testing.assert_allclose(read, found.reshape(wanted.shape), atol=1e-6)
 
 
 def test_a_run_is_exported_by_its_newest_checkpoint(folder: Path, tmp_path: Path):

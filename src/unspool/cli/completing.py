@@ -6,9 +6,11 @@ from __future__ import annotations
 def model_names(incomplete: str) -> list[str]:
     """Short names, and what is on this machine."""
     from unspool.model.hub_cache import cached_repos
+    from unspool.model.shipped import shipped_models
     from unspool.model.stores import stored_models
 
-    here = [name for repo in cached_repos() for name, _ in repo.models()]
+    here = list(shipped_models())
+    here += [name for repo in cached_repos() for name, _ in repo.models()]
     here += [model.name for model in stored_models() if not model.problem]
     return fetchable_names(incomplete) + _begun(here, incomplete)
 

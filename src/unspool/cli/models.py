@@ -33,6 +33,8 @@ models = typer.Typer(
 def list_models(everything: All = False, as_json: Json = False) -> None:
     """The models on this machine, those of Ollama, llama.cpp and LM Studio too.
 
+    What is called shipped came with Unspool: two models for each puzzle.
+
     [b]Examples[/b]
 
       unspool models list
@@ -45,10 +47,9 @@ def list_models(everything: All = False, as_json: Json = False) -> None:
         rows = [_model_facts(model) for model in found]
         print_json({"models": rows, "catalogue": _catalogue_facts()} if everything else rows)
         return
-    if found:
-        print_table("name size kind source fits", [_model_row(model) for model in found])
-    else:
-        print("no models yet; unspool models pull fetches the default one (98 MB)")
+    print_table("name size kind source fits", [_model_row(model) for model in found])
+    if all(model.source == "shipped" for model in found):
+        print("no others yet; unspool models pull fetches the default one (98 MB)")
     if everything:
         print()
         _print_catalogue()

@@ -91,7 +91,9 @@ class Starting:
             raise state.fault
 
     def _others(self) -> list[ModelEntry]:
-        """The models on this machine that were not chosen; loaded when somebody picks one."""
+        """The models on this machine that were not chosen; loaded when somebody picks one. Those
+        that came with Unspool are in no list: they solve puzzles, and the page asks for them by
+        name where it shows one."""
         from unspool.model.hub import cached_models
         from unspool.serve.core.registry import ModelEntry
 
@@ -99,7 +101,11 @@ class Starting:
         chosen = [Path(model.choice.model or "") for model in self._located]
         inside = {folder for path in chosen for folder in (path, path.resolve(), *path.parents)}
         try:
-            found = [each for each in cached_models() if each.path not in inside]
+            found = [
+                each
+                for each in cached_models()
+                if each.path not in inside and each.source != "shipped"
+            ]
         except Exception as error:  # a damaged store is no reason not to start
             o.say(f"the models on this machine could not be looked through: {error}")
             return []

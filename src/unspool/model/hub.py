@@ -2,6 +2,7 @@
 
     find_model()                                    the default model
     find_model("models/tiny.gguf")                  a file or a folder
+    find_model("sudoku")                            one that comes with Unspool
     find_model("qwen3-0.6b")                        a model of the catalogue
     find_model("ollama/llama3.2:1b")                a model that another program keeps here
     find_model("org/name")                          a repository; of several files the best one
@@ -23,6 +24,7 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.default_model import DEFAULT, default_model
 from unspool.model.hub_files import RepoName
 from unspool.model.packaged import cache_folder
+from unspool.model.shipped import shipped_models
 
 __all__ = ["CachedModel", "cache_folder", "cached_models", "find_model", "is_default"]
 
@@ -36,7 +38,7 @@ class CachedModel:
     name: str
     path: Path
     bytes: int
-    source: str = "unspool"  # who keeps it: unspool, huggingface, ollama, llama.cpp, lmstudio
+    source: str = "unspool"  # who keeps it: unspool, huggingface, ...; shipped: came with Unspool
     kind: str | None = None  # Q4_K_M, BF16, ...
     needs: int = 0  # bytes of memory, about, to run it
     problem: str = ""  # why it cannot be opened here, in words
@@ -78,6 +80,8 @@ def find_model(
         raise UnspoolError(f"{str(name)[:80]!r} is no usable path: {error.strerror}") from None
     if isinstance(name, Path) or _only_a_path(str(name)):
         raise ModelFileError(_missing(path))
+    if (shipped := shipped_models().get(str(name).lower())) is not None:
+        return shipped
     from unspool.model.names import find_stored, without_address
 
     written = without_address(str(name))
@@ -166,7 +170,8 @@ def _near_paths(path: Path) -> list[Path]:
 
 
 def cached_models(*, everything: bool = False) -> list[CachedModel]:
-    """The models on this machine that can be opened: ours, the hub's cache, others' stores.
+    """The models on this machine that can be opened: ours, the hub's cache, others' stores, and
+    last those that came with Unspool.
 
     With `everything` also those that cannot, which have a `problem`.
     """
@@ -192,4 +197,6 @@ def cached_models(*, everything: bool = False) -> list[CachedModel]:
             add(name, path, "huggingface")
     for model in stored_models():
         add(model.name, model.path, model.source, model.kind, model.problem)
+    for name, path in shipped_models().items():
+        add(name, path, "shipped")
     return found

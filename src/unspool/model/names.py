@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from unspool.errors import ModelFileError, UnspoolError
+from unspool.model.shipped import shipped_models
 from unspool.model.stores import STORES, StoredModel, models_of, stored_models
 
 _ADDRESS = re.compile(
@@ -92,7 +93,7 @@ def near_names(name: str) -> list[str]:
     """Short names that are written nearly like this one."""
     from unspool.model.catalogue import catalogue
 
-    known = {each.lower(): each for each in catalogue()}
+    known = {each.lower(): each for each in (*catalogue(), *shipped_models())}
     known |= {model.short.lower(): model.name for model in stored_models() if not model.problem}
     close = difflib.get_close_matches(name.lower().replace(":", "-"), known, n=3)
     return [known[each] for each in close]

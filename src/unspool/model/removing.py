@@ -15,6 +15,7 @@ from unspool.model.gguf import part_paths
 from unspool.model.hub import cached_models, is_default
 from unspool.model.hub_cache import CachedRepo, cached_repos, hub_cache_folder
 from unspool.model.names import without_address
+from unspool.model.shipped import shipped_models
 from unspool.model.stores import stored_models
 
 _THEIR_WAY = {
@@ -77,6 +78,10 @@ def removal(name: str) -> Removal:
 
 
 def _refuse_what_is_not_ours(name: str) -> None:
+    if name.lower() in shipped_models():
+        raise UnspoolError(
+            f"{name} is a part of Unspool: nothing was fetched that could be removed"
+        )
     for model in stored_models():
         if name.lower() in (model.name.lower(), model.short.lower()):
             way = _THEIR_WAY[model.source].format(model.short, path=model.path)

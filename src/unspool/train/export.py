@@ -1,6 +1,7 @@
-"""A trained model for other programs: a folder for transformers, a GGUF file for llama.cpp.
+"""A trained model for other programs: a folder for transformers or MLX, a GGUF for llama.cpp.
 
     export_folder("runs/speeches", "speeches-hf", dtype="bfloat16")
+    export_folder("runs/speeches", "speeches-mlx", dtype="mlx8")
     export_gguf("runs/speeches", "speeches.gguf", type="Q8_0")
 
 What is there before the work is done stays; a reader never finds half a model.
@@ -27,8 +28,11 @@ from unspool.model.checkpoint import (
     save_checkpoint,
 )
 from unspool.model.gguf_save import check_writable, save_gguf
+from unspool.model.mlx_save import quantize_folder
 from unspool.model.weights import shapes
 from unspool.train.finding import model_path
+
+MLX = {"mlx8": 8, "mlx4": 4}  # bits of MLX's quantized folders
 
 
 def export_folder(
@@ -38,10 +42,10 @@ def export_folder(
     dtype: str = "float32",
     force: bool = False,
 ) -> Path:
-    """Write config.json, safetensors and the vocabulary, as transformers reads them."""
+    """Write config.json, safetensors and the vocabulary, as transformers (or mlx-lm) reads them."""
     check_torch()
-    if dtype not in DTYPES:
-        raise SettingsError(f"dtype is {dtype!r}; it may be {', '.join(DTYPES)}")
+    if dtype not in (*DTYPES, *MLX):
+        raise SettingsError(f"dtype is {dtype!r}; it may be {', '.join((*DTYPES, *MLX))}")
     checkpoint, target = open_checkpoint(model_path(model)), Path(target)
     _check_target(target, force)
     tokenizer = open_tokenizer(checkpoint)
@@ -49,7 +53,10 @@ def export_folder(
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with _telling_of_a_full_disk(target):
-            save_checkpoint(load_transformer(checkpoint, dtype=dtype), beside)
+            floats = "float32" if dtype in MLX else dtype
+            save_checkpoint(load_transformer(checkpoint, dtype=floats), beside)
+            if dtype in MLX:
+                quantize_folder(beside, MLX[dtype])
             if tokenizer is not None:
                 tokenizer.save(beside)
             if target.exists():

@@ -22,7 +22,7 @@ def export(
             "--type",
             "-t",
             help="In a GGUF file: F32, F16, Q8_0 (default), Q4_1, Q4_0. In a folder: float32 "
-            "(default), bfloat16, float16.",
+            "(default), bfloat16, float16; mlx8 and mlx4 (quantized, for MLX).",
         ),
     ] = None,
     name: Annotated[
@@ -37,6 +37,7 @@ def export(
       unspool train export speeches speeches.gguf
       unspool train export speeches speeches-4bit.gguf --type Q4_1
       unspool train export runs/speeches/checkpoints/000100 speeches-hf --type bfloat16
+      unspool train export speeches speeches-mlx --type mlx4
     """
     from unspool.train.export import export_folder, export_gguf
 
@@ -49,4 +50,8 @@ def export(
         export_folder(model, target, dtype=(kind or "float32").lower(), force=force)
         size = sum(file.stat().st_size for file in target.iterdir())
         used = f"AutoModelForCausalLM.from_pretrained('{target}')"
+        if kind and kind.lower().startswith("mlx"):
+            used = (
+                f"mlx_lm.generate --model {target}   ·   unspool run -m {target} 'Once upon a time'"
+            )
     print(f"{target}: {size / 1e6:,.1f} MB\n{used}")

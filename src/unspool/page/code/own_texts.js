@@ -16,6 +16,13 @@ export function keep(branch, settings) {
   return kept.id;
 }
 
+/** What the panels want to know of the model behind a text, if it is in no list: a checkpoint, a puzzle solver. */
+export async function know(model, signal) {
+  if (state.unlisted.has(model) || state.models.some(({ id }) => id === model)) return;
+  state.unlisted.set(model, await api.get(`/v1/models/${encodeURIComponent(model)}`, { signal }));
+  changed("models");
+}
+
 /** Drop branches that are no longer shown, but none that a person went to, named or went on from. */
 export function letGo(ids) {
   for (const id of ids) {

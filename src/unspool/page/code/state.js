@@ -6,7 +6,7 @@
 export const state = {
   server: { ready: false, asking: true, keyNeeded: false },
   models: [],
-  unlisted: new Map(), // models that were asked for by name: checkpoints of trainings
+  unlisted: new Map(), // models that were asked for by name: checkpoints of trainings, puzzle solvers
   model: null,
   loading: null, // {id, since}: a model that is on its way into memory
   mode: "chat",

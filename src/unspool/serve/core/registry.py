@@ -8,7 +8,7 @@ One model is loaded at a time. Room for it is made by closing models that nobody
 that was used longest ago first. A model that is in use is never closed.
 
 Beside the models that are listed there are passing ones, found by their names when somebody asks
-(`find`): the checkpoints of trainings. Of these only so many are in memory at once.
+(`find`): checkpoints of trainings, puzzle solvers. Of these only so many are in memory at once.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from unspool.serve.core.filling import Between, GapTexts
 from unspool.serve.core.foreign import keep_alive_seconds
+from unspool.serve.core.passing import shipped_entry
 from unspool.serve.core.registry import ModelRegistry, ServedModel
 from unspool.serve.core.schema import ForeignRequest
 from unspool.serve.core.texts import Texts
@@ -58,7 +59,7 @@ class ServerState:
         self.responses = ResponseStore()  # of /v1/responses
         self.runs = RunLibrary(settings.runs)  # of /v1/runs
         self.trainer = Trainer(self.runs)
-        registry.find = self.runs.checkpoint
+        registry.find = lambda name: shipped_entry(name) or self.runs.checkpoint(name)
         self.ready = False  # the first model is loaded
         self.fault: Exception | None = None  # why it could not be
 

@@ -64,6 +64,12 @@ def _diffuse() -> list[APIRouter]:
     return [diffuse.router]
 
 
+def _puzzles() -> list[APIRouter]:
+    from unspool.serve import puzzles
+
+    return [puzzles.router]
+
+
 def _think() -> list[APIRouter]:
     from unspool.serve import think
 
@@ -88,6 +94,7 @@ LATER = (  # in this order at /docs
     Later(("/v1/embeddings",), _embeddings),
     Later(("/v1/tree",), _tree),
     Later(("/v1/diffuse",), _diffuse),
+    Later(("/v1/puzzles",), _puzzles),
     Later(("/v1/think",), _think),
     Later(("/v1/costs",), _costs),
     Later(("/v1/runs",), _runs),

@@ -6,20 +6,14 @@ it, and goes when room is needed. It is in no list of models, because there are 
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from unspool.errors import UnspoolError
-from unspool.model.hub import find_model
+from unspool.serve.core.passing import passing_entry
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.http.errors import ApiError
-from unspool.session import Session
 from unspool.train.running.runs import Run, runs_folder
-
-# For keys and values of each checkpoint in memory: texts to look at are short.
-_KEYS_MEMORY = 256 << 20
 
 
 class RunLibrary:
@@ -52,14 +46,7 @@ class RunLibrary:
         found = next((each for each in saved if each.step == int(step)), None)
         if found is None or not self._is_inside(found.folder):
             return None
-        made = [file.stat().st_mtime_ns for file in found.folder.glob("*.safetensors")]
-        return ModelEntry(
-            f"{name}@{found.step}",
-            partial(_load, found.folder),
-            _size(found.folder),
-            source="training",
-            made=max(made, default=0),
-        )
+        return passing_entry(f"{name}@{found.step}", found.folder, "training")
 
     def _is_inside(self, folder: Path) -> bool:
         """Whether it lies here also when links are followed."""
@@ -71,19 +58,3 @@ def is_there(path: Path) -> bool:
     with suppress(OSError):
         return path.exists()
     return False
-
-
-def _size(model: Path) -> int:
-    """Bytes of weights; an adapter is loaded together with the model that it was tuned from."""
-    files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
-    size = sum(file.stat().st_size for file in files)
-    with suppress(OSError, ValueError, KeyError, UnspoolError):
-        config = json.loads((model / "adapter_config.json").read_text(encoding="utf-8"))
-        size += _size(find_model(config["base_model_name_or_path"], offline=True, progress=False))
-    return size
-
-
-def _load(folder: Path) -> Session:
-    import unspool
-
-    return unspool.load(folder, memory=_KEYS_MEMORY, offline=True, progress=False)

@@ -2,8 +2,8 @@
 
 import { adoptEvent, CANDIDATES } from "../actions.js";
 import { api, ApiFault } from "../api.js";
-import { keep, letGo } from "../own_texts.js";
-import { changed, on, state } from "../state.js";
+import { keep, know, letGo } from "../own_texts.js";
+import { on, state } from "../state.js";
 import { checkpoints, learn, onRun, told } from "./run.js";
 
 const WAIT = 150; // milliseconds after the last movement: what only passes by is not written
@@ -127,13 +127,6 @@ async function write(step, asked, signal) {
     text.writing = false;
     told();
   }
-}
-
-/** What the panels want to know of the model behind a text; checkpoints are not in the list of models. */
-async function know(model, signal) {
-  if (state.unlisted.has(model)) return;
-  state.unlisted.set(model, await api.get(`/v1/models/${encodeURIComponent(model)}`, { signal }));
-  changed("models");
 }
 
 // A person chose another word in one of the texts: what is written from there stands in its place.

@@ -25,7 +25,7 @@ function clashes(size, digits) {
 }
 
 export function Board({ size, puzzle, cells, pick = null, stop = 0 }) {
-  const all = [...puzzle].map((given, number) => ({ given: given !== ".", ...(cells[number] ?? { number, token: null, text: "" }) }));
+  const all = [...puzzle].map((given, number) => ({ given: given !== ".", ...(cells[number] ?? { number: pick ? number : -1, token: null, text: "" }) }));
   const digits = all.map(({ token, text }) => (token !== null && /^[1-9]$/.test(text) ? text : null));
   const wrong = clashes(size, digits);
   const full = digits.every(Boolean);

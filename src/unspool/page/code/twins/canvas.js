@@ -26,7 +26,7 @@ export function Canvas() {
     setStop(Number(next.dataset.place));
     next.focus();
   };
-  if (size) return html`<div onKeyDown=${keys}><${Board} size=${size} puzzle=${prompt} cells=${places} pick=${pick} stop=${stop} /></div>`;
+  if (size) return html`<div class="stack" onKeyDown=${keys}><${Board} size=${size} puzzle=${prompt} cells=${places} pick=${pick} stop=${stop} /></div>`;
   return html`<div class="canvas" role="group" aria-label="The canvas; arrow keys move from place to place" onKeyDown=${keys}>
     ${places.map((place) => html`<${Place} key=${place.number} place=${place} pick=${pick} isStop=${place.number === stop} />`)}</div>`;
 }

@@ -17,7 +17,7 @@ export function Written() {
   const shown = steps.slice(0, Math.min(shownNow(), steps.length));
   const size = boardSize(branch?.prompt?.text ?? "");
   return html`<section class="panel stack" aria-label="Left to right">
-    <h3>Left to right</h3>
+    <h3>Left to right <${Verdict} solved=${left.solved} /></h3>
     ${left.fault && html`<p class="fault" role="alert">${left.fault.message}</p>`}
     ${!branch ? html`<p class="quiet">${causalNow() ? "Nothing is written yet." : "No causal model is in memory."}</p>`
       : size ? html`<${Board} size=${size} puzzle=${branch.prompt.text} cells=${shown.map(({ text }, at) => ({ number: -1 - at, token: 0, text,
@@ -39,7 +39,7 @@ export function Filled() {
   const tokens = done?.tokens.length ?? passes.at(-1)?.tokens.filter((token) => token !== null).length ?? 0;
   const steps = state.branches.get(judged)?.steps ?? null;
   return html`<section class="panel stack" aria-label="In any order">
-    <h3>In any order</h3>
+    <h3>In any order <${Verdict} solved=${right.solved} /></h3>
     ${right.fault && html`<p class="fault" role="alert">${right.fault.message}</p>`}
     ${!start ? html`<p class="quiet" role="status">${right.writing ? "The first pass is on its way …"
       : maskedNow() ? "Nothing is filled in yet." : "This needs a model with a mask token."}</p>`
@@ -48,6 +48,11 @@ export function Filled() {
         ${done && html`<p class="quiet small">${ENDS[done.finish_reason] ?? done.finish_reason}. ${done.notes.join(" ")}</p>`}
         ${judged && html`<button class="button" onClick=${() => openInWrite(judged)}>Open in Write</button>`}`}
   </section>`;
+}
+
+/** What the judge of a puzzle says of the whole answer. */
+function Verdict({ solved }) {
+  return solved !== null && html`<span class=${`twins-verdict ${solved ? "right" : "wrong"}`} role="status">${solved ? "Solved" : "Not solved"}</span>`;
 }
 
 const WAYS = { text: "The text before guessed the first place", look: "One more look at what was set at once", hand: "By hand" };

@@ -3,7 +3,7 @@
 
 import { adoptEvent, connect } from "../actions.js";
 import { ApiFault, api } from "../api.js";
-import { keep, letGo } from "../own_texts.js";
+import { keep, know, letGo } from "../own_texts.js";
 import { changed, state } from "../state.js";
 
 const EXAMPLE = "Once upon a time there was a";
@@ -19,16 +19,19 @@ export const twins = {
   remask: "",
   causal: null, // which model; null: the first that there is
   masked: null,
+  puzzle: null, // "sudoku" or "countdown"; null: a text of one's own
+  empty: 40, // cells of a Sudoku
+  making: false, // a puzzle is on its way
   fault: null,
-  left: { id: null, writing: false, fault: null, seconds: 0 },
-  right: { start: null, passes: [], done: null, writing: false, fault: null, judged: null, control: null },
+  left: { id: null, writing: false, fault: null, seconds: 0, solved: null },
+  right: { start: null, passes: [], done: null, writing: false, fault: null, judged: null, control: null, solved: null },
   shown: null, // after how many passes; null: the newest
   place: null, // the place that is looked at
   hand: new Map(), // what a person put in places of the pass that is shown: {token, text}, or null
 };
 
 export const told = () => changed("twins");
-export const isWriting = () => twins.left.writing || twins.right.writing;
+export const isWriting = () => twins.left.writing || twins.right.writing || twins.making;
 
 export function change(values) {
   Object.assign(twins, values);
@@ -78,8 +81,8 @@ export async function writeBoth() {
   if (twins.fault) return;
   const { left, right } = twins;
   letGo([left.id, right.judged]);
-  Object.assign(left, { id: null, fault: null, seconds: 0 });
-  Object.assign(right, { start: null, passes: [], done: null, fault: null, judged: null });
+  Object.assign(left, { id: null, fault: null, seconds: 0, solved: null });
+  Object.assign(right, { start: null, passes: [], done: null, fault: null, judged: null, solved: null });
   if (causalNow()) await tried(left, writeLeft);
   if (maskedNow() && !left.stopped) await tried(right, () => fill([]));
   left.stopped = false;
@@ -97,6 +100,9 @@ async function writeLeft() {
     left.seconds = (performance.now() - began) / 1000;
     told();
   }
+  const { model, prompt, steps } = state.branches.get(left.id);
+  await know(model);
+  if (!left.stopped) left.solved = await isSolved(prompt.text, steps.map(({ text }) => text).join(""));
 }
 
 /** Fill the canvas from these tokens on; what comes is put behind the passes that are there. */
@@ -115,7 +121,15 @@ async function fill(given) {
     else if (event === "done") right.done = data;
     told();
   }
+  if (right.done) right.solved = await isSolved(right.start.prompt.map(({ text }) => text).join(""), right.done.text);
   await judge();
+}
+
+/** What the exact judge of a puzzle says of an answer; null: there is none, or the prompt is no such puzzle. */
+async function isSolved(prompt, answer) {
+  if (!twins.puzzle) return null;
+  const asked = { puzzle: twins.puzzle, prompt, answer };
+  return api.post("/v1/puzzles/judge", asked).then(({ solved }) => solved, () => null);
 }
 
 /** What the causal model says of the text that was filled in: as a branch of its own. */
@@ -207,7 +221,7 @@ export async function goOnFromHere() {
     right.passes.push({ kind: "hand", tokens, places: changes, set: 0, taken_back: 0, seconds: 0 });
   }
   const given = right.passes.at(-1)?.tokens ?? places.map(({ token }) => token);
-  Object.assign(right, { done: null, fault: null });
+  Object.assign(right, { done: null, fault: null, solved: null });
   letGo([right.judged]);
   right.judged = null;
   Object.assign(twins, { shown: null, place: null, hand: new Map() });

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from unspool.errors import SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -141,6 +140,8 @@ class PuzzleBatches:
         return found
 
     def _made(self, step: int) -> Batch:
+        import torch  # a server makes and judges puzzles without it
+
         prompts, answers = self.puzzle.made(self.batch_size, self.rng(step))
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         ends = np.full((self.batch_size, 1), token_ids(self.puzzle)[END])

@@ -1,0 +1,17 @@
+"""The models that come with Unspool: two for each puzzle, of the same shape, 3.7 million weights.
+
+    sudoku, countdown                  fill the answer in any order (`lm.diffuse`)
+    sudoku-causal, countdown-causal    write it from left to right (`lm.generate`)
+
+Each is a folder here, as `unspool train export` writes it; its name is the model's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def shipped_models() -> dict[str, Path]:
+    """The folder of each, by name."""
+    found = sorted(Path(__file__).parent.glob("*/config.json"))
+    return {config.parent.name: config.parent for config in found}

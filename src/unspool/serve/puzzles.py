@@ -1,0 +1,67 @@
+"""`/v1/puzzles`: a new puzzle for the models that come with Unspool, and the judge of an answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+from starlette.responses import Response
+
+from unspool.serve.core.schema import ShortText, Strict
+from unspool.serve.http.errors import bad_request
+from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.http.threads import in_thread
+from unspool.train.twins.puzzles.puzzle import puzzle_named
+
+router = new_router("Puzzles", "/v1/puzzles")
+Kind = Literal["sudoku", "countdown"]
+
+
+class PuzzleRequest(Strict):
+    """Which puzzle."""
+
+    puzzle: Kind
+    empty: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        None, description="empty cells of a Sudoku; without it, 20 to 56"
+    )
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = Field(
+        None, description="the same seed, the same puzzle"
+    )
+
+
+class AnswerRequest(Strict):
+    """A puzzle as it was made, and what somebody made of it."""
+
+    puzzle: Kind
+    prompt: ShortText
+    answer: ShortText
+
+
+@router.post("", summary="A new puzzle, and the models that solve it")
+async def make(body: PuzzleRequest) -> Response:
+    """`models` tells who fills it in any order (`/v1/diffuse` with `places` tokens) and who writes
+    it from left to right."""
+    if body.empty is not None and body.puzzle != "sudoku":
+        raise bad_request(f"a {body.puzzle} has no empty cells; leave empty out", "empty")
+    puzzle = puzzle_named(body.puzzle if body.empty is None else f"{body.puzzle}:{body.empty}")
+    # The first boards of all are found by search, which takes a moment.
+    prompts, _ = await in_thread(puzzle.made, 1, np.random.default_rng(body.seed))
+    return JsonReply(
+        {
+            "object": "puzzle",
+            "puzzle": body.puzzle,
+            "prompt": prompts[0],
+            "places": puzzle.answer,
+            "models": {"whole": body.puzzle, "causal": f"{body.puzzle}-causal"},
+        }
+    )
+
+
+@router.post("/judge", summary="Whether an answer is right")
+async def judge(body: AnswerRequest) -> Response:
+    try:
+        solved = puzzle_named(body.puzzle).solved(body.prompt, body.answer)
+    except ValueError:
+        raise bad_request(f"the prompt is no {body.puzzle}", "prompt") from None
+    return JsonReply({"object": "puzzle.judgement", "solved": solved})
