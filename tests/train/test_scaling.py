@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -176,7 +177,8 @@ def test_a_damaged_study_is_told(tmp_path: Path):
 
 
 def test_real_runs_predict_larger_ones(tmp_path: Path):
-    """Twelve runs on enwik8 (docs/train.md): the nine smaller ones say how good the others are."""
+    """Twelve runs on enwik8 (docs/train.md): the nine smaller ones say how good the others are,
+    and all of them how good a run is that none of them had a third of the arithmetic of."""
     shutil.copy(Path(__file__).parents[2] / "bench/training/scaling-enwik8.json", tmp_path)
     (tmp_path / "scaling-enwik8.json").rename(tmp_path / "scaling.json")
     study = Study(tmp_path)
@@ -186,6 +188,9 @@ def test_real_runs_predict_larger_ones(tmp_path: Path):
     assert max(map(abs, found.values())) < 0.01
     fitted = study.fit(redraws=0)
     assert fitted.error < 0.005 and 0.5 < fitted.e < 1.0
+    check = json.loads((tmp_path / "scaling.json").read_text())["check"]
+    predicted = fitted.loss(check["run"]["parameters"], check["run"]["tokens"])
+    assert abs(predicted / check["measured"] - 1) < 0.01
 
 
 def test_too_few_runs_leave_none_out(tmp_path: Path):
