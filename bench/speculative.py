@@ -126,7 +126,7 @@ def with_head(lm: Any, where: str, tokens: int, chats: int) -> None:
     """A head on chats: tokens a pass for each shape, then the speed of what it chooses itself."""
     head = load_head(Path(where) if where else shipped_head(lm.model), lm)
     prompts = [lm.chat_prompt(question).ids for question in CHATS[:chats]]
-    shapes: list[Shape | None] = [None, *SHAPES]
+    shapes = [None, *(Shape(size) for size in (1, 2, 3, 5, 7)), *SHAPES]
     print(f"{'':16} " + " ".join(f"{_named(shape):>9}" for shape in shapes))
     for way, options in WAYS.items():
         texts: list[list[int]] = []
@@ -179,7 +179,9 @@ def chosen(
 def _named(shape: Shape | None) -> str:
     if shape is None:
         return "none"
-    return f"chain {shape.nodes}" if shape.width == 1 else f"tree {shape.nodes}"
+    if shape.width > 1:
+        return f"tree {shape.nodes}"
+    return f"sure {shape.sure}" if shape.sure else f"chain {shape.nodes}"
 
 
 def main() -> None:

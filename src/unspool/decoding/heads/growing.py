@@ -1,5 +1,7 @@
 """From a head's logits to a draft: the likeliest token again and again, or a small tree.
 
+A chain ends where it is no longer likely enough to be worth checking.
+
 A tree grows level by level: at each, the likeliest nodes so far are asked what follows them, all in
 one run of the head. Of all nodes found the likeliest are kept, by the product of the probabilities
 on the way to each; a node is never likelier than the one it stands behind, so they hang together.
@@ -7,6 +9,7 @@ on the way to each; a node is never likelier than the one it stands behind, so t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,6 +66,7 @@ class Shape:
     nodes: int  # in all
     width: int = 1  # nodes that are asked at each level
     depth: int = 0  # levels; 0: as many as nodes
+    sure: float = 0.0  # a chain ends where all its guesses together are less likely than this
 
     @property
     def levels(self) -> int:
@@ -71,7 +75,7 @@ class Shape:
     def within(self, levels: int) -> Shape:
         """The same, with so many levels at the most."""
         if self.width == 1:
-            return Shape(min(self.nodes, levels))
+            return Shape(min(self.nodes, levels), sure=self.sure)
         return Shape(self.nodes, self.width, min(self.levels, levels))
 
 
@@ -83,8 +87,10 @@ def grow(
     for depth in range(1, shape.levels + 1):
         logits = context.expand(level, tokens)
         if shape.width == 1:
-            token = int(ids[int(logits[0].argmax())])
-            level = [Node(token, level[0], depth)]
+            ((place, chance),) = _best(logits[0], 1, temperature)
+            level = [Node(int(ids[place]), level[0], depth, level[0].score + chance)]
+            if shape.sure and level[0].score < math.log(shape.sure):
+                break
             every += level
             continue
         found = [

@@ -1,10 +1,10 @@
 """How much a head drafts: what each size of draft gains and costs is measured, and the best taken.
 
-Sizes are rungs of a ladder, from one token to a tree of 31. A text climbs as long as the next rung
-gives more tokens a second, and comes down when not. Below the lowest rung is writing without
-drafts: where that is quickest, drafting rests, and each time it fails again it rests twice as long.
-What rounds cost is a matter of the machine, so all texts of a model share it, and a new text begins
-on the rung that was best for the last one.
+Sizes are rungs of a ladder: chains of ever less likely guesses, then trees, the last of 31 tokens.
+A text climbs as long as the next rung gives more tokens a second, and comes down when not. Below
+the lowest rung is writing without drafts: where that is quickest, drafting rests, and each time it
+fails again it rests twice as long. What rounds cost is a matter of the machine, so all texts of a
+model share it, and a new text begins on the rung that was best for the last one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from statistics import fmean, median
 from unspool.decoding.heads.growing import Shape
 
 SHAPES = (
-    Shape(1), Shape(2), Shape(3), Shape(5), Shape(7), Shape(15, width=4, depth=6),
-    Shape(31, width=8, depth=7),
+    Shape(5, sure=0.8), Shape(5, sure=0.6), Shape(5, sure=0.4), Shape(7, sure=0.25),
+    Shape(7, sure=0.12), Shape(15, width=4, depth=6), Shape(31, width=8, depth=7),
 )  # fmt: skip
 FIRST_RUNG = 0  # what is lost least on, should it not pay
 ORDINARY_FIRST = 2  # rounds without a draft before the first one
 ORDINARY_EVERY = 48  # drafted rounds after which one without is measured anew
-FEWEST = 3  # rounds on a rung before it is judged
+FEWEST = 6  # rounds on a rung before it is judged
+HELD_UP = 3  # times the usual: what a round is taken for at the most
 STALE = 64  # drafted rounds after which a neighbouring rung is tried again
 NEARLY = 0.92  # of the speed without drafts: from there on the next rung is worth a try
 FIRST_REST, LONGEST_REST = 128, 4096
@@ -44,14 +45,17 @@ class Costs:
         self._tokens: dict[int, deque[int]] = {}
 
     def add(self, rung: int, tokens: int, seconds: float) -> None:
-        self._seconds.setdefault(rung, deque(maxlen=9)).append(seconds)
+        self._seconds.setdefault(rung, deque(maxlen=24)).append(seconds)
         self._tokens.setdefault(rung, deque(maxlen=24)).append(tokens)
 
     def count(self, rung: int) -> int:
         return len(self._tokens.get(rung, ()))
 
     def seconds(self, rung: int) -> float:
-        return median(self._seconds[rung])
+        """On average: rounds of one rung differ in length. One that was held up does not count for
+        more than a few others."""
+        most = HELD_UP * median(self._seconds[rung])
+        return fmean(min(each, most) for each in self._seconds[rung])
 
     def rate(self, rung: int) -> float:
         """Tokens a second."""
@@ -63,7 +67,9 @@ class Ladder:
 
     def __init__(self, costs: Costs | None = None, most: int = SHAPES[-1].nodes) -> None:
         self.costs = costs or Costs()
-        self.top = max([n for n, shape in enumerate(SHAPES) if shape.nodes <= most], default=0)
+        self.most = most  # tokens of a draft
+        fits = [n for n, shape in enumerate(SHAPES) if shape.width == 1 or shape.nodes <= most]
+        self.top = max(fits)
         self.rung = min(self.costs.rung, self.top)
         self.resting = self.costs.resting
         self._current: int | None = None  # the rung of the round that runs; -1: without a draft
@@ -83,7 +89,10 @@ class Ladder:
         costs = self.costs
         must_measure = costs.count(-1) < ORDINARY_FIRST or self._since_ordinary >= ORDINARY_EVERY
         self._current = -1 if self.resting or must_measure else self.rung
-        return None if self._current < 0 else SHAPES[self._current]
+        if self._current < 0:
+            return None
+        shape = SHAPES[self._current]
+        return shape.within(self.most) if shape.width == 1 else shape
 
     def skip(self) -> None:
         """The round that was chosen for runs without a draft, for want of what it needs."""
@@ -135,7 +144,7 @@ class Ladder:
     def _stop(self, gain: float) -> str:
         costs = self.costs
         note = (
-            f"drafting stopped: with drafts of {SHAPES[self.rung].nodes} the text was written at "
+            f"drafting stopped: with drafts of up to {SHAPES[self.rung].nodes} the text came at "
             f"{gain:.2f} times the speed without; trying again after {costs.rest} tokens"
         )
         self.resting = costs.resting = costs.rest
