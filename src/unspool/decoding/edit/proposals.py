@@ -83,14 +83,16 @@ def proposals(
     def fits(text: str) -> bool:
         return kind.fullmatch(text) is not None
 
-    found = [unit.text, *respelled(lm.tokenizer, unit.text, text)]
-    found += drafted(lm, left, beginning_of(lm, right, reach), gap, how, fits)
     gapped = GappedText((left, right), (gap,))
-    if twin is not None:
-        near = GappedText((left[-_NEAR:], right[:_NEAR]), (Gap(1, min(3, gap.most)),))
-        masked = fill_by_masks(twin, near, candidates=how.candidates)
-        found += [filled.texts[0] for filled in masked]
-    pool = dict.fromkeys((one,) for one in found if fits(one))
+    # What is no word, but nearly one, was hardly meant for any other.
+    found = respelled(lm.tokenizer, unit.text, text)
+    if not found:
+        found = drafted(lm, left, beginning_of(lm, right, reach), gap, how, fits)
+        if twin is not None:
+            near = GappedText((left[-_NEAR:], right[:_NEAR]), (Gap(1, min(3, gap.most)),))
+            masked = fill_by_masks(twin, near, candidates=how.candidates)
+            found += [filled.texts[0] for filled in masked]
+    pool = dict.fromkeys((one,) for one in (unit.text, *found) if fits(one))
     return _trusting(rank(lm, gapped, pool, reach=reach, free=True), unit.text, trust)
 
 

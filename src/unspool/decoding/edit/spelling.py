@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from string import ascii_letters
 
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -26,7 +27,7 @@ def respelled(tokenizer: Tokenizer, word: str, text: str) -> list[str]:
     own = {other for other in _LETTERS.findall(text) if other != word and other not in known}
     rank = {**dict.fromkeys(own, 0), **known}
     found = dict.fromkeys(slip for slip in _swapped(word) if slip in rank)
-    letters = {letter for letter in _alphabet(tokenizer) if letter.isascii() or not word.isascii()}
+    letters = set(ascii_letters if word.isascii() else filter(str.isalpha, text))
     others = {slip for slip in _slips(word, letters) if slip in rank and slip not in found}
     return [*found, *sorted(others, key=lambda slip: (rank[slip], slip))][:_MOST]
 
@@ -52,11 +53,6 @@ def _words(tokenizer: Tokenizer) -> dict[str, int]:
         if piece[:1] == " " and _LETTERS.fullmatch(piece[1:]):
             found.setdefault(piece[1:], token)
     return found
-
-
-@lru_cache(maxsize=4)
-def _alphabet(tokenizer: Tokenizer) -> frozenset[str]:
-    return frozenset(letter for word in _words(tokenizer) for letter in word)
 
 
 def _swapped(word: str) -> Iterator[str]:
