@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=60, help="of each kind")
     parser.add_argument("--window", type=int, default=160, help="tokens of a text")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.9])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.99])
     parser.add_argument("--trusts", type=float, nargs="+", default=[10.0])
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--places", type=int, default=24)

@@ -18,6 +18,7 @@ from unspool.decoding.edit.doubt import document_score
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]
 _ROUNDS = 4_000  # of the bootstrap
+_DAMAGE = 0.01  # bits per byte: where errors cost the judge less, no share of them means anything
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = ("original", "before", "after")
     bits = np.array([[one[name] for name in names] for one in records])
     gains = bits[:, 1] - bits[:, 2]
+    is_damaged = (bits[:, 1] - bits[:, 0]).mean() > _DAMAGE
     touched = np.array([one["changed"] > 0 for one in records])
     counts = {
         name: sum(one[name] for one in records)
@@ -61,7 +63,7 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "change_95": interval(bits, lambda rows: float((rows[:, 2] - rows[:, 1]).mean())),
         "damage": float((bits[:, 1] - bits[:, 0]).mean()),
         "repaired": repaired(bits),
-        "repaired_95": interval(bits, repaired) if bits[:, 1].sum() > bits[:, 0].sum() else None,
+        "repaired_95": interval(bits, repaired) if is_damaged else None,
         **counts,
     }
 

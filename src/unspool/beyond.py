@@ -85,7 +85,7 @@ class BeyondLeftToRight(Session):
         *,
         twin: Session | MaskedModel | None = None,
         doubt: Literal["auto", "causal", "masked", "both"] = "auto",
-        threshold: float = 0.9,
+        threshold: float = 0.99,
         trust: float = 10.0,
         passes: int = 3,
         budget: int | None = None,

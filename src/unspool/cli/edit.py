@@ -25,7 +25,7 @@ def edit(
     file: Annotated[str, typer.Argument(help="The file to go over; - reads stdin.")],
     threshold: Annotated[
         float, typer.Option(help="Make changes that are at least so probable.")
-    ] = 0.9,
+    ] = 0.99,
     trust: Annotated[
         float, typer.Option(help="Nats by which another word must beat the one that stands there.")
     ] = 10.0,
@@ -51,7 +51,7 @@ def edit(
     [b]Examples[/b]
 
       unspool edit letter.txt
-      unspool edit letter.txt --threshold 0.99 --diff | patch letter.txt
+      unspool edit letter.txt --threshold 0.9 --diff | patch letter.txt
       unspool edit letter.txt --apply
       echo "The cat sat at teh mat." | unspool edit -
     """

@@ -126,7 +126,7 @@ def edit(
     *,
     twin: Session | MaskedModel | None = None,
     doubt: str = "auto",
-    threshold: float = 0.9,
+    threshold: float = 0.99,
     trust: float = 10.0,
     passes: int = 3,
     budget: int | None = None,
