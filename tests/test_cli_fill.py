@@ -115,13 +115,13 @@ def test_mistakes_are_told(run, words: list[str], said: str):
 
 # -- edit --------------------------------------------------------------------------------------
 
-FEW = ("--passes", "1", "--places", "3", "--threshold", "0.2")
+FEW = ("--passes", "1", "--places", "3", "--threshold", "0.2", "--trust", "0")
 
 
 def test_changes_are_shown_and_the_file_stays(run, file, worded):
     before = file.read_bytes()
     code, out, err = run("edit", str(file), *FEW)
-    made = worded.edit(before.decode(), passes=1, places=3, threshold=0.2)
+    made = worded.edit(before.decode(), passes=1, places=3, threshold=0.2, trust=0)
     assert code == 0 and made.applied and file.read_bytes() == before
     change = made.applied[0]
     assert f"[-{change.old}-]" in out and f"{{+{change.new}+}}" in out
@@ -131,7 +131,7 @@ def test_changes_are_shown_and_the_file_stays(run, file, worded):
 def test_apply_writes_and_keeps_line_ends(run, file, worded):
     file.chmod(0o640)
     text = file.read_bytes().decode()
-    made = worded.edit(text, passes=1, places=3, threshold=0.2)
+    made = worded.edit(text, passes=1, places=3, threshold=0.2, trust=0)
     code, _, err = run("edit", str(file), *FEW, "--apply")
     assert code == 0 and "changes written" in err
     assert file.read_bytes().decode() == made.text != text and "\r\n" in made.text

@@ -85,7 +85,8 @@ class BeyondLeftToRight(Session):
         *,
         twin: Session | MaskedModel | None = None,
         doubt: Literal["auto", "causal", "masked", "both"] = "auto",
-        threshold: float = 0.9,
+        threshold: float = 0.99,
+        trust: float = 10.0,
         passes: int = 3,
         budget: int | None = None,
         places: int = 24,
@@ -100,6 +101,8 @@ class BeyondLeftToRight(Session):
                      both; by default both where there is a twin.
         threshold    changes at least so probable are made; the others are only proposed, and can be
                      made by hand: `edit.apply(number)`, `edit.undo(number)`.
+        trust        nats by which another word must beat the one that somebody wrote before the two
+                     count alike; a word that is one slip of the hand away needs 3 less. 0: none.
         passes       over the text, at most; it ends when one changes nothing.
         budget       tokens that may be weighed to rank proposals; None: as many as it takes.
         places       words looked at in a pass, the most doubtful first.
@@ -114,6 +117,7 @@ class BeyondLeftToRight(Session):
             twin=twin,
             doubt=doubt,
             threshold=threshold,
+            trust=trust,
             passes=passes,
             budget=budget,
             places=places,

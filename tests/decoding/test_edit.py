@@ -17,6 +17,7 @@ from unspool.decoding.edit.changes import ChangedText
 from unspool.decoding.edit.doubt import Doubt, document_score, doubts
 from unspool.decoding.edit.edit import Edit
 from unspool.decoding.edit.proposals import proposals, units
+from unspool.decoding.edit.spelling import alike, respelled
 from unspool.decoding.fill.fill import drafting
 
 TEXT = "The scheduler plans rows, and the tree builder makes a step of them. It's done."
@@ -132,11 +133,57 @@ def test_a_word_is_replaced_by_a_word(worded):
             assert one.score - last.score == pytest.approx(gain, abs=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("teh", "the", True), ("hous", "house", True), ("housse", "house", True),
+        ("hause", "house", True), ("Cat", "cat", True), ("a", "b", True), ("bc", "abc", True),
+        ("cat", "dog", False), ("abcd", "dcba", False), ("cat", "cattle", False),
+        ("abc", "cba", False), ("stone", "tones", False),
+    ],
+)  # fmt: skip
+def test_words_that_are_one_slip_apart(one, other, expected):
+    assert alike(one, other) is alike(other, one) is expected
+
+
+def test_a_misspelled_word_is_looked_up(worded):
+    tokenizer = worded.tokenizer
+    assert respelled(tokenizer, "brnach", TEXT) == ["branch"]  # a token of the vocabulary
+    assert respelled(tokenizer, "shceduler", TEXT) == ["scheduler"]  # a word of the text
+    assert respelled(tokenizer, "pge", TEXT) == ["page"]
+    for other in ("branch", "12", ",", "It's"):  # spelled right, or no word of letters alone
+        assert not respelled(tokenizer, other, TEXT)
+    text = TEXT.replace("tree", "treee")
+    unit = next(u for u in units(text, doubts(worded, text)[0]) if u.text == "treee")
+    found = proposals(worded, text, unit, drafting(worded, {}, candidates=4, drafts=2), reach=8)
+    assert {one.texts[0] for one in found} == {"treee", "tree"}  # nothing else was meant
+
+
+@pytest.mark.parametrize("word", ["treee", "rows"])
+def test_trust_in_what_stands_there_lowers_the_others(worded, word):
+    text = TEXT.replace("tree", "treee")
+    unit = next(u for u in units(text, doubts(worded, text)[0]) if u.text == word)
+    how = drafting(worded, {}, candidates=4, drafts=2)
+    without, trusting = (
+        {one.texts[0]: one for one in proposals(worded, text, unit, how, reach=8, trust=trust)}
+        for trust in (0.0, 40.0)
+    )
+    assert next(iter(trusting)) == word and {*without} == {*trusting} > {word}
+
+    def odds(found, other):
+        return math.log(found[other].probability / found[word].probability)
+
+    for other in without:
+        assert trusting[other].score == pytest.approx(without[other].score)
+        lost = 40.0 - (math.log(20) if alike(word, other) else 0.0) if other != word else 0.0
+        assert odds(without, other) - odds(trusting, other) == pytest.approx(lost, abs=1e-3)
+
+
 # -- the whole ---------------------------------------------------------------------------------
 
 
 def test_a_text_gets_likelier_with_every_change(worded):
-    made = worded.edit(TEXT, threshold=0.5, passes=2, places=4, candidates=6, reach=None)
+    made = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=4, candidates=6, reach=None)
     assert made.applied and made.passes <= 2
     assert made.after.total > made.before.total
     assert made.after.total == pytest.approx(document_score(worded, made.text).total)
@@ -153,15 +200,15 @@ def test_a_text_gets_likelier_with_every_change(worded):
 
 
 def test_it_ends_when_nothing_changes_and_never_goes_back_and_forth(worded):
-    made = worded.edit(TEXT, threshold=0.5, passes=12, places=3, candidates=4)
-    again = worded.edit(made.text, threshold=0.5, passes=12, places=3, candidates=4)
+    made = worded.edit(TEXT, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
+    again = worded.edit(made.text, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
     assert made.passes <= 12 and again.passes <= 12
     gains = [change.gain for change in made.applied]
     assert all(gain > 0 for gain in gains)
 
 
 def test_below_the_threshold_changes_are_only_proposed(worded):
-    made = worded.edit(TEXT, threshold=1.0, passes=1, places=4, candidates=6)
+    made = worded.edit(TEXT, threshold=1.0, trust=0, passes=1, places=4, candidates=6)
     assert made.text == TEXT and made.passes == 1
     proposed = [change for change in made.changes if change.probability < 1]
     assert proposed
@@ -173,9 +220,9 @@ def test_below_the_threshold_changes_are_only_proposed(worded):
 
 
 def test_the_budget_ends_it(worded):
-    free = worded.edit(TEXT, threshold=0.5, passes=2, places=6, candidates=5)
-    short = worded.edit(TEXT, threshold=0.5, passes=2, places=6, candidates=5, budget=60)
-    none = worded.edit(TEXT, threshold=0.5, passes=2, places=6, candidates=5, budget=0)
+    free = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=6, candidates=5)
+    short = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=6, candidates=5, budget=60)
+    none = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=6, candidates=5, budget=0)
     assert none.weighed == 0 and not none.changes
     assert 60 <= short.weighed < free.weighed
 
@@ -202,6 +249,7 @@ def test_it_can_be_shown(worded):
     [
         ("  ", {}, "nothing to edit"),
         (TEXT, {"threshold": 2}, "from 0 to 1"),
+        (TEXT, {"trust": -1}, "from 0 up"),
         (TEXT, {"passes": 0}, "from 1 up"),
         (TEXT, {"budget": -1}, "from 0 up"),
         (TEXT, {"doubt": "nobody"}, "causal, masked"),

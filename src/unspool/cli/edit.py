@@ -25,7 +25,10 @@ def edit(
     file: Annotated[str, typer.Argument(help="The file to go over; - reads stdin.")],
     threshold: Annotated[
         float, typer.Option(help="Make changes that are at least so probable.")
-    ] = 0.9,
+    ] = 0.99,
+    trust: Annotated[
+        float, typer.Option(help="Nats by which another word must beat the one that stands there.")
+    ] = 10.0,
     budget: Annotated[
         int | None, typer.Option(help="Tokens to weigh at most; as many as it takes by default.")
     ] = None,
@@ -48,7 +51,7 @@ def edit(
     [b]Examples[/b]
 
       unspool edit letter.txt
-      unspool edit letter.txt --threshold 0.99 --diff | patch letter.txt
+      unspool edit letter.txt --threshold 0.9 --diff | patch letter.txt
       unspool edit letter.txt --apply
       echo "The cat sat at teh mat." | unspool edit -
     """
@@ -72,6 +75,7 @@ def edit(
             twin=helper,
             doubt=doubt,
             threshold=threshold,
+            trust=trust,
             passes=passes,
             budget=budget,
             places=places,

@@ -9,6 +9,7 @@ print(edit.text, edit.before.perplexity, edit.after.perplexity)
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -125,7 +126,8 @@ def edit(
     *,
     twin: Session | MaskedModel | None = None,
     doubt: str = "auto",
-    threshold: float = 0.9,
+    threshold: float = 0.99,
+    trust: float = 10.0,
     passes: int = 3,
     budget: int | None = None,
     places: int = 24,
@@ -143,6 +145,8 @@ def edit(
         )
     if not 0 <= threshold <= 1:
         raise SettingsError(f"threshold is {threshold!r}; it may be from 0 to 1")
+    if not 0 <= trust < math.inf:
+        raise SettingsError(f"trust is {trust!r}; it may be from 0 up, in nats")
     whole("passes", passes)
     whole("places", places)
     whole("candidates", candidates)
@@ -157,6 +161,7 @@ def edit(
         doubt,
         reach,
         threshold,
+        trust,
         budget,
     )
     with progress_bar("revising", passes * places, show=progress) as tell:
@@ -178,10 +183,12 @@ class _Reviser:
         by: str,
         reach: int | None,
         threshold: float,
+        trust: float,
         budget: int | None,
     ) -> None:
         self._lm, self._made, self._how, self._twin = lm, made, how, twin
         self._by, self._reach, self._threshold, self._budget = by, reach, threshold, budget
+        self._trust = trust
         self._seen: set[tuple[str, str, str]] = set()
 
     def run(self, places: int, tell: Tell) -> bool:
@@ -223,7 +230,10 @@ class _Reviser:
         """A proposal, if something else is likelier than what stands there."""
         made = self._made
         here = Unit(start, unit.text, unit.doubt, unit.tokens)
-        found = proposals(self._lm, made.text, here, self._how, reach=self._reach, twin=self._twin)
+        found = proposals(
+            self._lm, made.text, here, self._how,
+            reach=self._reach, twin=self._twin, trust=self._trust,
+        )  # fmt: skip
         made.weighed += sum(len(filled.steps) for filled in found)
         best = found[0]
         if best.texts[0] == unit.text:
