@@ -22,7 +22,7 @@ constexpr int kFew = 4;  // rows that a worker prepares for itself, or multiplie
 #if defined(ISA_amx) || defined(ISA_avx512)
 constexpr int kDirect = 8;  // rows that are multiplied without unpacking: registers for them
 #elif defined(ISA_neon)
-constexpr int kDirect = 2;
+constexpr int kDirect = 4;
 #else
 constexpr int kDirect = 1;
 #endif

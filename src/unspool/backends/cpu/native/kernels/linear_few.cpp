@@ -7,13 +7,13 @@ namespace ISA {
 
 namespace {
 
-// T rows at once; where fewer are left, what comes of the others is not used.
+// T rows at once.
 template <class S, int T>
 inline void few_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
                      int64_t row) {
     F32x16 out[T];
     multiply_block<S, T>(m, m.data + block * block_bytes(m), *part.acts, row, out);
-    for (int t = 0; t < T && row + t < part.last; ++t) put(part, m, column, block, row + t, out[t]);
+    for (int t = 0; t < T; ++t) put(part, m, column, block, row + t, out[t]);
 }
 
 template <class S>
@@ -21,8 +21,10 @@ inline void quantized(const Part& part, const Matrix& m, int64_t column, int64_t
                       int64_t last) {
     for (int64_t block = first; block < last; ++block) {
         int64_t row = part.first;
-        if constexpr (kDirect > 2)
-            for (; row + 2 < part.last; row += kFew) few_rows<S, kFew>(part, m, column, block, row);
+        if constexpr (kDirect > 2) {
+            for (; row + 3 < part.last; row += kFew) few_rows<S, kFew>(part, m, column, block, row);
+            if (row + 3 == part.last) few_rows<S, 3>(part, m, column, block, row);
+        }
         if constexpr (kDirect > 1)
             if (row + 2 == part.last) few_rows<S, 2>(part, m, column, block, row);
         if (row + 1 == part.last) few_rows<S, 1>(part, m, column, block, row);
