@@ -201,6 +201,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_node_is_lost(tmp_path: Path, chatty: Path):
     """Of two machines one goes in the midst of it; the other ends the work alone."""

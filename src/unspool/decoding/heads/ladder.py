@@ -24,6 +24,7 @@ ORDINARY_EVERY = 48  # drafted rounds after which one without is measured anew
 FEWEST = 6  # rounds on a rung before it is judged
 HELD_UP = 3  # times the usual: what a round is taken for at the most
 STALE = 64  # drafted rounds after which a neighbouring rung is tried again
+PAYS = 1.03  # times the speed without drafts: less may be chance
 NEARLY = 0.92  # of the speed without drafts: from there on the next rung is worth a try
 FIRST_REST, LONGEST_REST = 128, 4096
 WAKING = 16  # rounds before the end of a rest from which on the text is read again
@@ -131,7 +132,7 @@ class Ladder:
             if rung not in known or self._rounds - self._tried.get(rung, -STALE) >= STALE
         ]  # fmt: skip
         # Upwards only from where drafts pay, or nearly; downwards only from where they do not.
-        pays, nearly = known[best] > plain, known[best] > NEARLY * plain
+        pays, nearly = known[best] > PAYS * plain, known[best] > NEARLY * plain
         untried = [rung for rung in untried if (nearly if rung > here else not pays)]
         if best != here or untried:
             self.rung, self._on_rung = best if best != here else untried[0], 0
