@@ -20,8 +20,9 @@ from safetensors.numpy import load_file
 import unspool
 from gguf_converted import convert
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
-from unspool.model.checkpoint import open_checkpoint
+from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.gguf import GGUFFile
+from unspool.model.mlx_save import quantize_folder
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.export import export_folder, export_gguf
 from unspool.train.running.runs import Run
@@ -199,6 +200,18 @@ def test_a_folder_for_mlx(folder: Path, tmp_path: Path, kind: str, bits: int, ne
     assert np.abs(ours(target, PROMPTS) - ours(folder, PROMPTS)).max() < near
     read = dict(open_checkpoint(target).weights())["layers.0.feed.up.weight"].float32()
     np.testing.assert_allclose(read, found.reshape(wanted.shape), atol=1e-6)
+
+
+def test_a_large_folder_for_mlx_has_its_index(folder: Path, tmp_path: Path):
+    model = load_transformer(open_checkpoint(folder))
+    save_checkpoint(model, tmp_path / "large", largest_file=100_000)
+    assert len(list((tmp_path / "large").glob("*.safetensors"))) > 1
+    quantize_folder(tmp_path / "large", 8)
+    one = dict(open_checkpoint(export_folder(folder, tmp_path / "one", dtype="mlx8")).weights())
+    several = dict(open_checkpoint(tmp_path / "large").weights())
+    assert one.keys() == several.keys()
+    for name, stored in one.items():
+        np.testing.assert_array_equal(stored.float32(), several[name].float32())
 
 
 def test_a_run_is_exported_by_its_newest_checkpoint(folder: Path, tmp_path: Path):

@@ -21,6 +21,8 @@ def quantize_folder(folder: Path, bits: int) -> None:
     """Replace the safetensors of a folder, written in 32 bits, by quantized ones."""
     from safetensors.numpy import load_file, save_file
 
+    where: dict[str, str] = {}
+    total = 0
     for file in sorted(folder.glob("*.safetensors")):
         kept: dict[str, npt.NDArray[Any]] = {}
         for name, numbers in load_file(file).items():
@@ -33,7 +35,12 @@ def quantize_folder(folder: Path, bits: int) -> None:
         part = file.with_name(f"{file.name}.part")
         save_file(kept, part, metadata={"format": "mlx"})
         part.replace(file)
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        where.update(dict.fromkeys(kept, file.name))
+        total += sum(array.nbytes for array in kept.values())
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        told = {"metadata": {"total_size": total}, "weight_map": where}
+        index.write_text(json.dumps(told, indent=2), encoding="utf-8")
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config["quantization"] = {"group_size": GROUP, "bits": bits, "mode": "affine"}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
