@@ -94,6 +94,33 @@ def test_every_type_against_numpy(kind: str):
             check(packed, rows[-count:], found, quantized=kind not in FLOATS)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_alone_and_together(kind: str):
+    """The same bits: one row, as many as registers hold at once, and more of them."""
+    packed = pack(random_blocks(kind, 37, 512, np.random.default_rng(5)))
+    rows = activations(20, 512)
+    alone = np.concatenate([multiply(packed, row[None]) for row in rows])
+    for count in (2, 3, 4, 5, 6, 7, 8, 9, 13, 20):
+        assert multiply(packed, rows[:count]).tobytes() == alone[:count].tobytes(), count
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q8_0"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums(kind: str, sign: int):
+    """All weights and all activations as large as they can be: no sum runs over."""
+    stored = random_blocks(kind, 16, 512, np.random.default_rng(6))
+    start = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16, "Q8_0": 2}.get(kind)
+    blocks = stored.data.reshape(16, -1, SIZES[kind][1])
+    if start is None:  # two or three bits: everything but the factors
+        blocks[..., : 80 if kind == "Q2_K" else 108] = 255
+    else:
+        blocks[..., start:] = 127 if kind == "Q8_0" else 255
+    packed = pack(stored)
+    rows = np.full((5, 512), sign * 3.0, np.float32)
+    for count in (1, 2, 3, 5):
+        check(packed, rows[:count], multiply(packed, rows[:count]), quantized=True)
+
+
 @pytest.mark.parametrize("store", ["4", "8"])
 @pytest.mark.parametrize("columns", [1, 31, 33, 45, 260])
 def test_columns_that_fill_no_tile(store: str, columns: int):
@@ -124,7 +151,7 @@ def every_product() -> dict[str, Any]:
     found = {}
     for kind in KINDS:
         packed = pack(random_blocks(kind, 37, 512, np.random.default_rng(3)))
-        for count in (1, 2, 4, 7, 20):
+        for count in (1, 2, 3, 4, 7, 20):
             found[f"{kind}-{count}"] = multiply(packed, activations(count, 512))
     return found
 

@@ -2,7 +2,9 @@
 //
 // Up to four rows: each worker prepares them for itself, which is quicker than waiting for one
 // another. More rows are prepared together first. Then blocks of weights are shared out. A few
-// rows are multiplied straight from the packed weights; for more it pays to unpack a block first.
+// rows are multiplied straight from the packed weights; for more it pays to unpack a block first,
+// but on AVX2, whose products cost so much that unpacking them again for every four rows does not
+// matter.
 #include "linear.h"
 #include "prepare.h"
 #include "product_many.h"
@@ -67,13 +69,15 @@ void multiply(const Part& part, const Matrix& m, int64_t column, int64_t first, 
               uint8_t* scratch) {
     if (!is_quantized(m) || part.last - part.first <= kDirect)
         return UNSPOOL_SHARED::multiply_directly(part, m, column, first, last);
-    for (int64_t block = first; block < last; ++block) {
-        Unpacked unpacked = room_for_block(scratch, tiles_of(m));
-        by_format(m, [&](auto spec) {
-            using S = decltype(spec);
-            unpack_block<S>(m, m.data + block * block_bytes(m), unpacked);
-            many_rows<S::group, S::minima>(part, m, column, block, unpacked);
-        });
+    if constexpr (kDirect < kAny) {
+        for (int64_t block = first; block < last; ++block) {
+            Unpacked unpacked = room_for_block(scratch, tiles_of(m));
+            by_format(m, [&](auto spec) {
+                using S = decltype(spec);
+                unpack_block<S>(m, m.data + block * block_bytes(m), unpacked);
+                many_rows<S::group, S::minima>(part, m, column, block, unpacked);
+            });
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 // are multiplied straight from the packed weights (linear_few.cpp), many from an unpacked block
 // (linear.cpp).
 #pragma once
+#include <limits>
+
 #include "../plan.h"
 #include "product.h"
 
@@ -19,10 +21,13 @@ struct Part {
 namespace ISA {
 
 constexpr int kFew = 4;  // rows that a worker prepares for itself, or multiplies at once
+constexpr int kAny = std::numeric_limits<int>::max();
 #if defined(ISA_amx) || defined(ISA_avx512)
 constexpr int kDirect = 8;  // rows that are multiplied without unpacking: registers for them
 #elif defined(ISA_neon)
 constexpr int kDirect = 4;
+#elif defined(ISA_avx2)
+constexpr int kDirect = kAny;  // four rows are enough to make unpacking cheap each time
 #else
 constexpr int kDirect = 1;
 #endif

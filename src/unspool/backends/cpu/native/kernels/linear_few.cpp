@@ -7,13 +7,19 @@ namespace ISA {
 
 namespace {
 
+// Called once for a whole block, so it need not be compiled into each of the products.
+UNSPOOL_APART void put_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
+                            int64_t row, const F32x16* out, int count) {
+    for (int t = 0; t < count; ++t) put(part, m, column, block, row + t, out[t]);
+}
+
 // T rows at once.
 template <class S, int T>
 inline void few_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
                      int64_t row) {
     F32x16 out[T];
     multiply_block<S, T>(m, m.data + block * block_bytes(m), *part.acts, row, out);
-    for (int t = 0; t < T; ++t) put(part, m, column, block, row + t, out[t]);
+    put_rows(part, m, column, block, row, out, T);
 }
 
 template <class S>

@@ -91,10 +91,11 @@ UNSPOOL_INLINE int32_t correction(const Matrix& m) {
 // Adds one group's share to a row's result.
 template <bool Minima>
 UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t taken,
-                              const F32x16& scale, const F32x16& minimum, float a, int32_t a_sum) {
+                              const F32x16& scale, const F32x16& minimum, float a, int32_t a_sum,
+                              float a_low) {
     if (taken != 0) dots = isub(dots, iset1(taken * a_sum));
     total = fma(to_float(dots), mul(scale, set1(a)), total);
-    if constexpr (Minima) low = fma(minimum, set1(a * static_cast<float>(a_sum)), low);
+    if constexpr (Minima) low = fma(minimum, set1(a_low), low);
 }
 
 constexpr int kAhead = 2560;  // bytes: far enough for memory to answer, near enough for the cache
@@ -109,6 +110,7 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
     if constexpr (S::format == kCodes) table = load_table(m.table, kTableBias);
     const int8_t* numbers = acts.numbers + first * acts.columns;
     const float* scales = acts.scales + first * (acts.columns / kTile);
+    const float* lows = acts.lows + first * (acts.columns / kTile);
     const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
     F32x16 total[T], low[T];
     for (int t = 0; t < T; ++t) total[t] = low[t] = zero();
@@ -118,9 +120,10 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
         // Where all 32 columns share a scale, one sum serves for both halves.
         constexpr bool apart = S::group < kTile;
-        I32x16 front[T], behind[apart ? T : 1];
-        I32x16* back = apart ? behind : front;
-        for (int t = 0; t < T; ++t) front[t] = back[t] = iset1(0);
+        using Sums = std::conditional_t<S::format == kQ4, SmallSums, I32x16>;
+        Sums front[T], behind[apart ? T : 1];
+        Sums* back = apart ? behind : front;
+        for (int t = 0; t < T; ++t) front[t] = back[t] = Sums();
         Columns a[T], b[T];
         for (int t = 0; t < T; ++t) {
             a[t] = load_columns(numbers + t * acts.columns + tile * kTile);
@@ -161,13 +164,14 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
             const float a = scales[t * (acts.columns / kTile) + tile];
             const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
             if constexpr (S::group == kTile) {
-                add_group<S::minima>(total[t], low[t], front[t], taken, s.scale[0], s.minimum[0], a,
-                                     sum[0] + sum[1]);
+                add_group<S::minima>(total[t], low[t], whole(front[t]), taken, s.scale[0],
+                                     s.minimum[0], a, sum[0] + sum[1],
+                                     lows[t * (acts.columns / kTile) + tile]);
             } else {
-                add_group<S::minima>(total[t], low[t], front[t], taken, s.scale[0], s.minimum[0], a,
-                                     sum[0]);
-                add_group<S::minima>(total[t], low[t], back[t], taken, s.scale[1], s.minimum[1], a,
-                                     sum[1]);
+                add_group<S::minima>(total[t], low[t], whole(front[t]), taken, s.scale[0],
+                                     s.minimum[0], a, sum[0], a * static_cast<float>(sum[0]));
+                add_group<S::minima>(total[t], low[t], whole(back[t]), taken, s.scale[1],
+                                     s.minimum[1], a, sum[1], a * static_cast<float>(sum[1]));
             }
         }
         p += S::tile;

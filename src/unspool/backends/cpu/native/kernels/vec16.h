@@ -21,6 +21,11 @@
 namespace unspool {
 namespace ISA {
 
+#if !defined(ISA_avx2)  // which adds up small products in 16 bits
+using SmallSums = I32x16;
+#endif
+UNSPOOL_INLINE I32x16 whole(const I32x16& sums) { return sums; }
+
 #if !defined(ISA_neon)  // whose registers know how to pick one of their numbers
 
 // Four numbers, of which a product takes one by its number.
@@ -40,7 +45,7 @@ struct Columns {
 };
 UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
 template <int J>
-UNSPOOL_INLINE I32x16 dot_small(const I32x16& total, const U8x64& w, Columns a) {
+UNSPOOL_INLINE SmallSums dot_small(const SmallSums& total, const U8x64& w, Columns a) {
     return dot_small(total, w, a.v + 4 * J);
 }
 template <int J>

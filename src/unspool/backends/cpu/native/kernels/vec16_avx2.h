@@ -139,16 +139,23 @@ UNSPOOL_INLINE __m256i broadcast_four(const int8_t* four) {
     __builtin_memcpy(&a, four, 4);
     return _mm256_set1_epi32(a);
 }
-// Weights of 0 to 15 times four activations, added to each row's sum.
-UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
+// Sums of products with weights of 0 to 15, two for each row. Those of a whole tile fit 16 bits:
+// 16 columns times 15 times 128 are 30,720. So they are widened once a tile, not once a product.
+struct SmallSums {
+    __m256i v[2];
+};
+// Weights of 0 to 15 times four activations, added to each row's sums.
+UNSPOOL_INLINE SmallSums dot_small(SmallSums total, U8x64 w, const int8_t* four) {
     const __m256i a = broadcast_four(four);
-    for (int i = 0; i < 2; ++i) {
-        const __m256i pairs = _mm256_maddubs_epi16(w.v[i], a);
-        total.v[i] = _mm256_add_epi32(total.v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
+    for (int i = 0; i < 2; ++i)
+        total.v[i] = _mm256_add_epi16(total.v[i], _mm256_maddubs_epi16(w.v[i], a));
     return total;
 }
-// The same for stored bytes of 0 to 255, each less kByteBias.
+UNSPOOL_INLINE I32x16 whole(SmallSums a) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {{_mm256_madd_epi16(a.v[0], ones), _mm256_madd_epi16(a.v[1], ones)}};
+}
+// Stored bytes of 0 to 255, each less kByteBias, times four activations, added to each row's sum.
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     const __m256i a = broadcast_four(four);
     for (int i = 0; i < 2; ++i) {
