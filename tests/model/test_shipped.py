@@ -20,6 +20,7 @@ import unspool
 from unspool.cli.main import _exit_code
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import open_checkpoint
+from unspool.model.glance import glance
 from unspool.model.hub import cached_models, find_model
 from unspool.model.removing import removal
 from unspool.model.shipped import shipped_models
@@ -65,6 +66,7 @@ def test_they_are_small() -> None:
     for folder in shipped_models().values():
         assert sum(file.stat().st_size for file in folder.iterdir()) < 4_500_000, folder
         assert len(list(folder.glob("*.safetensors"))) == 1
+        assert glance(folder).kind == "MLX-8"  # what `unspool models list` shows
 
 
 def test_a_path_of_the_same_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,16 @@ def _folder(path: Path, size: int) -> Glance:
     raw = read_json(path / "config.json")
     config = config_from_hf(raw)
     kv_bytes = 2 * config.kv_numbers
-    return Glance(size, _dtype(raw), kv_bytes, config.context, state_bytes=config.state_bytes)
+    return Glance(size, _kind(raw), kv_bytes, config.context, state_bytes=config.state_bytes)
 
 
-def _dtype(raw: dict[str, Any]) -> str | None:
+def _kind(raw: dict[str, Any]) -> str | None:
+    """How its weights are kept: quantized, or as floats of a type."""
     inner = raw.get("text_config")
     both = {**raw, **inner} if isinstance(inner, dict) else raw
+    packed, method = both.get("quantization"), both.get("quantization_config")
+    if isinstance(packed, dict) and isinstance(packed.get("bits"), int):
+        return f"MLX-{packed['bits']}"
+    if isinstance(method, dict) and isinstance(method.get("quant_method"), str):
+        return str(method["quant_method"]).upper()
     return _DTYPES.get(str(both.get("dtype") or both.get("torch_dtype")))
