@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 from drafts_support import fake_engine
-from heads_support import save_eagle, save_own
 
 import unspool
+from heads_support import save_eagle, save_own
 from unspool.engine.engine import Engine
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
 
+from heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
 from unspool.decoding.heads.files import read_head
 from unspool.decoding.heads.growing import Node
 from unspool.decoding.heads.native import NativeHead

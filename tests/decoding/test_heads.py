@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from heads_support import PROMPT, read_text, save_eagle, save_own
 
+from heads_support import PROMPT, read_text, save_eagle, save_own
 from unspool.decoding.heads import arrays
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import SHIPPED, read_head
@@ -314,7 +314,11 @@ def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     costs = Costs()
     for seconds in (1.0, 1.0, 1.0, 60.0):
         costs.add(0, 2, seconds)
-    assert costs.seconds(0) == pytest.approx(1.5)
+    assert costs.seconds(0) == pytest.approx(1.0)
+    # Where a token takes less than a draft, none is made, in this text nor in the next.
+    speed, ladder, notes = run_ladder(lambda n: 4e-4 * (1 + 0.01 * n), 600)
+    assert speed == pytest.approx(1) and "drafting rests" in notes[0]
+    assert all(Ladder(ladder.costs).choose() is None for _ in range(3))
     # At most so many: chains are cut, larger trees left out.
     assert Ladder(Costs(), most=3).top == 4 and Ladder(Costs(), most=15).top == 5
     # A new text begins where the last one came to.

@@ -62,6 +62,11 @@ class Look:
     def __bool__(self) -> bool:
         return bool(len(self.residuals) or len(self.attention) or len(self.parts))
 
+    @property
+    def is_tap(self) -> bool:
+        """Whether only the vectors before named layers are wanted, as drafting heads want them."""
+        return self.layers is not None and not len(self.attention) and not len(self.parts)
+
     def chosen(self, vectors: list[Tensor]) -> list[Tensor]:
         """Of the vectors before the first layer and after each, those that are asked for."""
         return vectors if self.layers is None else [vectors[layer] for layer in self.layers]
@@ -72,7 +77,7 @@ class Inside:
     """What was seen, taken from the same run that gave the logits."""
 
     # [layers + 1, tokens, width]: the vector before the first layer and after each; or those that
-    # were asked for, in their order
+    # were asked for, in their order: on a GPU a tensor there, since only drafting heads ask so
     residuals: Floats | None = None
     # for each token looked at: [layers, heads, how far it may see]; zeros in recurrent layers,
     # which have no attention

@@ -7,6 +7,7 @@ compiled for what it would have been launched with.
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from attention_support import a_layer, some_texts
+from cuda_support import language_model, ours
 from packed_support import random_blocks
 from paged_texts import RandomCheckpoint
 from paged_texts import config as shape
 from test_experts import made
 
 from adapter_support import random_adapter
+from heads_support import save_own
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
     attend,
@@ -39,11 +42,12 @@ from unspool.backends.cuda.packed import PackedMatrix
 from unspool.backends.cuda.packing import PACKINGS, packed_parts
 from unspool.backends.cuda.products import Around, NormWeights
 from unspool.backends.cuda.weights import fused
+from unspool.decoding.heads.drafter import load_head
 from unspool.model.checkpoint import load_transformer
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
-    int: "i32", float: "fp32",
+    torch.int64: "*i64", torch.float64: "*fp64", int: "i32", float: "fp32",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 compiled: set[str] = set()
@@ -101,8 +105,8 @@ def packed(kind: str, dtype: torch.dtype) -> None:
     matrix = PackedMatrix(PACKINGS[kind], parts, 64, 1024, dtype)
     x, out = torch.zeros(1024, dtype=dtype), torch.zeros(64, dtype=dtype)
     by = Around(1e-5, NormWeights(torch.ones(1024)), "silu", gated=True, pdl=True)
-    matrix.times_one(x, out[:32], by)
-    matrix.times_one(x, out, Around(1e-5, residual=out, pdl=True))
+    matrix.times_each(x, out[:32], by)
+    matrix.times_each(x, out, Around(1e-5, residual=out, pdl=True))
     matrix.times_many(x[None], out[None])
 
 
@@ -115,6 +119,16 @@ def adapted(dtype: torch.dtype, rank: int) -> None:
     for matrix in weights.matrices():
         rows, columns = matrix.rows, matrix.columns
         adapt(matrix, torch.zeros(4, columns, dtype=dtype), torch.zeros(4, rows, dtype=dtype))
+
+
+def guessing(dtype: str) -> None:
+    model = ours(RandomCheckpoint(shape(layers=2, width=96, vocab_size=259)), dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder, language_model(model) as lm:
+        save_own(Path(folder), lm, layers=(0, 1, 2))
+        head: Any = load_head(Path(folder), lm)
+        context = head.context()
+        context.read(np.arange(2), np.zeros((3, 2, 96), np.float32), [2, 3])
+        list(context.chain([1, 2, 3], 2, 0.7))
 
 
 if __name__ == "__main__":
@@ -130,4 +144,5 @@ if __name__ == "__main__":
     packed("Q4_1", torch.float32)
     for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 40)):
         adapted(dtype, rank)
+    guessing("bfloat16")
     print(*sorted(compiled))

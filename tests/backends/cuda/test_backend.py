@@ -87,6 +87,36 @@ def test_weights_lie_as_the_kernels_read_them(name: str, tmp_path: Path):
     assert weights.embed.weight.is_contiguous() and weights.head.weight.is_contiguous()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("as gemma", marks=pytest.mark.slow),
+        pytest.param("as neox", marks=pytest.mark.slow),
+        "as llama",
+    ],
+)
+def test_a_few_lines_are_each_what_they_are_alone(name: str):
+    """Next tokens of several texts, and drafts, multiplied line by line: to the last bit."""
+    shape = config(**{"layers": 1, "context": 128, **MODELS[name]})
+    found = []
+    for few in (8, 1):
+        running: Any = backend(ours(RandomCheckpoint(shape)))
+        running.program.few_lines = few
+        library = Library(PAGES, shape.vocab_size)
+        texts = [library.text(24), library.text(20)]
+        for text in texts:
+            look(running, [(text, 17)], None)
+        if few > 1:
+            parts = [[(texts[0], 3), (texts[1], 1)], [(text, 1) for text in texts]]
+            found.append([np.concatenate(look(running, part, None)[0]) for part in parts])
+        else:
+            counts = ((0, 1), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1))
+            alone = [look(running, [(texts[number], n)], None)[0][0] for number, n in counts]
+            found.append([np.concatenate(alone[:4]), np.concatenate(alone[4:])])
+    for few, alone in zip(*found, strict=True):
+        assert few.std() > 0.1 and np.array_equal(few, alone)
+
+
 def test_looks_beside_a_text_that_is_written():
     found = []
     for make in (plain, ours):

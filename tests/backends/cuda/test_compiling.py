@@ -22,6 +22,6 @@ def test_kernels_compile(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
-        "arrange", "attend", "choose", "combine", "expand", "narrow", "packed_gemv", "packed_rows",
-        "prefill", "route", "shrink", "store_keys", "widen",
+        "arrange", "attend", "choose", "combine", "expand", "gemv", "glu", "guess", "narrow",
+        "packed_gemv", "packed_rows", "prefill", "route", "shrink", "store_keys", "widen",
     ]  # fmt: skip

@@ -33,7 +33,7 @@ def test_a_product_with_all_around_it(kind, activation, gated):
     if kind != "none":
         norm = NormWeights(torch.rand(columns), torch.randn(columns) if kind == "layer" else None)
     x, residual, out = torch.randn(columns), torch.randn(rows), torch.full((rows,), torch.nan)
-    matrix.times_one(x, out, Around(eps, norm, activation, gated, residual))
+    matrix.times_each(x, out, Around(eps, norm, activation, gated, residual))
     y = matrix.weight @ normed(x, norm, eps) + matrix.bias
     bent = y if activation == "none" else activate(activation, y)
     expected = activate(activation, y[:rows]) * y[rows:] if gated and activation != "none" else bent
@@ -48,7 +48,7 @@ def test_one_vector_and_many_agree(dtype):
     matrix = PlainMatrix(torch.randn(300, 130).to(dtype))
     x = torch.randn(3, 130).to(dtype)
     one, many = torch.empty(300, dtype=dtype), torch.empty(3, 300, dtype=dtype)
-    matrix.times_one(x[1], one, Around(1e-6))
+    matrix.times_each(x[1], one, Around(1e-6))
     matrix.times_many(x, many)
     bound = 1e-5 if dtype == torch.float32 else 0.02
     assert torch.allclose(one.float(), many[1].float(), rtol=bound, atol=bound)

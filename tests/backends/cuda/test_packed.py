@@ -63,7 +63,7 @@ def test_one_vector(kind):
     matrix, plain = packed(kind, FEW_ROWS)
     x, out = torch.randn(COLUMNS), torch.full((FEW_ROWS,), torch.nan)
     norm = NormWeights(torch.rand(COLUMNS))
-    matrix.times_one(x, out, Around(1e-5, norm))
+    matrix.times_each(x, out, Around(1e-5, norm))
     assert near(out, plain @ torch.nn.functional.rms_norm(x, (COLUMNS,), norm.gain, 1e-5))
 
 
@@ -75,7 +75,7 @@ def test_one_vector_of_16_bits(kind):
     x, out = torch.randn(COLUMNS).half(), torch.full((FEW_ROWS,), torch.nan)
     x[32:64] = 0
     x[64:96] *= 1000
-    matrix.times_one(x, out, Around(1e-5))
+    matrix.times_each(x, out, Around(1e-5))
     assert near(out, plain @ x.float(), 2e-4)
 
 
@@ -84,7 +84,7 @@ def test_what_is_no_number_stays_none(broken):
     matrix, _ = packed("Q4_0")
     x, out = torch.randn(COLUMNS).half(), torch.zeros(ROWS)
     x[100] = broken
-    matrix.times_one(x, out, Around(1e-5))
+    matrix.times_each(x, out, Around(1e-5))
     assert not out.isfinite().any()
 
 
@@ -98,7 +98,7 @@ def test_one_vector_with_all_around_it(kind, gated):
     kept = rows // (1 + gated)
     norm = NormWeights(torch.rand(columns), torch.randn(columns))
     x, residual, out = torch.randn(columns), torch.randn(kept), torch.full((kept,), torch.nan)
-    matrix.times_one(x, out, Around(1e-5, norm, "silu", gated, residual))
+    matrix.times_each(x, out, Around(1e-5, norm, "silu", gated, residual))
     normed = torch.nn.functional.layer_norm(x, (columns,), norm.gain, norm.bias, 1e-5)
     y = plain @ normed + bias
     bent = torch.nn.functional.silu(y[:kept])
@@ -154,7 +154,7 @@ def test_matrices_of_different_types_one_above_the_other():
     assert (matrix.rows, matrix.columns) == plain.shape
     x, residual = torch.randn(70, COLUMNS), torch.randn(len(plain))
     one, few, many = (torch.full((n, len(plain)), torch.nan) for n in (1, 2, 70))
-    matrix.times_one(x[0], one[0], Around(1e-5, residual=residual))
+    matrix.times_each(x[0], one[0], Around(1e-5, residual=residual))
     matrix.times_many(x[:2], few)
     matrix.times_many(x, many)
     assert near(one[0], plain @ x[0] + residual)

@@ -6,6 +6,8 @@ be looked into, run kernel by kernel beside them. Nothing waits for the device b
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,8 +23,9 @@ from unspool.backends.cuda.pick import DevicePicker
 from unspool.backends.cuda.products import processors
 from unspool.backends.cuda.program import Program
 from unspool.backends.cuda.prompts import Prompts
+from unspool.backends.cuda.taps import Taps
 from unspool.backends.cuda.weights import Weights
-from unspool.backends.step import Inside, Ints, StepBatch, largest, no_ints, smallest
+from unspool.backends.step import Inside, Ints, Look, StepBatch, largest, no_ints, smallest
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, PickRows
@@ -61,6 +64,7 @@ class CudaBackend:
         self.program = Program(weights, pages, self.inputs, context, exact)
         self._graphs = Graphs(device)
         self._prompts = Prompts(self.program)
+        self._taps: dict[tuple[int, ...], Taps] = {}
         picks = self._outcomes.picks
         self._picker = self._new_picker(picks[:_LINES], self._outcomes.logprobs_of_lines)
         self._picker.floats, self._picker.ints = self.inputs.floats, self.inputs.ints
@@ -93,8 +97,9 @@ class CudaBackend:
                 with torch.inference_mode():
                     return self._mixed(batch, parts, changed)
             logits = self._captured(batch, parts, changed)
+            inside = self._tapped(batch.look) if batch.look else None
             self._places = parts.places
-            return self._outcomes.flight(batch.sampled, logits, None, prompts=False)
+            return self._outcomes.flight(batch.sampled, logits, inside, prompts=False)
         except torch.OutOfMemoryError as error:
             raise UnspoolError(
                 f"the GPU's memory is full: a step of {len(batch.tokens):,} tokens found no room "
@@ -119,6 +124,7 @@ class CudaBackend:
         if parts.count:
             found = self._captured(batch, parts, (_NOTHING, _NOTHING))
             logits += [] if found is None else [found]
+            inside = self._tapped(batch.look) if batch.look else None
         if prompts is not None:
             looker = Looker(self.program, batch, batch.look) if batch.look else None
             found = self._prompts.run(prompts, looker)
@@ -160,12 +166,14 @@ class CudaBackend:
         )  # fmt: skip
         fresh, picker = parts.fresh, self._picker
         adapted = parts.line_adapters is not None
+        layers = batch.look.layers if batch.look else None
+        taps = None if layers is None else self._taps_before(layers)
 
         def launch() -> None:
-            self.program.step(size, room, fresh, adapted)
+            self.program.step(size, room, fresh, adapted, taps)
             picker.launch(self.program.logits[:size], sampled=sampled, penalties=penalties)
 
-        self._graphs.run((size, room, fresh, sampled, penalties, adapted), launch)
+        self._graphs.run((size, room, fresh, sampled, penalties, adapted, layers), launch)
         wanted = parts.logits_of_lines
         if not len(wanted):
             return None
@@ -173,6 +181,22 @@ class CudaBackend:
         if last - first + 1 == len(wanted):
             return self.program.logits[first : last + 1]
         return self.program.logits[to_device(wanted, self._device)]
+
+    def _taps_before(self, layers: tuple[int, ...]) -> Taps:
+        found = self._taps.get(layers)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._taps[layers] = Taps(layers, _LINES, self.program.weights)
+        return found
+
+    def _tapped(self, look: Look) -> Inside:
+        """What the captured step has just left, where it lies: on the device."""
+        assert look.layers is not None
+        first, last = int(look.residuals[0]), int(look.residuals[-1]) + 1
+        vectors: Any = self._taps[look.layers].of(first, last)
+        if last - first != len(look.residuals):
+            vectors = vectors[:, to_device(look.residuals - first, self._device)]
+        return Inside(residuals=vectors)
 
     def _resolved_tokens(self, tokens: Ints) -> Ints:
         """-1 - n, the n-th pick of the step before, as the place of that pick on the device."""
@@ -221,13 +245,16 @@ class _Parts:
         # How far tokens see beyond themselves: nothing, in a text that is written left to right.
         causal = largest(batch.visible_end - batch.positions) == 1
         self.fresh = causal
-        if len(batch.tokens) == len(batch.slots) <= _LINES and not batch.look:
+        look = batch.look
+        deep = look is not None and bool(look) and not look.is_tap
+        if len(batch.tokens) == len(batch.slots) <= _LINES and not deep:
             self._only_lines(batch, batch.slots)  # one next token each: most steps are so
             return
         counts = np.diff(batch.starts)
         every, pick = np.arange(len(batch.tokens)), batch.pick
         short = counts <= _SHORT
-        if batch.look or int(counts[short].sum()) > _LINES:
+        whole = bool(look) and (deep or not short.all())  # what is looked at is one run
+        if whole or int(counts[short].sum()) > _LINES:
             short[:] = False
         self.fresh = causal and bool((counts[short] == 1).all())
         line_of = np.repeat(batch.slots, counts)

@@ -38,7 +38,7 @@ class Looker:
         self._lines = (batch.slots[owners] + 1).tolist()
         self._queries = (config.heads, config.head_width)
 
-    def stream(self, h: Tensor) -> None:
+    def stream(self, layer: int, h: Tensor) -> None:
         if len(self._residual_rows):
             self._residuals.append(h[self._residual_rows])
 

@@ -16,9 +16,11 @@ from unspool.backends.cuda.kernels.packed_gemv import packed_gemv
 from unspool.backends.cuda.packing import Packing, Parts
 from unspool.backends.cuda.products import (
     Around,
+    lines_of,
     norm_kind,
     power_of_two,
     processors,
+    steps,
     times_many,
 )
 
@@ -74,11 +76,11 @@ class PackedMatrix:
             "SHARE": how.share,
         }  # fmt: skip
 
-    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
-        """For one vector, with what is folded into the product."""
-        rows, norm = self.rows // (1 + by.gated), by.norm
-        at_once, warps, programs = tiling(rows, self._units, 1 + by.gated, x.device)
-        packed_gemv[(programs,)](
+    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
+        """For one vector or each of a few, with what is folded into the product."""
+        rows, norm, lines = self.rows // (1 + by.gated), by.norm, lines_of(x)
+        at_once, warps, programs = tiling(rows, self._units, 1 + by.gated, lines, x.device)
+        packed_gemv[(programs, lines)](
             x,
             x if norm is None else norm.gain,
             x if norm is None or norm.bias is None else norm.bias,
@@ -88,6 +90,7 @@ class PackedMatrix:
             out,
             rows,
             by.eps,
+            *steps(x, by.residual, out),
             K=self.columns,
             UP=power_of_two(self._units),
             **self._constants(),
@@ -194,11 +197,11 @@ class StackedMatrix:
             yield part, slice(first, first + part.rows)
             first += part.rows
 
-    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
-        """For one vector; what is gated is never kept so (see `load.py`)."""
+    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
+        """For one vector or each of a few; what is gated is never kept so (see `load.py`)."""
         for part, rows in self._placed():
-            residual = None if by.residual is None else by.residual[rows]
-            part.times_one(x, out[rows], replace(by, residual=residual))
+            residual = None if by.residual is None else by.residual[..., rows]
+            part.times_each(x, out[..., rows], replace(by, residual=residual))
 
     def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         for part, rows in self._placed():
@@ -215,11 +218,13 @@ class StackedMatrix:
 
 
 @functools.cache
-def tiling(rows: int, units: int, tiles: int, device: torch.device) -> tuple[int, int, int]:
-    """Rows a program takes at once, its warps, and how many programs there are: as many as find
-    room at the same time, since each goes through its share of the rows."""
+def tiling(
+    rows: int, units: int, tiles: int, lines: int, device: torch.device
+) -> tuple[int, int, int]:
+    """Rows a program takes at once, its warps, and how many programs each line has: as many in all
+    as find room at the same time, since each goes through its share of the rows."""
     wide = power_of_two(units)
     warps = max(1, min(_MOST_WARPS, wide // 32))
     at_once = max(1, _UNITS_A_THREAD * 32 * warps // wide // tiles)
     programs = processors(device) * min(16, _WARPS_AN_SM // warps)
-    return at_once, warps, min(-(-rows // at_once), programs)
+    return at_once, warps, min(-(-rows // at_once), -(-programs // lines))

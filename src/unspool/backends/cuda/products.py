@@ -26,7 +26,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Around:
-    """What is folded into a product with one vector."""
+    """What is folded into a product with one vector, or with each of a few."""
 
     eps: float
     norm: NormWeights | None = None  # of the vector
@@ -55,23 +55,39 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tiling(rows: int, columns: int, tiles: int, size: int, device: torch.device) -> list[int]:
-    """Rows a program takes at once, its warps, and how many programs there are."""
+def lines_of(x: Tensor) -> int:
+    """How many vectors there are: one [columns], or several [n, columns]."""
+    return 1 if x.dim() == 1 else len(x)
+
+
+def steps(*vectors: Tensor | None) -> list[int]:
+    """How far apart the lines of each of them are."""
+    return [0 if x is None or x.dim() == 1 else x.stride(0) for x in vectors]
+
+
+def tiling(
+    rows: int, columns: int, tiles: int, size: int, lines: int, device: torch.device
+) -> list[int]:
+    """Rows a program takes at once, its warps, and how many programs each line has."""
+    if device.type != "cuda":
+        return [32, 1, min(-(-rows // 32), 2)]  # the interpreter's time goes by launches and loops
     wide = columns * tiles * size // 2
     at_once = 1 if wide >= 32_768 else 4 if wide <= 1024 and rows >= 16_384 else 2
     share = at_once * wide / (32 * _NUMBERS_A_THREAD)
     warps = max(1, min(16, 1 << round(math.log2(max(1, share)))))
     programs = processors(device) * min(8, max(1, _WARPS_AN_SM // warps))
-    return [at_once, warps, min(-(-rows // at_once), programs)]
+    return [at_once, warps, min(-(-rows // at_once), -(-programs // lines))]
 
 
-def times_one(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, by: Around) -> None:
-    """out = W · x for one vector, with all that `by` says."""
+def times_each(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, by: Around) -> None:
+    """out = W · x for one vector, or for each of a few, with all that `by` says."""
     rows, columns = weight.shape[0] // (1 + by.gated), weight.shape[1]
-    tiles = 1 + by.gated
-    at_once, warps, programs = tiling(rows, columns, tiles, weight.element_size(), weight.device)
+    tiles, lines = 1 + by.gated, lines_of(x)
+    at_once, warps, programs = tiling(
+        rows, columns, tiles, weight.element_size(), lines, weight.device
+    )
     norm = by.norm
-    gemv[(programs,)](
+    gemv[(programs, lines)](
         x,
         x if norm is None else norm.gain,
         x if norm is None or norm.bias is None else norm.bias,
@@ -81,6 +97,7 @@ def times_one(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, by: A
         out,
         rows,
         by.eps,
+        *steps(x, by.residual, out),
         K=columns,
         KP=power_of_two(columns),
         BN=at_once,

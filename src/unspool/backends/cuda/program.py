@@ -1,8 +1,9 @@
 """A model's step as launches of kernels, from tokens to logits.
 
-Every new token of a step is a line. `one` is the step of a single line: five kernels a layer, all
-that stands between the products folded into them. `many` is the step of several lines, and
-`layers` what it shares with reading prompts: the vendor's products and a few small kernels between.
+Every new token of a step is a line. `few` is the step of a single line, and of a few lines of a
+small model: five kernels a layer, all that stands between the products folded into them. `many` is
+the step of more lines, and `layers` what it shares with reading prompts: the vendor's products and
+a few small kernels between.
 All buffers have fixed addresses, so a step can be captured as a graph and run again.
 """
 
@@ -27,6 +28,8 @@ from unspool.backends.cuda.weights import LayerWeights, Matrix, PlainMatrix, Wei
 from unspool.model.positions import sinusoidal
 
 _FEED_BLOCK = 1024
+_FEW_LINES = 16  # that may be multiplied each by itself ...
+_FEW_BYTES = 2 << 30  # ... where they read no more than this in all, most of it from the cache
 
 
 class Activations:
@@ -58,8 +61,8 @@ class Activations:
 class Watch(Protocol):
     """Who looks on while the layers run."""
 
-    def stream(self, h: Tensor) -> None:
-        """The residual stream before the first layer, then after each."""
+    def stream(self, layer: int, h: Tensor) -> None:
+        """The residual stream before a layer; after the last one, before one more."""
 
     def queries(self, layer: int, qkv: Tensor) -> None:
         """What attention looks with, rotated; the layer's keys are in their pages."""
@@ -92,61 +95,61 @@ class Program:
         self._scratch = attention.Scratch.for_lines(lines, config, weights.device)
         self._expert_scratch = ExpertScratch.for_lines(lines, config, weights)
         self._places = position_vectors(weights, context)
+        self.few_lines = few_lines(weights)
         # Rounded to the weights' own precision first, as these models were trained.
         self._scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
 
     # -- a captured step: the lines of `inputs` to the logits --------------------------------------
 
-    def step(self, count: int, longest: int, fresh: bool, adapted: bool = False) -> None:
+    def step(
+        self,
+        count: int,
+        longest: int,
+        fresh: bool,
+        adapted: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
         """The first `count` lines, none of which sees more than `longest` tokens; `fresh`: each is
         the next token of a text of its own; `adapted`: some of them have an adapter."""
-        if count == 1 and fresh and not (self.exact or adapted):
-            self._one(longest)
+        if count <= self.few_lines and not (self.exact or adapted):
+            self._few(count, longest, fresh, watch)
         else:
-            self._many(count, longest, fresh, adapted)
+            self._many(count, longest, fresh, adapted, watch)
 
-    def _many(self, count: int, longest: int, fresh: bool, adapted: bool) -> None:
+    def _many(
+        self, count: int, longest: int, fresh: bool, adapted: bool, watch: Watch | None
+    ) -> None:
         a = self.buffers.first(count)
         self._begin(a.h)
         lines = self.inputs.of(count)
         fresh = fresh and not self.exact  # prepared like prompts, in the same order of sums
 
         def attend(layer: int, qkv: Tensor, mixed: Tensor) -> None:
-            turning, keys, values = self.turning[layer], self._keys[layer], self._values[layer]
-            if not fresh:
-                attention.store_keys(qkv, keys, values, turning, lines, pdl=self.pdl)
-            attention.attend(
-                qkv, mixed, keys, values, turning, lines, self._scratch, new=fresh,
-                pieces=attention.pieces_for(turning, longest), pdl=self.pdl,
-            )  # fmt: skip
+            self._attend(layer, qkv, mixed, lines, longest, fresh)
 
         adapt = None
         if adapted:
             adapt = self.adapters.on_lines(self.inputs.adapters[:count], pdl=self.pdl)
-        self.layers(a, attend, self._expert_scratch, adapt=adapt)
+        self.layers(a, attend, self._expert_scratch, watch, adapt)
         self.head(a.x, self.logits[:count], adapt)
 
-    def _one(self, longest: int) -> None:
-        config, a = self.weights.config, self.buffers.first(1)
+    def _few(self, count: int, longest: int, fresh: bool, watch: Watch | None) -> None:
+        config, a = self.weights.config, self.buffers.first(count)
         self._begin(a.h)
-        lines = self.inputs.of(1)
-        h, beside, qkv, mixed, inner = a.h[0], a.beside[0], a.qkv[0], a.mixed[0], a.inner[0]
+        lines, inner = self.inputs.of(count), a.inner[:, : config.ff_width]
         for number, layer in enumerate(self.weights.layers):
+            if watch:
+                watch.stream(number, a.h)
             # What `begin` wrote must be there before `attend` looks at the block table.
             by = self._around(norm=layer.attention_norm, early=number > 0)
-            layer.qkv.times_one(h, qkv, by)
+            layer.qkv.times_each(a.h, a.qkv, by)
             self._norm_whole(a.qkv, layer)
-            turning = self.turning[number]
-            attention.attend(
-                a.qkv, a.mixed, self._keys[number], self._values[number], turning, lines,
-                self._scratch, new=True, pieces=attention.pieces_for(turning, longest),
-                pdl=self.pdl,
-            )  # fmt: skip
-            after = beside if config.parallel else h
+            self._attend(number, a.qkv, a.mixed, lines, longest, fresh)
+            after = a.beside if config.parallel else a.h
             if layer.attention_post_norm is None:
-                layer.out.times_one(mixed, after, self._around(residual=h))
+                layer.out.times_each(a.mixed, after, self._around(residual=a.h))
             else:
-                layer.out.times_one(mixed, a.attended[0], self._around())
+                layer.out.times_each(a.mixed, a.attended, self._around())
                 self._add(a, a.attended, post=layer.attention_post_norm, out=a.h)
             if layer.gate_up is None or layer.down is None:
                 self._add(a, norm=layer.feed_norm, out=a.x)
@@ -158,14 +161,29 @@ class Program:
             by = self._around(
                 norm=layer.feed_norm, activation=config.activation, gated=config.gated
             )
-            layer.gate_up.times_one(h, inner[: config.ff_width], by)
+            layer.gate_up.times_each(a.h, inner, by)
             if layer.feed_post_norm is None:
-                layer.down.times_one(inner[: config.ff_width], h, self._around(residual=after))
+                layer.down.times_each(inner, a.h, self._around(residual=after))
             else:
-                layer.down.times_one(inner[: config.ff_width], a.fed[0], self._around())
+                layer.down.times_each(inner, a.fed, self._around())
                 self._add(a, a.fed, post=layer.feed_post_norm, out=a.h)
-        self.weights.head.times_one(h, self.logits[0], self._around(norm=self.weights.norm))
-        self._soften(self.logits[:1])
+        if watch:
+            watch.stream(len(self.weights.layers), a.h)
+        logits = self.logits[:count]
+        self.weights.head.times_each(a.h, logits, self._around(norm=self.weights.norm))
+        self._soften(logits)
+
+    def _attend(
+        self, layer: int, qkv: Tensor, mixed: Tensor, lines: attention.Lines, longest: int,
+        fresh: bool,
+    ) -> None:  # fmt: skip
+        turning, keys, values = self.turning[layer], self._keys[layer], self._values[layer]
+        if not fresh:
+            attention.store_keys(qkv, keys, values, turning, lines, pdl=self.pdl)
+        attention.attend(
+            qkv, mixed, keys, values, turning, lines, self._scratch, new=fresh,
+            pieces=attention.pieces_for(turning, longest), pdl=self.pdl,
+        )  # fmt: skip
 
     # -- what steps and prompts share ------------------------------------------------------------
 
@@ -184,7 +202,7 @@ class Program:
         for number, layer in enumerate(self.weights.layers):
             self._add(a, first, second, post=behind, norm=layer.attention_norm, out=a.x)
             if watch:
-                watch.stream(a.h)
+                watch.stream(number, a.h)
             self._times(layer.qkv, a.x, a.qkv, adapt)
             self._norm_whole(a.qkv, layer)
             attend(number, a.qkv, a.mixed)
@@ -205,7 +223,7 @@ class Program:
                 watch.added(a.attended, a.fed, layer)
         self._add(a, first, second, post=behind, norm=self.weights.norm, out=a.x)
         if watch:
-            watch.stream(a.h)
+            watch.stream(len(self.weights.layers), a.h)
 
     def head(self, x: Tensor, logits: Tensor, adapt: Adapt | None = None) -> None:
         """What normed vectors say about the next token."""
@@ -309,6 +327,16 @@ class Program:
     ) -> Around:
         eps = self.weights.config.norm_eps
         return Around(eps, norm, activation, gated, residual, early, self.pdl)
+
+
+def few_lines(weights: Weights) -> int:
+    """How many lines are multiplied each by itself. The first of them brings the weights into the
+    cache, and the others read them there, each all of them: quicker than the kernels for many
+    lines as long as it is not much, and each line has the numbers that it has alone."""
+    if weights.device.type != "cuda" or any(layer.experts is not None for layer in weights.layers):
+        return 1  # the interpreter is quicker with the vendor's products
+    size = sum(matrix.nbytes for matrix in weights.matrices())
+    return max(1, min(_FEW_LINES, _FEW_BYTES // max(size, 1)))
 
 
 def position_vectors(weights: Weights, context: int) -> Tensor | None:

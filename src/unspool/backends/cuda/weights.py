@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unspool.backends.cuda.exact import exact_many
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.products import Around, NormWeights, times_many, times_one
+from unspool.backends.cuda.products import Around, NormWeights, times_each, times_many
 from unspool.model.config import ModelConfig
 from unspool.model.layers.feed import Experts, FeedForward
 from unspool.model.layers.parts import Norm
@@ -37,8 +37,9 @@ class Matrix(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
 
-    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
-        """For one vector, with what is folded into the product."""
+    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
+        """For one vector [columns], or each of a few [n, columns] as if it were alone, with what is
+        folded into the product."""
 
     def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         """out [M, rows] = x [M, columns] · Wᵀ + bias. With `exact` each line's numbers are summed
@@ -75,8 +76,8 @@ class PlainMatrix:
     def device(self) -> torch.device:
         return self.weight.device
 
-    def times_one(self, x: Tensor, out: Tensor, by: Around) -> None:
-        times_one(self.weight, self.bias, x, out, by)
+    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
+        times_each(self.weight, self.bias, x, out, by)
 
     def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         if exact:

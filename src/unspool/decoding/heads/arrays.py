@@ -45,24 +45,30 @@ def softmax(x: Array) -> Array:
 
 
 def joined(parts: list[Array], axis: int) -> Array:
-    if isinstance(parts[0], np.ndarray):
+    """What lies on a device stays there, and the rest is brought to it."""
+    device = next((part.device for part in parts if not isinstance(part, np.ndarray)), None)
+    if device is None:
         return np.concatenate(parts, axis)
     import torch
 
-    return torch.cat(parts, axis)
+    return torch.cat([on(device)(part) for part in parts], axis)
 
 
 def _exp(x: Array) -> Array:
     return np.exp(x) if isinstance(x, np.ndarray) else x.exp()
 
 
-def on(device: str | None) -> Any:
-    """What puts an array of numpy where the arithmetic is done; None: it stays one of numpy."""
+def on(device: Any) -> Any:
+    """What puts an array where the arithmetic is done; None: it stays one of numpy."""
     if device is None:
         return lambda array: array
     import torch
 
-    return lambda array: torch.from_numpy(np.array(array)).to(device)
+    def put(array: Array) -> Array:
+        there = torch.from_numpy(np.array(array)) if isinstance(array, np.ndarray) else array
+        return there.to(device).float()
+
+    return put
 
 
 def host(array: Array) -> Any:

@@ -9,6 +9,7 @@ them; the drafter keeps them until it is asked for a draft, and gives them to th
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import numpy as np
 
 from unspool.backends.base import Loaded
 from unspool.backends.step import Floats
+from unspool.decoding.heads.arrays import joined
 from unspool.decoding.heads.files import (
     SHIPPED,
     head_folder,
@@ -127,10 +129,10 @@ class HeadDrafter:
             began = perf_counter()
             places = [np.arange(first, first + v.shape[1]) for first, v in self._unread]
             positions = np.concatenate(places)
-            vectors = np.concatenate([v for _, v in self._unread], 1)
-            known = positions < last
-            positions, vectors = positions[known][-LONGEST_PAST:], vectors[:, known]
-            vectors = vectors[:, -LONGEST_PAST:]
+            until = bisect_left(positions.tolist(), last)
+            known = slice(max(0, until - LONGEST_PAST), until)
+            vectors = joined([v for _, v in self._unread], 1)[:, known]
+            positions = positions[known]
             self._unread.clear()
             if len(positions):
                 following = [int(tokens[position + 1]) for position in positions.tolist()]
@@ -181,6 +183,13 @@ def load_head(folder: Path, lm: Session) -> Head:
         from unspool.decoding.heads.native import NativeHead
 
         return NativeHead(files, model, lm.context)
+    if "unspool.backends.cuda.loaded" in sys.modules:  # else the model cannot be one of its own
+        from unspool.backends.cuda.loaded import CudaModel
+
+        if isinstance(model, CudaModel):
+            from unspool.decoding.heads.captured import CapturedHead
+
+            return CapturedHead(files, model, lm.context)
     from unspool.decoding.heads.own import OwnHead
 
     return OwnHead(files, model, device)

@@ -107,7 +107,7 @@ class EagleHead:
         return self.put(np.stack(rows))
 
     def fused(self, vectors: Floats) -> arrays.Array:
-        joined = self.put(np.concatenate(list(vectors), -1))
+        joined = self.put(arrays.joined(list(vectors), -1))
         if "input_norm.weight" in self.weights:
             joined = self.norm(joined, "input_norm.weight")
         return self.times(joined, "fc.weight")

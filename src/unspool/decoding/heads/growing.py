@@ -10,7 +10,7 @@ on the way to each; a node is never likelier than the one it stands behind, so t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,15 @@ class Context(Protocol):
         """Logits of what follows each node, where the text has these tokens; sets their states."""
 
 
+class ChainContext(Context, Protocol):
+    """A context that guesses a whole chain at once."""
+
+    def chain(
+        self, tokens: Sequence[int], levels: int, temperature: float
+    ) -> Iterator[tuple[int, float]]:
+        """Tokens that may follow, each behind the one before, with log-probabilities."""
+
+
 class Head(Protocol):
     """A head with its weights, for any number of texts."""
 
@@ -83,16 +92,16 @@ def grow(
     context: Context, tokens: Sequence[int], ids: Ints, shape: Shape, temperature: float
 ) -> DraftTree | list[int]:
     """A draft of this shape behind these tokens."""
+    if shape.width == 1:
+        at_once = getattr(context, "chain", None)  # asking for the protocol itself takes 0.1 ms
+        if at_once is None:
+            guesses = _chain(context, tokens, ids, shape.levels, temperature)
+        else:
+            guesses = at_once(tokens, shape.levels, temperature)
+        return _sure_enough(guesses, shape.sure)
     level, every = [Node(int(tokens[-1]))], list[Node]()
     for depth in range(1, shape.levels + 1):
         logits = context.expand(level, tokens)
-        if shape.width == 1:
-            ((place, chance),) = _best(logits[0], 1, temperature)
-            level = [Node(int(ids[place]), level[0], depth, level[0].score + chance)]
-            if shape.sure and level[0].score < math.log(shape.sure):
-                break
-            every += level
-            continue
         found = [
             Node(int(ids[place]), node, depth, node.score + chance)
             for node, row in zip(level, logits, strict=True)
@@ -101,13 +110,34 @@ def grow(
         found.sort(key=lambda node: -node.score)
         every += found
         level = found[: shape.width]
-    if shape.width == 1:
-        return [node.token for node in every]
     every.sort(key=lambda node: -node.score)  # stable: a node stays behind its parent
     kept = every[: shape.nodes]
     number: dict[Node | None, int] = {node: place for place, node in enumerate(kept)}
     parents = [number.get(node.parent, -1) for node in kept]
     return DraftTree([node.token for node in kept], parents)
+
+
+def _chain(
+    context: Context, tokens: Sequence[int], ids: Ints, levels: int, temperature: float
+) -> Iterator[tuple[int, float]]:
+    """The likeliest token again and again; nothing is computed before it is asked for."""
+    node = Node(int(tokens[-1]))
+    for depth in range(1, levels + 1):
+        (logits,) = context.expand([node], tokens)
+        ((place, chance),) = _best(logits, 1, temperature)
+        node = Node(int(ids[place]), node, depth)
+        yield node.token, chance
+
+
+def _sure_enough(guesses: Iterator[tuple[int, float]], sure: float) -> list[int]:
+    """Up to where all of them together are less likely than this."""
+    found, score = list[int](), 0.0
+    for token, chance in guesses:
+        score += chance
+        if sure and score < math.log(sure):
+            break
+        found.append(token)
+    return found
 
 
 def _best(logits: Floats, count: int, temperature: float) -> list[tuple[int, float]]:

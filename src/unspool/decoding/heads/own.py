@@ -131,15 +131,27 @@ class OwnContext:
         self._values = arrays.joined([self._values, values], 0)
 
     def expand(self, nodes: list[Node], tokens: Sequence[int]) -> Floats:
-        recent = [last_tokens(node, tokens, self._head.config.words) for node in nodes]
-        states = [n.parent.state if n.parent is not None else self._fused[-1] for n in nodes]
-        positions = np.array([len(tokens) - 1 + node.depth for node in nodes])
-        rows = arrays.joined([state[None] for state in states], 0)
-        h, logits = self._head.step(rows, recent, positions, self._keys, self._values)
-        for node, state in zip(nodes, h, strict=True):
-            node.state = state
-        found: Floats = arrays.host(logits)
-        return found
+        return expanded(self._head, nodes, tokens, self._fused, self._keys, self._values)
+
+
+def expanded(
+    head: OwnHead,
+    nodes: list[Node],
+    tokens: Sequence[int],
+    fused: arrays.Array,
+    keys: arrays.Array,
+    values: arrays.Array,
+) -> Floats:
+    """Logits of what follows each node of a text whose positions have these; sets their states."""
+    recent = [last_tokens(node, tokens, head.config.words) for node in nodes]
+    states = [n.parent.state if n.parent is not None else fused[-1] for n in nodes]
+    positions = np.array([len(tokens) - 1 + node.depth for node in nodes])
+    rows = arrays.joined([state[None] for state in states], 0)
+    h, logits = head.step(rows, recent, positions, keys, values)
+    for node, state in zip(nodes, h, strict=True):
+        node.state = state
+    found: Floats = arrays.host(logits)
+    return found
 
 
 class Rows(Protocol):

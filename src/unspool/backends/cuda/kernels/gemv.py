@@ -1,4 +1,4 @@
-"""A matrix times one vector, with what stands before and behind it: the whole of batch 1.
+"""A matrix times one vector, or each of a few, with what stands before and behind it: batch 1.
 
 At one text a step is nothing but reading the weights once, so everything else is folded into that:
 the norm before the product, bias, activation, gate and residual behind it. Few programs with many
@@ -60,15 +60,18 @@ def normed_vector(
 
 @triton.jit
 def gemv(
-    x, gain, shift, w, bias, res, out, N, eps,
+    x, gain, shift, w, bias, res, out, N, eps, X_LINE, RES_LINE, OUT_LINE,
     K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """out [N] = W [N, K] · norm(x); with GLU act(W · x) * (U · x), U being the N rows below W; with
-    RES added to `res`. KP is the power of two that holds K."""
+    RES added to `res`. KP is the power of two that holds K. Of several lines each has programs of
+    its own, which do with it what they would do if it were alone."""
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    line = tl.program_id(1).to(tl.int64)
+    x, res, out = x + line * X_LINE, res + line * RES_LINE, out + line * OUT_LINE
     start, stride = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, KP)
     rows = start * BN + tl.arange(0, BN)

@@ -219,7 +219,7 @@ def prepared(
 
 @triton.jit
 def packed_gemv(
-    x, gain, shift, quants, records, factors, bias, res, out, N, eps,
+    x, gain, shift, quants, records, factors, bias, res, out, N, eps, X_LINE, RES_LINE, OUT_LINE,
     K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
@@ -229,6 +229,8 @@ def packed_gemv(
     NATIVE: on a GPU, where there are instructions for bytes."""
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+    line = tl.program_id(1).to(tl.int64)
+    x, res, out = x + line * X_LINE, res + line * RES_LINE, out + line * OUT_LINE
     start, stride = tl.program_id(0), tl.num_programs(0)
     units, whole_height = tl.arange(0, UP), N * (1 + GLU)
     tile, record, factor = fetched(

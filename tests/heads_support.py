@@ -47,8 +47,9 @@ def save_own(folder: Path, lm: Any, seed: int = 0, **changes: Any) -> HeadConfig
 
 
 def save_eagle(
-    folder: Path, lm: Any, seed: int = 0, *, kind: str = "llama", before: bool = False
-) -> dict[str, Any]:
+    folder: Path, lm: Any, seed: int = 0, *, kind: str = "llama", before: bool = False,
+    layers: tuple[int, ...] = (1, 2, 3),
+) -> dict[str, Any]:  # fmt: skip
     """A random EAGLE-3 head, as `speculators` saves them; gives its tensors."""
     chance = np.random.default_rng(seed)
     width, heads, kept, head_width, inner, count = lm.config.width, 6, 2, 8, 80, len(IDS)
@@ -85,7 +86,7 @@ def save_eagle(
     config = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
         "draft_vocab_size": count, "norm_before_residual": before,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "eagle_aux_hidden_state_layer_ids": list(layers),
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "tiny"}},
         "transformer_layer_config": {
             "model_type": kind, "hidden_size": width, "num_attention_heads": heads,

@@ -1,0 +1,151 @@
+"""A drafting head as graphs: it guesses what the plain arithmetic guesses, whoever drafts between.
+
+By Triton's interpreter on the CPU, which is slow; tests/gpu has the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_support import language_model, ours, plain
+from paged_texts import RandomCheckpoint, config
+
+from heads_support import PROMPT, save_eagle, save_own, vectors_of
+from unspool.decoding.heads import captured
+from unspool.decoding.heads.drafter import HeadDrafter, load_head
+from unspool.decoding.heads.files import read_head
+from unspool.decoding.heads.growing import Shape, grow
+from unspool.decoding.heads.ladder import Fixed
+from unspool.decoding.heads.own import OwnHead
+
+pytest.importorskip("triton")
+
+TINY = config(layers=2, context=256, vocab_size=259)
+READS = {"layers": (0, 1, 2)}
+TEXT = (PROMPT * 8)[:130]
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture(scope="module")
+def lm(device: str) -> Any:
+    with language_model(ours(RandomCheckpoint(TINY), device=device)) as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def own(lm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    save_own(folder, lm, **READS)
+    return folder
+
+
+def both(lm: Any, own: Path) -> list[Any]:
+    quick = load_head(own, lm)
+    assert isinstance(quick, captured.CapturedHead)
+    return [quick, OwnHead(read_head(own), lm.model, lm.model.device)]
+
+
+def vectors(head: Any, count: int) -> Any:
+    """What the model might have inside; a head reads anything."""
+    shape = (len(head.layers), len(TEXT), head.config.width)
+    return np.random.default_rng(7).standard_normal(shape).astype(np.float32)[:, :count]
+
+
+def read(head: Any, text: list[int]) -> Any:
+    context, count = head.context(), len(text) - 1
+    context.read(np.arange(count), vectors(head, count), text[1:])
+    return context
+
+
+def guesses(context: Any, tokens: list[int], ids: Any) -> list[list[int]]:
+    """A chain, and a tree."""
+    tree: Any = grow(context, tokens, ids, Shape(9, width=3, depth=3), 0.7)
+    return [grow(context, tokens, ids, Shape(3), 0.7), [*tree.tokens, *tree.parents]]  # type: ignore[list-item]
+
+
+def test_what_it_guesses(lm: Any, own: Path):
+    heads = both(lm, own)
+    quick, slow = (read(head, TEXT[:90]) for head in heads)
+    assert guesses(quick, TEXT[:90], heads[0].ids) == guesses(slow, TEXT[:90], heads[1].ids)
+    found = list(quick.chain(TEXT[:90], 1, 0.7))
+    logits = slow.expand([captured.Node(TEXT[89])], TEXT[:90])[0].astype(np.float64) / 0.7
+    chances = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert found[0][0] == heads[1].ids[chances.argmax()]
+    assert found[0][1] == pytest.approx(chances.max(), abs=1e-3)
+
+
+def test_a_few_positions_at_a_time_and_back(lm: Any, own: Path):
+    heads = both(lm, own)
+    seen = vectors(heads[0], len(TEXT))
+    contexts = [head.context() for head in heads]
+    for first, last in ((0, 1), (1, 40), (40, 43)):
+        for context in contexts:
+            context.read(np.arange(first, last), seen[:, first:last], TEXT[first + 1 : last + 1])
+        quick, slow = (guesses(c, TEXT[: last + 1], heads[0].ids) for c in contexts)
+        assert quick == slow
+    for context in contexts:
+        context.cut(30)  # and a gap, which has no keys
+        context.read(np.arange(33, 37), seen[:, 33:37], TEXT[34:38])
+    quick, slow = (guesses(context, TEXT[:38], heads[0].ids) for context in contexts)
+    assert quick == slow
+
+
+def test_several_texts_take_turns(lm: Any, own: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each is put by while another is drafted for, also when the room must grow."""
+    monkeypatch.setattr(captured, "_FIRST_ROOM", 64)
+    head = both(lm, own)[0]
+    texts = [TEXT[:30], TEXT[3:130]]
+    alone = [guesses(read(head, text), text, head.ids) for text in texts]
+    assert len({str(each) for each in alone}) == 2
+    contexts = [read(head, text) for text in texts]
+    again = [guesses(c, text, head.ids) for c, text in zip(contexts, texts, strict=True)]
+    assert again == alone
+    fork = contexts[1].fork(40)
+    assert guesses(fork, texts[1][:41], head.ids) == guesses(
+        read(head, texts[1][:41]), texts[1][:41], head.ids
+    )
+    assert guesses(contexts[1], texts[1], head.ids) == alone[1]
+
+
+@pytest.mark.parametrize("kind", ["own", pytest.param("eagle", marks=pytest.mark.slow)])
+def test_the_text_is_the_same(lm: Any, own: Path, tmp_path: Path, kind: str):
+    if kind == "eagle":
+        save_eagle(tmp_path, lm, layers=(0, 1, 2))
+    head = load_head(own if kind == "own" else tmp_path, lm)
+    prompts = [PROMPT[:5], PROMPT[:2]]
+    options: dict[str, Any] = {"max_tokens": 5, "temperature": 0.8, "seed": 4}
+    expected = [lm.generate(prompt, **options).tokens for prompt in prompts]
+    drafted = lm.generate(
+        prompts, progress=False, **options,
+        speculate=lambda request: HeadDrafter(head, request, Fixed(Shape(2))),
+    )  # fmt: skip
+    assert [text.tokens for text in drafted] == expected
+    assert any(step.draft for text in drafted for step in text.steps)
+
+
+def test_what_is_read_is_what_a_look_sees(lm: Any, own: Path, device: str):
+    """The vectors of captured steps are those that the plain transformer has there."""
+    head, made = both(lm, own)[0], list[HeadDrafter]()
+    seen: list[tuple[int, Any]] = []
+
+    def make(request: Any) -> HeadDrafter:
+        made.append(HeadDrafter(head, request, Fixed(Shape(2))))
+        see = made[0].see
+        made[0].see = lambda first, vectors: (seen.append((first, vectors)), see(first, vectors))  # type: ignore[method-assign, assignment]
+        return made[0]
+
+    text = lm.generate(PROMPT[:5], max_tokens=5, temperature=0.8, seed=3, speculate=make)
+    with language_model(plain(RandomCheckpoint(TINY), device=device)) as other:
+        expected = vectors_of(other, [*PROMPT[:5], *text.tokens], head.layers)
+    kept = [(first, vectors) for first, vectors in seen if not isinstance(vectors, np.ndarray)]
+    assert len(kept) >= 3, "captured steps leave them on the device"
+    for first, vectors in kept:  # those behind the first may be of guesses that were wrong
+        there = vectors[:, 0].float().cpu().numpy()
+        assert np.allclose(there, expected[:, first], atol=2e-3)
