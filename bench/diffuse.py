@@ -7,8 +7,9 @@
 Each prompt is filled at several settings, from one place a pass to all at once. For each setting:
 tokens a pass, seconds, the perplexity of the texts under a judge (a causal model that reads prompt
 and text), how many runs of four tokens occurred before, and the entropy of the tokens used. A low
-perplexity with many repeats is a text that loops: read the columns together. At the end the
-threshold order is written down once more as a plain loop, which must give the same tokens.
+perplexity with many repeats is a text that loops: read the columns together. Of a twin, what the
+causal model itself writes comes first. At the end the threshold order is written down once more as
+a plain loop, which must give the same tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -54,13 +56,30 @@ SETTINGS: list[dict[str, Any]] = [
 def measured(lm: Any, judge: Any, prompts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
     """One setting: all prompts, one after the other, so that seconds mean something."""
     texts = [lm.diffuse(lm_prompt(lm, prompt), seed=0, **options) for prompt in prompts]
-    tokens = [text.tokens for text in texts]
     runs = sum(one.kind != "look" for text in texts for one in text.passes)
+    return judged(judge, prompts, texts, runs, sum(text.seconds for text in texts))
+
+
+def written(lm: Any, judge: Any, prompts: list[Any], temperature: float, most: int) -> Any:
+    """What the causal model writes, a token a pass."""
+    began = perf_counter()
+    texts = [
+        lm.generate(lm_prompt(lm, prompt), max_tokens=most, temperature=temperature, seed=0)
+        for prompt in prompts
+    ]
+    runs = sum(len(text.tokens) for text in texts)
+    return judged(judge, prompts, texts, runs, perf_counter() - began)
+
+
+def judged(
+    judge: Any, prompts: list[Any], texts: list[Any], runs: int, seconds: float
+) -> dict[str, Any]:
+    tokens = [text.tokens for text in texts]
     return {
-        "passes": sum(len(text.passes) for text in texts),
+        "passes": runs,
         "tokens": sum(map(len, tokens)),
         "tokens_per_pass": round(sum(map(len, tokens)) / runs, 2),
-        "seconds": round(sum(text.seconds for text in texts), 2),
+        "seconds": round(seconds, 2),
         "judged_perplexity": round(perplexity(judge, prompts, texts), 2),
         "repeated_4_grams": round(float(np.mean([repeated(one) for one in tokens])), 3),
         "entropy_bits": round(float(np.mean([entropy(one) for one in tokens])), 2),
@@ -146,8 +165,13 @@ def run(lm: Any, judge: Any, given: argparse.Namespace) -> None:
         shared |= {"twin": "twin", "shifted": True}
     prompts = list(PROMPTS[:2] if given.tiny else PROMPTS)
     rows = []
-    for options in SETTINGS:
-        row = {"setting": options, **measured(lm, judge, prompts, {**shared, **options})}
+    causal = [{"causal, temperature": number} for number in (0.0, 0.8)] if given.twin else []
+    for options in [*causal, *SETTINGS]:
+        if options in causal:
+            number = options["causal, temperature"]
+            row = {"setting": options, **written(lm, judge, prompts, number, given.tokens)}
+        else:
+            row = {"setting": options, **measured(lm, judge, prompts, {**shared, **options})}
         rows.append(row)
         shown = ", ".join(f"{name} {value}" for name, value in options.items())
         print(

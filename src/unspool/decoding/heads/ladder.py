@@ -19,10 +19,14 @@ SHAPES = (
     Shape(7, sure=0.12), Shape(15, width=4, depth=6), Shape(31, width=8, depth=7),
 )  # fmt: skip
 FIRST_RUNG = 0  # what is lost least on, should it not pay
-ORDINARY_FIRST = 2  # rounds without a draft before the first one
-ORDINARY_EVERY = 48  # drafted rounds after which one without is measured anew
-FEWEST = 6  # rounds on a rung before it is judged
-HELD_UP = 3  # times the usual: what a round is taken for at the most
+# Rounds without a draft in a row, before the first draft and then from time to time. The first of
+# them does not count: it still feels what came before it.
+ORDINARY_FIRST, ORDINARY_AGAIN = 8, 3
+ORDINARY_EVERY = 64  # drafted rounds from one time to the next
+QUICK = 0.8e-3  # seconds of a round without a draft: to make and hand over a draft takes as long
+FEWEST = 6  # rounds on a rung before it is judged ...
+HOPELESS, SOON = 0.8, 3  # ... or so few, where it has this share of the speed without drafts
+HELD_UP = 3  # times the usual: a round that took longer waited for something else
 STALE = 64  # drafted rounds after which a neighbouring rung is tried again
 PAYS = 1.03  # times the speed without drafts: less may be chance
 NEARLY = 0.92  # of the speed without drafts: from there on the next rung is worth a try
@@ -53,14 +57,26 @@ class Costs:
         return len(self._tokens.get(rung, ()))
 
     def seconds(self, rung: int) -> float:
-        """On average: rounds of one rung differ in length. One that was held up does not count for
-        more than a few others."""
-        most = HELD_UP * median(self._seconds[rung])
-        return fmean(min(each, most) for each in self._seconds[rung])
+        """Of a round without a draft, which are all alike, the usual; drafts differ in length, so
+        of theirs it is the mean. Those that were held up do not count."""
+        usual = median(self._seconds[rung])
+        if rung < 0:
+            return usual
+        return fmean(each for each in self._seconds[rung] if each <= HELD_UP * usual)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether writing without drafts is quicker than making one."""
+        return self.count(-1) > 0 and self.seconds(-1) < QUICK
 
     def rate(self, rung: int) -> float:
         """Tokens a second."""
         return fmean(self._tokens[rung]) / max(self.seconds(rung), 1e-9)
+
+
+def costs_are_hopeless(costs: Costs) -> bool:
+    """Whether even the smallest drafts are so much slower that more rounds need not be lost."""
+    return costs.count(-1) > 0 and costs.rate(0) < HOPELESS * costs.rate(-1)
 
 
 class Ladder:
@@ -72,11 +88,13 @@ class Ladder:
         fits = [n for n, shape in enumerate(SHAPES) if shape.width == 1 or shape.nodes <= most]
         self.top = max(fits)
         self.rung = min(self.costs.rung, self.top)
-        self.resting = self.costs.resting
+        self.resting = self.costs.resting or int(self.costs.is_quick)
         self._current: int | None = None  # the rung of the round that runs; -1: without a draft
         self._rounds = 0  # drafted ones
         self._on_rung = 0
         self._since_ordinary = 0
+        self._ordinary = 0  # rounds without a draft that are still to come before the next one
+        self._settled = False  # whether one of them is over
         self._tried: dict[int, int] = {}  # when each rung was last on, in drafted rounds
 
     @property
@@ -87,9 +105,10 @@ class Ladder:
 
     def choose(self) -> Shape | None:
         """The shape of the next draft; None: write without one."""
-        costs = self.costs
-        must_measure = costs.count(-1) < ORDINARY_FIRST or self._since_ordinary >= ORDINARY_EVERY
-        self._current = -1 if self.resting or must_measure else self.rung
+        first = self.costs.count(-1) < ORDINARY_FIRST - 1
+        if not self._ordinary and (first or self._since_ordinary >= ORDINARY_EVERY):
+            self._ordinary, self._settled = ORDINARY_FIRST if first else ORDINARY_AGAIN, False
+        self._current = -1 if self.resting or self._ordinary else self.rung
         if self._current < 0:
             return None
         shape = SHAPES[self._current]
@@ -105,19 +124,33 @@ class Ladder:
         rung, self._current = self._current, None
         if rung is None:
             return None
-        if self.resting:
-            self.resting -= 1
-            self.costs.resting = self.resting
-        if rung >= 0 or self.costs.watching_is_free or not looked_on:
-            self.costs.add(rung, accepted + 1, seconds)
         if rung < 0:
-            self._since_ordinary = 0
-            return None
+            return self._learn_ordinary(seconds, looked_on)
+        self.costs.add(rung, accepted + 1, seconds)
         self._rounds += 1
         self._on_rung += 1
         self._since_ordinary += 1
         self._tried[rung] = self._rounds
+        if self._on_rung == SOON and rung == 0 and costs_are_hopeless(self.costs):
+            return self._stop(self.costs.rate(0) / self.costs.rate(-1))
         return self._move() if self._on_rung >= FEWEST else None
+
+    def _learn_ordinary(self, seconds: float, looked_on: bool) -> str | None:
+        if self._settled and (self.costs.watching_is_free or not looked_on):
+            self.costs.add(-1, 1, seconds)
+        self._settled, self._since_ordinary = True, 0
+        if self.resting:
+            self.resting -= 1
+            self.costs.resting = self.resting
+            self._ordinary = 0 if self.resting else ORDINARY_AGAIN
+            return None
+        self._ordinary -= 1
+        if self._ordinary or not self.costs.is_quick:
+            return None
+        return self._rest(
+            f"drafting rests: a token takes {1000 * self.costs.seconds(-1):.2f} ms without a "
+            "draft, which is about what making one takes"
+        )
 
     def _move(self) -> str | None:
         """To a better rung, to one beside this that is to be tried, or off the ladder."""
@@ -143,11 +176,13 @@ class Ladder:
         return self._stop(known[best] / plain)
 
     def _stop(self, gain: float) -> str:
-        costs = self.costs
-        note = (
+        return self._rest(
             f"drafting stopped: with drafts of up to {SHAPES[self.rung].nodes} the text came at "
-            f"{gain:.2f} times the speed without; trying again after {costs.rest} tokens"
+            f"{gain:.2f} times the speed without; trying again after {self.costs.rest} tokens"
         )
+
+    def _rest(self, note: str) -> str:
+        costs = self.costs
         self.resting = costs.resting = costs.rest
         costs.rest = min(2 * costs.rest, LONGEST_REST)
         costs.rung = self.rung = 0
