@@ -315,6 +315,9 @@ def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     for seconds in (1.0, 1.0, 1.0, 60.0):
         costs.add(0, 2, seconds)
     assert costs.seconds(0) == pytest.approx(1.0)
+    # Where the smallest drafts take as long as three tokens, three of them are enough to know.
+    _, ladder, notes = run_ladder(lambda n: 1.0 if n == 0 else 3.0, 8 + 3)
+    assert ladder.resting and len(notes) == 1
     # Where a token takes less than a draft, none is made, in this text nor in the next.
     speed, ladder, notes = run_ladder(lambda n: 4e-4 * (1 + 0.01 * n), 600)
     assert speed == pytest.approx(1) and "drafting rests" in notes[0]

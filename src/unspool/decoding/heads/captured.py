@@ -190,7 +190,7 @@ class CapturedHead(OwnHead):
         lines = attention.Lines(room.table, room.own, position, ends)
         attention.attend(
             b.qkv, b.mixed, room.keys, room.values, layer, lines, self._scratch, new=False,
-            pdl=self._pdl, pieces=attention.pieces_for(layer, room.capacity),
+            pdl=self._pdl, pieces=attention.pieces_for(layer, room.capacity + 1),
         )  # fmt: skip
 
     def _times(

@@ -25,7 +25,7 @@ ORDINARY_FIRST, ORDINARY_AGAIN = 8, 3
 ORDINARY_EVERY = 64  # drafted rounds from one time to the next
 QUICK = 0.8e-3  # seconds of a round without a draft: to make and hand over a draft takes as long
 FEWEST = 6  # rounds on a rung before it is judged ...
-HOPELESS, SOON = 0.8, 3  # ... or so few, where it has this share of the speed without drafts
+HOPELESS, SOON = 2.0, 3  # ... or so few, where the smallest drafts take as long as two without
 HELD_UP = 3  # times the usual: a round that took longer waited for something else
 STALE = 64  # drafted rounds after which a neighbouring rung is tried again
 PAYS = 1.03  # times the speed without drafts: less may be chance
@@ -69,14 +69,15 @@ class Costs:
         """Whether writing without drafts is quicker than making one."""
         return self.count(-1) > 0 and self.seconds(-1) < QUICK
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the smallest drafts take so long that no head can make up for it. How many tokens
+        they bring is chance for a while; what they take is known soon."""
+        return self.count(-1) > 0 and self.seconds(0) > HOPELESS * self.seconds(-1)
+
     def rate(self, rung: int) -> float:
         """Tokens a second."""
         return fmean(self._tokens[rung]) / max(self.seconds(rung), 1e-9)
-
-
-def costs_are_hopeless(costs: Costs) -> bool:
-    """Whether even the smallest drafts are so much slower that more rounds need not be lost."""
-    return costs.count(-1) > 0 and costs.rate(0) < HOPELESS * costs.rate(-1)
 
 
 class Ladder:
@@ -131,7 +132,7 @@ class Ladder:
         self._on_rung += 1
         self._since_ordinary += 1
         self._tried[rung] = self._rounds
-        if self._on_rung == SOON and rung == 0 and costs_are_hopeless(self.costs):
+        if self._on_rung == SOON and rung == 0 and self.costs.is_hopeless:
             return self._stop(self.costs.rate(0) / self.costs.rate(-1))
         return self._move() if self._on_rung >= FEWEST else None
 
