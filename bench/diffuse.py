@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 
 import unspool
+from thinking.report import sheet
+from unspool.costing.part import Series
 
 PROMPTS = (
     "Why do leaves change color in fall?",
@@ -38,15 +40,10 @@ PROMPTS = (
 )
 SETTINGS: list[dict[str, Any]] = [
     {"order": "fixed", "k": 1},
-    {"order": "threshold", "threshold": 0.95},
-    {"order": "threshold", "threshold": 0.9},
-    {"order": "threshold", "threshold": 0.7},
-    {"order": "threshold", "threshold": 0.5},
-    {"order": "left", "threshold": 0.9},
-    {"order": "left", "threshold": 0.7},
+    *({"order": "threshold", "threshold": sure} for sure in (0.95, 0.9, 0.7, 0.5, 0.3, 0.2)),
+    *({"order": "left", "threshold": sure} for sure in (0.9, 0.7, 0.5, 0.3)),
+    *({"order": "entropy", "entropy_bound": bound} for bound in (0.1, 0.5, 1.0, 2.0, 4.0)),
     {"order": "factor", "factor": 1.0},
-    {"order": "entropy", "entropy_bound": 0.1},
-    {"order": "entropy", "entropy_bound": 0.5},
     {"order": "margin", "k": 2},
     {"order": "random", "k": 2},
     {"order": "threshold", "steps": 1},
@@ -149,6 +146,7 @@ def main() -> None:
     parser.add_argument("--block", type=int)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path, help="write the table there too")
+    parser.add_argument("--plot", type=Path, help="draw it there, as SVG")
     parser.add_argument("--tiny", action="store_true", help="random weights and a few tokens")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -187,6 +185,36 @@ def run(lm: Any, judge: Any, given: argparse.Namespace) -> None:
         print("a plain loop over the same logits gives", "the same tokens" if same else "OTHERS")
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+    if given.plot:
+        given.plot.write_text(drawn(rows), encoding="utf-8")
+
+
+def drawn(rows: list[dict[str, Any]]) -> str:
+    """Perplexity, repetition and entropy against tokens a pass, a line for each order."""
+    columns = {
+        "judged_perplexity": "perplexity under a judge",
+        "repeated_4_grams": "runs of four that occurred before",
+        "entropy_bits": "entropy of the tokens, bits",
+    }
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        order = row["setting"].get("order")
+        if order in ("threshold", "left", "entropy"):
+            lines.setdefault(order, []).append(row)
+    causal = [row for row in rows if "causal, temperature" in row["setting"]][:1]
+    panels = []
+    for column, label in columns.items():
+        every = []
+        for order, found in lines.items():
+            found = sorted(found, key=lambda row: row["tokens_per_pass"])
+            across = [row["tokens_per_pass"] for row in found]
+            up = [row[column] for row in found]
+            every.append(Series(order, across, up, None, None, "tokens a pass", label, log_x=True))
+        ends = [min(x for one in every for x in one.x), max(x for one in every for x in one.x)]
+        for row in causal:
+            every.append(Series("causal", ends, [row[column]] * 2, log_x=True, kind="reference"))
+        panels.append((label, every))
+    return sheet(panels)
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ root = pathlib.Path(unspool.__file__).parent
 for file in root.rglob('*.py'):
     name = '.'.join(('unspool', *file.relative_to(root).with_suffix('').parts))
     torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.transformer',
-               'unspool.model.layers.',
+               'unspool.model.layers.', 'unspool.decoding.heads.captured',
                'unspool.train.')
     # The server and the page read runs, whatever can train them.
     without = ('unspool.train.data.', 'unspool.train.running.runs', 'unspool.train.judging.')

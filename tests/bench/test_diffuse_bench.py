@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.slow
 def test_the_bench_runs_without_a_real_model(tmp_path: Path):
     found = subprocess.run(
-        [sys.executable, "bench/diffuse.py", "--tiny", "--json", str(tmp_path / "table.json")],
+        [sys.executable, "bench/diffuse.py", "--tiny", "--json", str(tmp_path / "table.json"),
+         "--plot", str(tmp_path / "curve.svg")],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
@@ -24,6 +26,7 @@ def test_the_bench_runs_without_a_real_model(tmp_path: Path):
     rows = json.loads((tmp_path / "table.json").read_text())
     assert rows[0]["tokens_per_pass"] == 1 and rows[0]["tokens"] <= 16
     assert rows[-1]["setting"]["steps"] == 1
+    assert ElementTree.parse(tmp_path / "curve.svg").getroot().tag.endswith("svg")
 
 
 def test_its_measures(monkeypatch: pytest.MonkeyPatch):

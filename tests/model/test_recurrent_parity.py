@@ -18,7 +18,7 @@ from unspool.model.weights import parameter_count, shapes
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-CLOSE = 1e-4
+CLOSE = 5e-4  # of logits around 10: processors add up 32-bit numbers in other orders
 
 
 def some_tokens(count: int = 30) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_prompt_at_once(pair):
     expected = theirs(tokens).logits
     assert expected.std() > 0.1, "a model that says nothing would prove nothing"
     # transformers reads prompts in chunks, whose sums lose more than those of single tokens.
-    assert difference(ours(tokens), expected) < 10 * CLOSE
+    assert difference(ours(tokens), expected) < 2 * CLOSE
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def test_llama_cpp_says_the_same(converted: Path, name: str):
     ours = load_transformer(open_checkpoint(converted / f"{name}.gguf"))
     tokens = some_tokens()
     (theirs,) = ask_llama_cpp.ask(converted / f"{name}.gguf", prompts=tokens.tolist())["logprobs"]
-    assert difference(ours(tokens)[0, -1].log_softmax(-1), torch.tensor(theirs)) < 10 * CLOSE
+    assert difference(ours(tokens)[0, -1].log_softmax(-1), torch.tensor(theirs)) < 2 * CLOSE
 
 
 @pytest.mark.parametrize("name", ["granite-hybrid-moe", "nemotron-h", "nemotron-h-moe"])

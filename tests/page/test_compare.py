@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -53,6 +54,11 @@ def first_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> 
     return next(at for at, (a, b) in pairs if a["token"] != b["token"])
 
 
+def readable(text: str) -> str:
+    """Bytes of a character that was not finished: the page shows them, the API cannot."""
+    return re.sub(r"⟨[0-9A-F ]+⟩|\ufffd+", "\ufffd", text)
+
+
 def test_four_settings_are_written_side_by_side(page: Page) -> None:
     view = opened(page)
     view.get_by_label("Prompt to compare").press("Enter")
@@ -61,8 +67,8 @@ def test_four_settings_are_written_side_by_side(page: Page) -> None:
         expect(number(column(view, each), "tokens")).to_have_text("12")
     greedy = api_text(page, temperature=0, max_tokens=12)
     wild = api_text(page, temperature=1, seed=7, max_tokens=12, **ONLY_TEMPERATURE)
-    assert words(column(view, 1)) == greedy["text"]
-    assert words(column(view, 3)) == wild["text"]
+    assert readable(words(column(view, 1))) == readable(greedy["text"])
+    assert readable(words(column(view, 3))) == readable(wild["text"])
 
     parts = first_difference(wild["steps"], greedy["steps"])
     said = column(view, 3).locator("[data-parts]")

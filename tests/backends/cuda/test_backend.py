@@ -101,11 +101,12 @@ def test_a_few_lines_are_each_what_they_are_alone(name: str):
     found = []
     for few in (8, 1):
         running: Any = backend(ours(RandomCheckpoint(shape)))
-        running.program.few_lines = few
+        running.program.few_lines = 8
         library = Library(PAGES, shape.vocab_size)
-        texts = [library.text(24), library.text(20)]
+        texts = [library.text(8), library.text(6)]
         for text in texts:
-            look(running, [(text, 17)], None)
+            look(running, [(text, 2)], None)
+        running.program.few_lines = few
         if few > 1:
             parts = [[(texts[0], 3), (texts[1], 1)], [(text, 1) for text in texts]]
             found.append([np.concatenate(look(running, part, None)[0]) for part in parts])
@@ -129,6 +130,29 @@ def test_looks_beside_a_text_that_is_written():
         found.append(look(running, [(b, 21), (a, 1)], taps))
     theirs, mine = found
     check_seen(mine, theirs, CLOSE, CLOSE)
+
+
+def test_what_a_drafting_head_reads_is_part_of_a_captured_step():
+    """Before which layers it looks differs from head to head; one line, and several."""
+    found = []
+    for make in (plain, ours):
+        running: Any = backend(make(RandomCheckpoint(SMALL)))
+        library = Library(PAGES, SMALL.vocab_size)
+        a, b = library.text(6), library.text(6)
+        seen = []
+        for parts, rows, layers in (
+            ([(a, 2), (b, 1)], [0, 1, 2], (0, 1)),
+            ([(a, 1), (b, 1)], [1], (1,)),
+            ([(a, 1)], [0], (0, 1)),
+        ):
+            inside = look(running, parts, Look(residuals=np.array(rows), layers=layers))[1]
+            assert inside is not None
+            there: Any = inside.residuals
+            assert isinstance(there, np.ndarray) == (make is plain), "it stays on the device"
+            seen.append(np.asarray(there).ravel())
+        found.append(np.concatenate(seen))
+    theirs, mine = found
+    assert theirs.std() > 0.1 and difference(mine, theirs) < CLOSE
 
 
 def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
