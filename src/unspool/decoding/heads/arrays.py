@@ -46,6 +46,8 @@ def softmax(x: Array) -> Array:
 
 def joined(parts: list[Array], axis: int) -> Array:
     """What lies on a device stays there, and the rest is brought to it."""
+    if len(parts) == 1:
+        return parts[0]
     device = next((part.device for part in parts if not isinstance(part, np.ndarray)), None)
     if device is None:
         return np.concatenate(parts, axis)

@@ -313,12 +313,13 @@ class _Room:
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
         with torch.inference_mode(False):
-            self.capacity = capacity
-            self.keys, self.values = new(*shape), new(*shape)
-            self.fused = new(pages * page, config.width)
+            keys, values, fused = new(*shape), new(*shape), new(pages * page, config.width)
             columns = max(pages, -(-(self._most + _AT_ONCE) // page))
             own = torch.arange(columns, dtype=torch.int32, device=self._device).clamp_max(pages)
-            self.table = torch.stack((own, torch.full_like(own, pages)))
+            table = torch.stack((own, torch.full_like(own, pages)))
+        # Only now: where memory was refused, the room is still as large as it says.
+        self.keys, self.values, self.fused = keys, values, fused
+        self.table, self.capacity = table, capacity
 
     def make_room(self, length: int) -> bool:
         """Whether it had to grow, which moves it: what was captured is void then."""

@@ -49,15 +49,6 @@ class Context(Protocol):
         """Logits of what follows each node, where the text has these tokens; sets their states."""
 
 
-class ChainContext(Context, Protocol):
-    """A context that guesses a whole chain at once."""
-
-    def chain(
-        self, tokens: Sequence[int], levels: int, temperature: float
-    ) -> Iterator[tuple[int, float]]:
-        """Tokens that may follow, each behind the one before, with log-probabilities."""
-
-
 class Head(Protocol):
     """A head with its weights, for any number of texts."""
 
@@ -93,11 +84,11 @@ def grow(
 ) -> DraftTree | list[int]:
     """A draft of this shape behind these tokens."""
     if shape.width == 1:
-        at_once = getattr(context, "chain", None)  # asking for the protocol itself takes 0.1 ms
-        if at_once is None:
+        chain = getattr(context, "chain", None)  # a head may guess a whole chain in one run
+        if chain is None:
             guesses = _chain(context, tokens, ids, shape.levels, temperature)
         else:
-            guesses = at_once(tokens, shape.levels, temperature)
+            guesses = chain(tokens, shape.levels, temperature)
         return _sure_enough(guesses, shape.sure)
     level, every = [Node(int(tokens[-1]))], list[Node]()
     for depth in range(1, shape.levels + 1):
