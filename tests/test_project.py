@@ -7,7 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "unspool"
@@ -184,3 +188,20 @@ def test_ci_runs_the_command_in_the_readme():
     command = re.search(r"^(python3 -m venv .*pytest.*)$", readme, re.MULTILINE)
     assert command, "the README shows one command that sets up and passes the tests"
     assert "README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_every_test_dependency_is_pinned():
+    """The README's command installs exact versions, and each satisfies what pyproject asks for."""
+    lines = (ROOT / "tests" / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "-c tests/constraints.txt" in readme
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for extra in extras.values() for line in extra)]
+    requirements = [Requirement(line) for line in lines]
+    for requirement in requirements:
+        if requirement.name != "unspool":
+            version = pins.get(canonicalize_name(requirement.name))
+            assert version, f"{requirement.name} is not in tests/constraints.txt"
+            assert version in requirement.specifier, f"{requirement} does not admit {version}"
