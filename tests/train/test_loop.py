@@ -8,6 +8,7 @@ import signal
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
 
 from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
-from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
+from unspool.train.running.events import (
+    Ended,
+    Event,
+    Judged,
+    Logged,
+    Paused,
+    Replanned,
+    Sampled,
+    Saved,
+)
 from unspool.train.running.faults import TrainingError
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.runs import Run
@@ -111,7 +121,9 @@ def test_the_run_tells_what_happened(tmp_path: Path):
     assert run.state == "done"
     assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 21))
     judged = [line for line in run.log() if "held_out_loss" in line]
-    assert [(line["step"], line["bits_per_byte"]) for line in judged] == [(10, 2.5), (20, 2.5)]
+    assert [(line["step"], line["bits_per_byte"]) for line in judged] == [
+        (step, 2.5) for step in (0, 10, 20)
+    ]
     assert run.samples()[0] == {"step": 0, "prompt": "One", "seed": 7, "text": " two three"}
     assert [line["step"] for line in run.samples()] == [0, 1, 2, 6, 10, 20]
     kinds = {type(event) for event in events}
@@ -305,3 +317,76 @@ def test_another_model_does_not_go_on_with_the_run(tmp_path: Path):
     other = Trainer(model, CountingBatches(), next_token, optimizers, TrainSettings(steps=9), run)
     with pytest.raises(TrainingError, match="another model"):
         other.run()
+
+
+def scripted_judge(*losses: float) -> Any:
+    """An evaluation that gives these held-out losses in turn."""
+    remaining = iter(losses)
+    return lambda model: (next(remaining), None)
+
+
+def test_the_best_checkpoint_is_kept_and_is_the_result(tmp_path: Path):
+    judge = scripted_judge(5.0, 2.0, 3.0, 4.0, 4.5)
+    tiny_trainer(tmp_path / "run", 40, judge=judge, judge_every=10, save_every=10, keep=1).run()
+    run = Run.open(tmp_path / "run")
+    assert run.best_step == 10
+    assert run.final == run.model == run.folder / "checkpoints" / "000010"
+    assert (run.folder / "checkpoints" / "000040").is_dir()
+
+
+def test_training_ends_when_the_held_out_loss_stops_improving(tmp_path: Path):
+    judge = scripted_judge(5.0, 2.0, 3.0, 2.5, 1.0)
+    settings = {"judge_every": 5, "save_every": 5, "patience": 2}
+    ended = tiny_trainer(tmp_path / "run", 40, judge=judge, **settings).run()
+    assert ended == Ended("done", 15, early=True)
+    run = Run.open(tmp_path / "run")
+    assert run.state == "done" and run.best_step == 5
+
+
+def test_patience_survives_a_stop(tmp_path: Path):
+    """The evaluations without a new best are counted over both lives of a run."""
+    settings = {"judge_every": 5, "save_every": 5, "patience": 2}
+    first = tiny_trainer(tmp_path / "run", 40, judge=scripted_judge(5.0, 2.0, 3.0), **settings)
+    first.run(lambda event: first.stop() if getattr(event, "step", 0) == 10 else None)
+    second = tiny_trainer(tmp_path / "run", 40, judge=scripted_judge(2.5), **settings)
+    assert second.run() == Ended("done", 15, early=True)
+
+
+def test_a_slow_machine_gets_fewer_steps_within_the_time_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each step takes a second at first and four later: 100 planned steps no longer fit."""
+    clock = [0.0]
+    trainer = tiny_trainer(tmp_path / "run", 100, seconds=105.0, save_every=0)
+    take_step = trainer.one_step
+
+    def slow_step() -> Any:
+        clock[0] += 1.0 if trainer.step < 20 else 4.0
+        return take_step()
+
+    monkeypatch.setattr(trainer, "one_step", slow_step)
+    fake_time = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("unspool.train.running.loop.time", fake_time)
+    events: list[Event] = []
+    ended = trainer.run(events.append)
+    assert ended.state == "done" and not ended.early
+    assert 95 <= clock[0] <= 112
+    assert ended.step == Run.open(tmp_path / "run").steps < 50
+    assert any(isinstance(event, Replanned) for event in events)
+    last = [event.lr for event in events if isinstance(event, Logged)][-1]
+    assert last < 0.1 * max(event.lr for event in events if isinstance(event, Logged))
+
+
+def test_without_load_all_planned_steps_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    trainer = tiny_trainer(tmp_path / "run", 100, seconds=105.0, save_every=0)
+    take_step = trainer.one_step
+
+    def slow_step() -> Any:  # the first steps compile
+        clock[0] += 3.0 if trainer.step < 2 else 0.9
+        return take_step()
+
+    monkeypatch.setattr(trainer, "one_step", slow_step)
+    fake_time = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("unspool.train.running.loop.time", fake_time)
+    assert trainer.run().step == 100

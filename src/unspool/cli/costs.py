@@ -79,18 +79,7 @@ def _models(given: list[str] | None, chosen: o.ModelChoice) -> list[str | None]:
         raise SettingsError("name the models once: behind the command, or with --model")
     if given and len(given) > 2:
         raise SettingsError(f"{len(given)} models were named; one can be measured, two compared")
-    return [_of_run(name) for name in given or [] if name] or [_of_run(chosen.model)]
-
-
-def _of_run(name: str | None) -> str | None:
-    """A run of training stands for its newest checkpoint; other names are what they are."""
-    if name is None:
-        return None
-    from unspool.train.finding import model_path
-    from unspool.train.running.runs import runs_folder
-
-    is_run = any((folder / "run.json").exists() for folder in (Path(name), runs_folder() / name))
-    return str(model_path(name)) if is_run else name
+    return [name for name in given or [] if name] or [chosen.model]
 
 
 def _twin(name: str | None) -> object | None:

@@ -56,7 +56,7 @@ System = Annotated[
 ]
 Probs = Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")]
 Adapter = Annotated[
-    Path | None, typer.Option("--adapter", help="A folder with a LoRA adapter (PEFT's format).")
+    Path | None, typer.Option("--adapter", help="A LoRA adapter: a PEFT folder, or a training run.")
 ]
 _THOUGHTS = "Thoughts (models that think before they answer)"
 Think = Annotated[

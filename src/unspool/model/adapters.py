@@ -25,6 +25,7 @@ from unspool.errors import ModelFileError
 from unspool.model.checkpoint import prefixes_for_hf, rules_for_hf
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import read_json
+from unspool.model.run_folder import find_run, resolve_run
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.weights import Rule, row_order, shapes
 
@@ -110,13 +111,22 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> str:
     """The model that an adapter belongs to, as its file calls it; "" if it does not say."""
+    folder = _adapter_folder(folder)
     if not is_adapter(folder):
         raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
     return str(read_json(folder / CONFIG).get("base_model_name_or_path") or "")
 
 
+def _adapter_folder(folder: Path) -> Path:
+    """The adapter that is meant: a folder, or the best checkpoint of a training run."""
+    if is_adapter(folder):
+        return folder
+    return resolve_run(find_run(folder) or folder)
+
+
 def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
-    """The adapter in a folder, for a model of this config."""
+    """Read the adapter in a folder, or of a training run, for a model of this config."""
+    folder = _adapter_folder(folder)
     if not is_adapter(folder):
         raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
     if not (folder / WEIGHTS).is_file():

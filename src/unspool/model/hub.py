@@ -2,6 +2,7 @@
 
     find_model()                                    the default model
     find_model("models/tiny.gguf")                  a file or a folder
+    find_model("runs/mine"), find_model("mine")     the best checkpoint of a training run
     find_model("sudoku")                            one that comes with Unspool
     find_model("qwen3-0.6b")                        a model of the catalogue
     find_model("ollama/llama3.2:1b")                a model that another program keeps here
@@ -24,6 +25,7 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.default_model import DEFAULT, default_model
 from unspool.model.hub_files import RepoName
 from unspool.model.packaged import cache_folder
+from unspool.model.run_folder import find_run, resolve_run
 from unspool.model.shipped import shipped_models
 
 __all__ = ["CachedModel", "cache_folder", "cached_models", "find_model", "is_default"]
@@ -75,13 +77,15 @@ def find_model(
     path = Path(str(name)).expanduser()
     try:
         if path.exists():
-            return path
+            return resolve_run(path)
     except OSError as error:
         raise UnspoolError(f"{str(name)[:80]!r} is no usable path: {error.strerror}") from None
     if isinstance(name, Path) or _only_a_path(str(name)):
         raise ModelFileError(_missing(path))
     if (shipped := shipped_models().get(str(name).lower())) is not None:
         return shipped
+    if (run := find_run(str(name))) is not None:
+        return resolve_run(run)
     from unspool.model.names import find_stored, without_address
 
     written = without_address(str(name))

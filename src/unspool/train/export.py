@@ -28,9 +28,9 @@ from unspool.model.checkpoint import (
     save_checkpoint,
 )
 from unspool.model.gguf_save import check_writable, save_gguf
+from unspool.model.hub import find_model
 from unspool.model.mlx_save import quantize_folder
 from unspool.model.weights import shapes
-from unspool.train.finding import model_path
 
 MLX = {"mlx8": 8, "mlx4": 4}  # bits of MLX's quantized folders
 
@@ -46,7 +46,7 @@ def export_folder(
     check_torch()
     if dtype not in (*DTYPES, *MLX):
         raise SettingsError(f"dtype is {dtype!r}; it may be {', '.join((*DTYPES, *MLX))}")
-    checkpoint, target = open_checkpoint(model_path(model)), Path(target)
+    checkpoint, target = open_checkpoint(find_model(model)), Path(target)
     _check_target(target, force)
     tokenizer = open_tokenizer(checkpoint)
     beside = target.with_name(f"{target.name}.part")
@@ -82,7 +82,7 @@ def export_gguf(
     name   what the file calls the model; by default the file's own name.
     """
     check_torch()
-    checkpoint, target = open_checkpoint(model_path(model)), Path(target)
+    checkpoint, target = open_checkpoint(find_model(model)), Path(target)
     check_writable(checkpoint.config, type)
     _check_target(target, force)
     vocabulary = _vocabulary(checkpoint)

@@ -24,6 +24,7 @@ from unspool.model.checkpoint import load_transformer, open_checkpoint, save_wei
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import config_from_hf, read_json
 from unspool.model.hub import find_model
+from unspool.model.run_folder import runs_folder
 from unspool.model.transformer import Transformer
 from unspool.model.weights import parameter_count
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -50,7 +51,7 @@ from unspool.train.running.events import Ended, Event
 from unspool.train.running.held_out import HeldOut
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
-from unspool.train.running.runs import Run, RunError, runs_folder
+from unspool.train.running.runs import Run, RunError
 from unspool.train.running.samples import Samples, first_words
 from unspool.train.settings import NewSettings, settings_of
 
@@ -118,7 +119,7 @@ def _with_depth(settings: NewSettings) -> NewSettings:
 
 def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) -> Tokenizer:
     if settings.start:
-        opened = open_tokenizer(open_checkpoint(_model_path(settings.start, offline)))
+        opened = open_tokenizer(open_checkpoint(find_model(settings.start, offline=offline)))
         if opened is None:
             raise SettingsError(f"{settings.start} has no tokenizer.json, so text cannot be read")
         return opened
@@ -140,17 +141,6 @@ def _prepared(
     )  # fmt: skip
 
 
-def _model_path(name: str, offline: bool) -> Path:
-    """A model, or the model of a run."""
-    try:
-        found = Run.open(name).model
-    except RunError:
-        return find_model(name, offline=offline)
-    if found is None:
-        raise RunError(f"{name} has no checkpoint yet")
-    return found
-
-
 def _config(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
     """The model's settings, those too that say how far it will look."""
     config = _shape(settings, tokenizer)
@@ -165,7 +155,7 @@ def _config(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
 
 def _shape(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
     if settings.start:
-        return open_checkpoint(_model_path(settings.start, offline=False)).config
+        return open_checkpoint(find_model(settings.start)).config
     # Room for a mask that is no token of the text.
     vocabulary = tokenizer.vocab_size + (settings.objective != "next_token")
     ends = tuple(sorted(tokenizer.end_ids))
@@ -182,7 +172,7 @@ def _config_of(name: str) -> ModelConfig:
     """Of a model; a config.json alone will do, as none of the weights is wanted."""
     if Path(name).name == "config.json" and Path(name).is_file():
         return config_from_hf(read_json(Path(name)))
-    return open_checkpoint(_model_path(name, offline=False)).config
+    return open_checkpoint(find_model(name)).config
 
 
 def default_length(depth: int | None) -> int:
@@ -340,7 +330,7 @@ def _same_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> Prepare
 def _model(settings: NewSettings, config: ModelConfig) -> Transformer:
     if settings.start is None:
         return new_model(config, settings.seed)
-    path = _model_path(settings.start, offline=False)
+    path = find_model(settings.start)
     return load_transformer(open_checkpoint(path)).requires_grad_(True)
 
 
@@ -377,6 +367,8 @@ def _train_settings(settings: NewSettings, accumulate: int) -> TrainSettings:
         sample_every=settings.sample_every or 0,
         save_every=settings.save_every or 0,
         keep=settings.keep,
+        patience=settings.patience,
+        seconds=settings.minutes * 60 * _SHARE if settings.minutes else None,
         bf16=bool(settings.bf16),
         compile=bool(settings.compile),
         recompute=settings.recompute,

@@ -14,6 +14,13 @@ from unspool.train.running.runs import Run
 OBJECTIVES = ("next_token", "masked", "block_diffusion")
 
 
+_POSITIVE = (
+    "limit", "vocab_size", "depth", "width", "heads", "kv_heads", "head_width", "ff_width",
+    "block", "length", "batch", "batch_tokens", "steps", "tokens", "minutes", "log_every",
+    "judge_every", "sample_every", "save_every", "keep",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSettings:
     """Every dial. What is None follows from the others by the rules in `shape.py`."""
@@ -61,9 +68,14 @@ class NewSettings:
     sample_every: int | None = None
     save_every: int | None = None
     keep: int = 2
+    patience: int = 3  # evaluations in a row without a new best that end the run; 0: never
     prompts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise SettingsError(f"{name} must be more than 0, got {value}")
         if self.objective not in OBJECTIVES:
             raise SettingsError(f"there is no objective {self.objective!r}; {_one_of(OBJECTIVES)}")
         if self.optimizer not in ("muon", "adamw"):

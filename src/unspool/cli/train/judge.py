@@ -75,9 +75,8 @@ def judge(
     texts = _texts(models, data, limit) if data or not (tasks or prompts or html) else []
     for name, model in named.items() if texts or tasks else ():
         from unspool.loading import load
-        from unspool.train.finding import model_path
 
-        with load(model_path(model), device=device) as lm:
+        with load(model, device=device) as lm:
             if texts:
                 from unspool.train.judging.judge import bits_per_byte
 

@@ -8,6 +8,7 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli.train import source as s
+from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
     from unspool.train.running.parallel import Parallel
@@ -24,17 +25,17 @@ def _opt(panel: str, words: str, *names: str, **more: Any) -> Any:
 
 def new(
     source: s.Sources = None,
-    depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows.")] = None,
+    depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows.", min=1)] = None,
     shape: Annotated[
         str, _opt(_SIZE, "What a layer is: qwen3, llama; lfm2, qwen3.5 recur in most layers.")
     ] = "qwen3",
     width: Annotated[
-        int | None, _opt(_SIZE, "Numbers a token carries. Default: 64 for each layer.")
+        int | None, _opt(_SIZE, "Numbers a token carries. Default: 64 for each layer.", min=1)
     ] = None,
-    heads: Annotated[int | None, _opt(_SIZE, "Attention heads.")] = None,
-    kv_heads: Annotated[int | None, _opt(_SIZE, "Heads of keys and values.")] = None,
-    head_width: Annotated[int | None, _opt(_SIZE, "Numbers in a head.")] = None,
-    ff_width: Annotated[int | None, _opt(_SIZE, "Width of the feed-forward.")] = None,
+    heads: Annotated[int | None, _opt(_SIZE, "Attention heads.", min=1)] = None,
+    kv_heads: Annotated[int | None, _opt(_SIZE, "Heads of keys and values.", min=1)] = None,
+    head_width: Annotated[int | None, _opt(_SIZE, "Numbers in a head.", min=1)] = None,
+    ff_width: Annotated[int | None, _opt(_SIZE, "Width of the feed-forward.", min=1)] = None,
     tied: Annotated[
         bool | None, _opt(_SIZE, "The head is the embedding table.", "--tied/--untied")
     ] = None,
@@ -44,11 +45,11 @@ def new(
     start: Annotated[
         str | None, _opt(_SIZE, "A model, or a run, to go on from.", "--from", metavar="MODEL")
     ] = None,
-    vocab_size: Annotated[int | None, _opt(_SIZE, "Tokens of the vocabulary made.")] = None,
+    vocab_size: Annotated[int | None, _opt(_SIZE, "Tokens of the vocabulary made.", min=1)] = None,
     tokenizer: Annotated[
         str | None, _opt(_SIZE, "A vocabulary to use; else one is made.", metavar="FOLDER")
     ] = None,
-    minutes: Annotated[float | None, _opt(_LENGTH, "About so long.")] = None,
+    minutes: Annotated[float | None, _opt(_LENGTH, "Time budget: train about this long.")] = None,
     steps: Annotated[int | None, _opt(_LENGTH, "So many steps.", min=1)] = None,
     tokens: Annotated[
         int | None, _opt(_LENGTH, "So many tokens. Default with --depth: 20 a weight.", min=1)
@@ -83,6 +84,10 @@ def new(
     ] = None,
     save_every: Annotated[int | None, _opt(_TELL, "Steps between checkpoints.", min=1)] = None,
     keep: Annotated[int, _opt(_TELL, "Checkpoints beside those of the film.", min=1)] = 2,
+    patience: Annotated[
+        int,
+        _opt(_LENGTH, "Stop after this many evaluations without a new best; 0: never.", min=0),
+    ] = 3,
     sample_every: Annotated[int | None, _opt(_TELL, "Steps between samples.", min=1)] = None,
     judge_every: Annotated[
         int | None, _opt(_TELL, "Steps between judgements on held-out text.", min=1)
@@ -123,6 +128,7 @@ def new(
       unspool train --resume runs/sotu-d4
       torchrun --nproc-per-node 8 --max-restarts 3 -m unspool train big.parquet --depth 12
     """
+    s.check_resume(resume)
     _check_torch()
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.settings import NewSettings
@@ -138,7 +144,8 @@ def new(
         batch_tokens=batch_tokens, steps=steps, tokens=tokens, minutes=minutes, warmup=warmup,
         decay=decay, clip=clip, inside_documents=inside_documents, seed=seed, device=device,
         bf16=bf16, compile=compile, recompute=recompute, judge_every=judge_every,
-        sample_every=sample_every, save_every=save_every, keep=keep, prompts=tuple(prompt or ()),
+        sample_every=sample_every, save_every=save_every, keep=keep,
+        patience=patience, prompts=tuple(prompt or ()),
     )  # fmt: skip
     _train(settings, name, resume, shard, timeout, report or [], quiet, offline)
 
@@ -170,21 +177,27 @@ def _train(
         with parallel.agreed():
             if parallel.first:
                 begun = _begun(settings, name, resume, parallel, offline)
-                folder, told = begun.folder, reporters(reports, begun)
+                try:
+                    folder, told = begun.folder, reporters(reports, begun)
+                except UnspoolError:
+                    begun.discard_if_empty()
+                    raise
         run = seen_by_all(folder, parallel)
         with Telling(run, quiet=quiet or not parallel.first) as telling:
             ended = train(run, all_of(telling, *told), parallel=parallel)
         if parallel.first:
             telling.close(ended)
+            s.exit_if_signalled(run)
 
 
 def _begun(
     settings: NewSettings, name: str | None, resume: str | None, parallel: Parallel, offline: bool
 ) -> Run:
     """A run to be trained: the one to go on with, or a new one."""
+    from unspool.model.run_folder import runs_folder
     from unspool.train.new import begin
     from unspool.train.running.elastic import begun_before
-    from unspool.train.running.runs import Run, runs_folder
+    from unspool.train.running.runs import Run
 
     run = Run.open(resume) if resume is not None else begun_before(settings)
     if run is not None:

@@ -28,7 +28,8 @@ def runs(
       unspool train runs sotu-d4 --pause
     """
     from unspool.errors import SettingsError
-    from unspool.train.running.runs import Run, runs_folder
+    from unspool.model.run_folder import runs_folder
+    from unspool.train.running.runs import Run
 
     asked = [want for want, given in (("pause", pause), ("go", go), ("stop", stop)) if given]
     if run is None:
@@ -86,6 +87,8 @@ def _show(run: Any, samples: bool, as_json: bool) -> None:
     ]
     steps = ", ".join(str(saved.step) for saved in run.checkpoints())
     rows.append(["checkpoints", steps or "none yet"])
+    if run.best_step is not None:
+        rows.append(["best checkpoint", f"step {run.best_step:,} (lowest held-out loss)"])
     print_columns(rows)
     losses = [line["loss"] for line in run.log() if "loss" in line]
     print("\n".join(curve(losses)))
@@ -94,4 +97,4 @@ def _show(run: Any, samples: bool, as_json: bool) -> None:
     if run.state in ("stopped", "failed", "broken off") and run.resumable() is not None:
         print(f"go on with: unspool train --resume {run.folder}")
     elif run.model is not None:
-        print(f"write with it: unspool run --model {run.model}")
+        print(f"write with it: unspool run --model {run.folder}")

@@ -65,8 +65,8 @@ def scaling(
     from unspool.cli.table import print_json
     from unspool.decoding.progress import progress_bar
     from unspool.errors import SettingsError
+    from unspool.model.run_folder import runs_folder
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.running.runs import runs_folder
     from unspool.train.scaling.grid import Runs, prepared_tokens, shared_vocabulary
     from unspool.train.scaling.law import FEWEST
     from unspool.train.scaling.plot import draw

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
+from click.core import ParameterSource
+
+from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
     from unspool.train.data.survey import Progress
+    from unspool.train.running.runs import Run
+
+_MANY_EPOCHS = 4  # up to which repeated text is about as good as new (Muennighoff et al. 2023)
 
 Sources = Annotated[
     list[str] | None,
@@ -54,3 +62,39 @@ def reading_bar() -> Iterator[Progress]:
         yield lambda what, done, total: bar.update(
             task, description=what, completed=done, total=total or None
         )
+
+
+# What may be given beside --resume: where the run goes on, and what is shown.
+_WITH_RESUME = ("resume", "device", "shard", "timeout", "report", "quiet", "offline")
+
+
+def check_resume(resume: str | None) -> None:
+    """Refuse options that a resumed run would not follow: it keeps the settings it began with."""
+    context = click.get_current_context()
+    if resume is None:
+        return
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        explicit = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if explicit and name not in _WITH_RESUME:
+            option = max(parameter.opts, key=len) if parameter.opts else name
+            option = name.upper() if isinstance(parameter, click.Argument) else option
+            raise SettingsError(
+                f"{option} cannot be given with --resume: a resumed run keeps its settings. Leave "
+                f"it out, or start a new run from the weights: unspool train --from {resume}"
+            )
+
+
+def exit_if_signalled(run: Run) -> None:
+    """Exit as shells expect after Ctrl-C (130) or SIGTERM (143) stopped a training."""
+    facts = run.facts
+    if facts.get("state") == "stopped" and facts.get("signal") and "RANK" not in os.environ:
+        raise typer.Exit(128 + int(facts["signal"]))
+
+
+def describe_epochs(epochs: float) -> str:
+    """How often all data is read, with a warning where a model begins to learn it by heart."""
+    text = f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"
+    if epochs > _MANY_EPOCHS:
+        text += " (many: the model may memorize the text; more data or fewer steps help)"
+    return text

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from unspool.cli.show import err
 from unspool.cli.train.plot import curve
-from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Sampled
+from unspool.cli.train.source import describe_epochs
+from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Replanned, Sampled
 from unspool.train.running.runs import Run
 
 _LINES = 20  # lines of a training that nobody looks at
@@ -34,7 +35,8 @@ class Telling:
         earlier = run.log()
         self.losses: list[float] = [line["loss"] for line in earlier if "loss" in line]
         self.logged: Logged | None = None
-        self.judged: Judged | None = None
+        self.judged: Judged | None = None  # the newest evaluation
+        self.best: Judged | None = None  # the evaluation with the lowest loss
         self.sampled: Sampled | None = None
         self.paused = False
         self.began, self.first_step = time.monotonic(), 0
@@ -49,8 +51,9 @@ class Telling:
         data, size = facts["data"], facts["parameters"]
         self._console.print(
             f"{self.run.folder}: {_short(size)} weights, {self.steps:,} steps, "
-            f"{_short(facts['settings']['tokens'])} tokens of {_short(data['tokens'])} "
-            f"({', '.join(data['source'])})",
+            f"{_short(facts['settings']['tokens'])} tokens, "
+            f"{describe_epochs(facts['settings']['tokens'] / max(1, data['tokens']))} of "
+            f"{', '.join(data['source'])}",
             highlight=False,
         )
         if sys.stderr.isatty():
@@ -77,6 +80,10 @@ class Telling:
             self.losses.append(event.loss)
         elif isinstance(event, Judged):
             self.judged = event
+            if self.best is None or event.held_out_loss < self.best.held_out_loss:
+                self.best = event
+        elif isinstance(event, Replanned):
+            self.steps = event.steps
         elif isinstance(event, Sampled):
             self.sampled = event
         elif isinstance(event, Paused):
@@ -118,7 +125,10 @@ class Telling:
         if "mfu" in self.logged.extra:
             figures.insert(3, f"{self.logged.extra['mfu']:.0%} of the device's best")
         if self.judged is not None and self.judged.bits_per_byte is not None:
-            figures.insert(1, f"held out {self.judged.bits_per_byte:.3f} bits/byte")
+            held_out = f"held out {self.judged.bits_per_byte:.3f} bits/byte"
+            if self.best is not None and self.best.step != self.judged.step:
+                held_out += f" (best {self.best.bits_per_byte:.3f} at step {self.best.step:,})"
+            figures.insert(1, held_out)
         return figures
 
     def _recent(self) -> float:
@@ -155,14 +165,27 @@ class Telling:
         if self.sampled is not None:
             text = Text(self.sampled.prompt, "bold").append(self.sampled.text, "not bold")
             say(text)
-        said = f"done: loss {self._recent():.3f}" if self.losses else "done"
+        summary = f"done: loss {self._recent():.3f}" if self.losses else "done"
         if self.judged is not None and self.judged.bits_per_byte is not None:
-            said += f", {self.judged.bits_per_byte:.3f} bits per byte on held-out text"
+            summary += f", {self.judged.bits_per_byte:.3f} bits per byte on held-out text"
         if self.logged is not None:
-            said += f", {_clock(self.logged.seconds)} of training"
-        say(said, highlight=False)
+            summary += f", {_clock(self.logged.seconds)} of training"
+        say(summary, highlight=False)
+        if ended.early:
+            say(
+                f"stopped early at step {ended.step:,} of {self.steps:,}: the held-out loss no "
+                "longer improved (--patience 0 trains to the end)",
+                highlight=False,
+            )
+        best = self.best
+        if best is not None and best.step != ended.step and best.bits_per_byte is not None:
+            say(
+                f"best checkpoint: step {best.step:,}, {best.bits_per_byte:.3f} bits per byte; "
+                "the commands below use it",
+                highlight=False,
+            )
         prompt = self.sampled.prompt if self.sampled else "Once"
-        say(f'write with it:  unspool run --model {self.run.model} "{prompt}"', highlight=False)
+        say(f'write with it:  unspool run --model {self.run.folder} "{prompt}"', highlight=False)
         say(f"open the page:  unspool page --run {self.run.folder}", highlight=False)
 
 

@@ -24,7 +24,8 @@ def tune(
     accumulate: t.Accumulate = 1,
     rate: t.Rate = None,
     seed: t.Seed = 0,
-    save_every: t.SaveEvery = 100,
+    save_every: t.SaveEvery = None,
+    patience: t.Patience = 3,
     device: t.Device = "auto",
     shard: t.Shard = False,
     report: t.Report = None,
@@ -35,7 +36,8 @@ def tune(
     """Tune a model on your data: an adapter beside its weights (LoRA), or all weights (--lora 0).
 
     Of conversations ({"messages": ...}) and of {"prompt": ..., "completion": ...} only the answers
-    count; of texts everything does. What comes out loads in peft, and in unspool with --adapter.
+    count; of texts everything does. A part of the data is held out; when its loss stops improving
+    training stops, and the best checkpoint is the result. It loads in peft, and with --adapter.
 
     [b]Examples[/b]
 
@@ -52,6 +54,6 @@ def tune(
         "targets": tuple(targets.split(",")), "layers": layers,
         "adapter": str(adapter) if adapter else None, "steps": steps, "epochs": epochs,
         "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
-        "save_every": save_every, "device": device,
+        "save_every": save_every, "patience": patience, "device": device,
     }  # fmt: skip
     t.carry_out(settings, name, resume, quiet, report, shard)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.cli import options as o
+from unspool.cli.train import source as s
+from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
     from unspool.train.running.events import Event
@@ -61,8 +63,16 @@ Rate = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Of all that is random.", rich_help_panel=_STEPS)]
 SaveEvery = Annotated[
-    int, typer.Option(min=1, help="Steps between checkpoints.", rich_help_panel=_STEPS)
+    int | None,
+    typer.Option(min=1, help="Steps between evaluations and checkpoints.", rich_help_panel=_STEPS),
 ]
+Patience = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Stop after this many evaluations without a new best; 0: never.",
+        rich_help_panel=_STEPS,
+    ),
+]  # fmt: skip
 Device = Annotated[str, typer.Option(help="cpu, cuda, ...", rich_help_panel=_STEPS)]
 Shard = Annotated[
     bool,
@@ -85,6 +95,7 @@ def carry_out(
     """Make the run, or take it up again, and train it."""
     from unspool.backends.torch.available import check_torch
 
+    s.check_resume(resume)
     check_torch()
     from unspool.train.running.elastic import seen_by_all
     from unspool.train.running.parallel import Parallel
@@ -96,19 +107,25 @@ def carry_out(
         with parallel.agreed():
             if parallel.first:
                 begun = _begun(settings, name, resume)
-                folder, told = begun.folder, reporters(reports or (), begun)
+                try:
+                    folder, told = begun.folder, reporters(reports or (), begun)
+                except UnspoolError:
+                    begun.discard_if_empty()
+                    raise
         run = seen_by_all(folder, parallel)
         wanted = settings_of(run)
         with Telling(run, quiet or not parallel.first) as telling:
             tune(wanted, run, all_of(telling, *told), parallel=parallel)
         if parallel.first:
             _close(run, bool(wanted.lora), wanted.model)
+            s.exit_if_signalled(run)
 
 
 def _begun(settings: dict[str, Any], name: str | None, resume: str | None) -> Run:
     """A run to be trained: the one to go on with, or a new one."""
+    from unspool.model.run_folder import runs_folder
     from unspool.train.running.elastic import begun_before
-    from unspool.train.running.runs import Run, runs_folder
+    from unspool.train.running.runs import Run
     from unspool.train.tuning.tune import TuneSettings, new_run
 
     if resume is not None:
@@ -127,13 +144,20 @@ def _close(run: Run, adapter: bool, model: str | None) -> None:
     if run.state == "stopped":
         o.say(f"stopped; go on with: unspool train {run.facts['kind']} --resume {run.folder}")
         return
-    o.say(f"done: {run.final}")
+    best_step, last_step = run.best_step, run.checkpoints()[-1].step
+    if best_step is None or best_step == last_step:
+        o.say(f"done: {run.final}")
+    else:
+        early = (
+            "" if last_step >= run.steps else f"stopped early at step {last_step} of {run.steps}; "
+        )
+        o.say(f"done: {early}the best on held-out data is step {best_step}: {run.final}")
     named = f" --model {model}" if model else ""
     if adapter:
-        o.say(f'write with it:  unspool "..."{named} --adapter {run.final}')
-        o.say(f"make it a model of its own:  unspool train merge {run.final} FOLDER")
+        o.say(f'write with it:  unspool "..."{named} --adapter {run.folder}')
+        o.say(f"make it a model of its own:  unspool train merge {run.folder} FOLDER")
     else:
-        o.say(f'write with it:  unspool "..." --model {run.final}')
+        o.say(f'write with it:  unspool "..." --model {run.folder}')
 
 
 class Telling:
@@ -143,7 +167,7 @@ class Telling:
         self._run, self._quiet = run, quiet
         self._bar: Any = None
         self._task: Any = None
-        self._next = 0
+        self._next = self._steps = 0
 
     def __enter__(self) -> Telling:
         if not self._quiet and sys.stderr.isatty():
@@ -162,13 +186,17 @@ class Telling:
             self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        from unspool.train.running.events import Judged, Logged
+        from unspool.train.running.events import Judged, Logged, Replanned
 
         if self._quiet:
             return
-        steps = self._run.steps
+        if not self._steps or isinstance(event, Replanned):
+            self._steps = self._run.steps
+            if epochs := self._run.facts.get("epochs"):
+                o.say(f"{self._steps:,} steps, {s.describe_epochs(epochs)}")
+        steps = self._steps
         if isinstance(event, Judged):
-            o.say(f"step {event.step}: loss {event.held_out_loss:.3f} on what was held out")
+            o.say(f"step {event.step}: held-out loss {event.held_out_loss:.3f}")
         if not isinstance(event, Logged):
             return
         more = "".join(f" · {name} {value:.3g}" for name, value in event.extra.items())

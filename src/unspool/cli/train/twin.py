@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.cli import options as o
+from unspool.cli.train import source as s
 from unspool.cli.train import tuning as t
 
 if TYPE_CHECKING:
@@ -92,9 +93,11 @@ def twin(
     """
     from unspool.backends.torch.available import check_torch
 
+    s.check_resume(resume)
     check_torch()
+    from unspool.model.run_folder import runs_folder
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.running.runs import Run, runs_folder
+    from unspool.train.running.runs import Run
     from unspool.train.twins.settings import TwinSettings
     from unspool.train.twins.twin import new_run, settings_of, train_twin
 
@@ -120,6 +123,7 @@ def twin(
     ):
         train_twin(wanted, run, telling, tell=tell)
     _close(run)
+    s.exit_if_signalled(run)
 
 
 def _close(run: Run) -> None:

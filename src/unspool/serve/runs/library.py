@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from unspool.errors import UnspoolError
+from unspool.model.run_folder import runs_folder
 from unspool.serve.core.passing import passing_entry
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.http.errors import ApiError
-from unspool.train.running.runs import Run, runs_folder
+from unspool.train.running.runs import Run
 
 
 class RunLibrary:

@@ -18,7 +18,6 @@ from typing import Any
 from unspool.decoding.progress import progress_bar
 from unspool.errors import SettingsError
 from unspool.loading import load
-from unspool.train.finding import model_path
 from unspool.train.running.runs import Run
 
 DEFAULT_PROMPTS = ("Once upon a time", "The people of", "It is not")
@@ -82,7 +81,7 @@ def write_sheet(
     with progress_bar("writing", len(models), show=progress) as told:
         for number, (name, model) in enumerate(models.items()):
             told(number)
-            with load(model_path(model), progress=False, **loading) as lm:
+            with load(model, progress=False, **loading) as lm:
                 for seed in seeds:
                     written = lm.generate(
                         list(prompts),

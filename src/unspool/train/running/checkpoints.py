@@ -90,10 +90,11 @@ class Checkpoints:
         self._clean_up(target)
 
     def _clean_up(self, newest: Path) -> None:
-        """Only the newest keeps its state; beside the film's frames only the newest few stay."""
+        """Only the newest keeps its state; beside the film's frames and the best on held-out text
+        only the newest few stay."""
         saved = self.run.checkpoints()
-        film = set(film_steps(self.run.steps))
-        others = [each for each in saved if each.step not in film]
+        kept_steps = {*film_steps(self.run.steps), self.run.best_step}
+        others = [each for each in saved if each.step not in kept_steps]
         for each in saved:
             if each.folder != newest and (each.folder / "state").exists():
                 (each.folder / "state" / "state.json").unlink(missing_ok=True)
@@ -104,8 +105,10 @@ class Checkpoints:
             shutil.rmtree(gone, ignore_errors=True)
 
     def finish(self, step: int) -> None:
-        """Say which checkpoint is the finished model."""
-        write_json(self.run.folder / "final.json", {"checkpoint": f"checkpoints/{step:06}"})
+        """Record which checkpoint is the run's result: the best on held-out text, else `step`."""
+        best_step = self.run.best_step
+        result = step if best_step is None else best_step
+        write_json(self.run.folder / "final.json", {"checkpoint": f"checkpoints/{result:06}"})
 
 
 def restore(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unspool.train.running.runs import Run, RunError, began, runs_folder
+from unspool.model.run_folder import runs_folder
+from unspool.train.running.runs import Run, RunError, began
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

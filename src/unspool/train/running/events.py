@@ -48,9 +48,18 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
+class Replanned:
+    """The run gets another number of steps, so that it keeps to its time budget."""
+
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     state: str  # "done" or "stopped"
     step: int
+    early: bool = False  # done before its last step: the held-out loss stopped improving
 
 
-Event = Logged | Judged | Sampled | Saved | Paused | Ended
+Event = Logged | Judged | Sampled | Saved | Paused | Replanned | Ended

@@ -14,9 +14,10 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +31,16 @@ from unspool.train.learning.objectives import Objective
 from unspool.train.learning.optimizers import Schedule, set_rates
 from unspool.train.running.ahead import Ahead, Batches
 from unspool.train.running.checkpoints import Checkpoints, SaveModel, newest, restore
-from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Sampled, Saved
+from unspool.train.running.events import (
+    Ended,
+    Event,
+    Judged,
+    Logged,
+    Paused,
+    Replanned,
+    Sampled,
+    Saved,
+)
 from unspool.train.running.faults import TrainingError, in_words
 from unspool.train.running.parallel import Parallel, whole
 from unspool.train.running.runs import Run, film_steps
@@ -38,6 +48,7 @@ from unspool.train.running.state import training_state
 
 _ADVICE = "no number to learn from: try a lower learning rate, and look at the data"
 _AGAIN = 1.0  # seconds after which a second signal is a second wish
+_PACE_STEPS = 10  # steps from which the pace of a run is estimated
 _PAUSE = 0.2  # seconds between two looks at whether a paused run may go on
 
 
@@ -56,6 +67,8 @@ class TrainSettings:
     sample_every: int = 0
     save_every: int = 0  # beside the film's frames
     keep: int = 2  # checkpoints beside the film's frames
+    patience: int = 0  # evaluations in a row without a new best that end the run; 0: any number
+    seconds: float | None = None  # time budget: steps that do not fit are left out
     bf16: bool = False
     compile: bool = False
     recompute: bool = False  # activations, to save memory
@@ -112,7 +125,15 @@ class Trainer:
         self._length = 0  # tokens in a row of the last batch
         self._seconds = 0.0
         self._stop = False
+        self._signal: int | None = None
+        self._judged_step = -1  # the step of the last evaluation on held-out text
         self._held_out: float | None = None
+        self._best_loss = math.inf  # of the evaluations so far
+        self._num_worse = 0  # evaluations since the best one
+        self._planned_steps = settings.steps
+        # Seconds since the start at the end of each of the last steps: a tenth of the run, which
+        # has its share of evaluations and checkpoints.
+        self._step_ends: deque[float] = deque(maxlen=max(2 * _PACE_STEPS, settings.steps // 10))
         self._saved = -1  # the step whose checkpoint is on the disk
 
     def stop(self) -> None:
@@ -144,14 +165,15 @@ class Trainer:
             self.step, self.tokens = facts["step"], facts["tokens"]
             self._saved = self.step
             self._seconds = facts["seconds"]
-            self._held_out = facts.get("held_out_loss")
+            self._best_loss = facts.get("best_loss") or math.inf
+            self._num_worse = facts.get("num_worse", 0)
             if self.parallel.first:
                 self.folder.forget_after(self.step)
         else:
             self._look_back(first=True)
         self.model.train()
         began = time.monotonic() - self._seconds
-        while self.step < settings.steps:
+        while self.step < self.settings.steps:
             wanted = self._wanted()
             if wanted == "stop":
                 return self._end("stopped")
@@ -163,9 +185,12 @@ class Trainer:
             self.step += 1
             now = time.monotonic()
             self._seconds = now - began
-            if self.step % settings.log_every == 0 or self.step == settings.steps:
+            if self.step % settings.log_every == 0 or self.step == self.settings.steps:
                 self._log(measured, now - since)
             self._look_back()
+            if settings.patience and self._num_worse >= settings.patience:
+                return self._end("done")
+            self._fit_time_budget(time.monotonic() - began)
         return self._end("done")
 
     def _look_back(self, *, first: bool = False) -> None:
@@ -176,22 +201,47 @@ class Trainer:
             return last or (not first and every > 0 and self.step % every == 0)
 
         frame = self.step in film_steps(settings.steps)
-        if due(settings.judge_every):
+        if due(settings.judge_every) or (first and settings.judge_every):
             self._judge_now()
         if self._sampler is not None and (frame or due(settings.sample_every)):
             self._sample_now()
         if frame or due(settings.save_every):
             self._save()
 
+    def _fit_time_budget(self, elapsed_s: float) -> None:
+        """Plan as many of the steps as fit into the time budget, at the pace of late.
+
+        With fewer steps the learning rate decays earlier. The first process decides for all.
+        """
+        budget_s = self.settings.seconds
+        if budget_s is None or self.step >= self.settings.steps:
+            return
+        self._step_ends.append(elapsed_s)
+        if len(self._step_ends) < _PACE_STEPS:
+            return  # the first steps are slow
+        step_s = (elapsed_s - self._step_ends[0]) / (len(self._step_ends) - 1)
+        fitting = self.step + max(1, int((budget_s - elapsed_s) / max(step_s, 1e-9)))
+        steps = min(fitting, self._planned_steps)
+        if self.parallel.world > 1:
+            proposal = torch.tensor([float(steps if self.parallel.first else 0)])
+            steps = int(self.parallel.sum(proposal.to(self.parallel.device)).item())
+        if abs(steps - self.settings.steps) <= 0.03 * self.settings.steps:
+            return  # noise
+        self.settings = replace(self.settings, steps=steps)
+        self.schedule = Schedule(steps, self.settings.warmup, self.settings.decay)
+        if self.folder is not None and self.parallel.first:
+            self.folder.update(steps=steps)
+        self._say(Replanned(self.step, steps))
+
     def _end(self, state: str) -> Ended:
-        if state == "stopped":
-            self._save()
+        self._save()
         if self.folder is not None and self.parallel.first:
             if self._checkpoints is not None and state == "done":
                 self._checkpoints.finish(self.step)
-            self.folder.update(state=state)
+            self.folder.update(state=state, signal=self._signal if state == "stopped" else None)
         self.parallel.wait()
-        ended = Ended(state, self.step)
+        early = state == "done" and self.step < self.settings.steps
+        ended = Ended(state, self.step, early)
         self._say(ended)
         return ended
 
@@ -240,14 +290,21 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.tokens += seen
-        return loss, norm, seen, self._shared(extra)
+        return loss, norm, seen, self._mean_over_processes(extra)
 
-    def _shared(self, extra: dict[str, float]) -> dict[str, float]:
-        """What else is told, on average over all processes."""
-        if self.parallel.world == 1 or not extra:
+    def _mean_over_processes(self, extra: dict[str, float]) -> dict[str, float]:
+        """Average what an objective reports besides the loss.
+
+        Processes may report different figures, or none; each takes part in the same exchange, and a
+        figure is averaged over those that have it.
+        """
+        if self.parallel.world == 1:
             return extra
-        told = self.parallel.sum(torch.tensor(list(extra.values())).to(self.parallel.device))
-        return dict(zip(extra, (told / self.parallel.world).tolist(), strict=True))
+        sums: dict[str, list[float]] = {}
+        for figures in self.parallel.gather(extra):
+            for name, value in figures.items():
+                sums.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in sums.items()}
 
     def _gradients(self) -> list[Tensor]:
         return [
@@ -312,6 +369,14 @@ class Trainer:
         if self.parallel.shard:
             self._computation.reshard()  # type: ignore[operator]
         self.model.train()
+        if self.parallel.world > 1:  # all processes go by the first one's figure
+            shared = torch.tensor([self._held_out if self.parallel.first else 0.0])
+            self._held_out = float(self.parallel.sum(shared.to(self.parallel.device)).item())
+        self._judged_step = self.step
+        if self._held_out < self._best_loss:
+            self._best_loss, self._num_worse = self._held_out, 0
+        else:
+            self._num_worse += 1
         judged = Judged(self.step, self._held_out, bits_per_byte)
         if self.folder is not None and self.parallel.first:
             line = {key: value for key, value in asdict(judged).items() if value is not None}
@@ -336,11 +401,14 @@ class Trainer:
         if self._checkpoints is None or self._saved == self.step:
             return
         self._saved = self.step
+        judged = self._judged_step == self.step
         facts = {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self._seconds,
-            "held_out_loss": self._held_out,
+            "held_out_loss": self._held_out if judged else None,
+            "best_loss": self._best_loss if math.isfinite(self._best_loss) else None,
+            "num_worse": self._num_worse,
         }
         state = training_state(self.model, self.optimizers)
         self._say(Saved(self.step, self._checkpoints.save(facts, self._weights(), state)))
@@ -391,18 +459,18 @@ class Trainer:
 
         since = math.inf
 
-        def told(number: int, frame: Any) -> None:
+        def on_signal(number: int, frame: Any) -> None:
             nonlocal since
             if self._stop and time.monotonic() > since + _AGAIN:
                 raise KeyboardInterrupt
-            self._stop, since = True, min(since, time.monotonic())
+            self._stop, self._signal, since = True, number, min(since, time.monotonic())
 
         numbers = [
             number
             for number in (signal.SIGINT, signal.SIGTERM)
             if signal.getsignal(number) is not signal.SIG_IGN
         ]
-        before = [signal.signal(number, told) for number in numbers]
+        before = [signal.signal(number, on_signal) for number in numbers]
         try:
             yield
         finally:

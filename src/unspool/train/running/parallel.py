@@ -13,6 +13,7 @@ for a day, but not for one that is gone: its connection breaks, and that is told
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -137,6 +138,19 @@ class Parallel:
         if self.world > 1:
             dist.all_reduce(values)
         return values
+
+    def gather(self, value: dict[str, float]) -> list[dict[str, float]]:
+        """The dictionaries of all processes, by rank. Every process must call it."""
+        if self.world == 1:
+            return [value]
+        texts = json.dumps(value).encode()
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(texts)
+        sizes = self._joined(sizes)
+        letters = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
+        letters[self.rank, : len(texts)] = torch.tensor(list(texts), dtype=torch.uint8)
+        rows = self._joined(letters).tolist()
+        return [json.loads(bytes(r[: int(n)])) for r, n in zip(rows, sizes, strict=True)]
 
     def told(self, text: str) -> str:
         """What the first process says, on all of them."""

@@ -4,7 +4,7 @@
     log.jsonl           one line a logged step: step, tokens, loss, lr, tokens_per_second, ...
     samples.jsonl       texts that the model wrote on the way: step, prompt, seed, text
     checkpoints/000123/ whole model folders, loaded by `unspool.load` and by transformers
-    final.json          which checkpoint is the last one, when the run is done
+    final.json          the checkpoint that is the result, when the run is done: the best
     control.json        what somebody else wants of the run: {"want": "pause" | "go" | "stop"}
 
     for run in Run.all():
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from unspool.errors import UnspoolError
+from unspool.model.run_folder import find_run, run_model, runs_folder
 from unspool.train.running.atomic import write_json
 
 KINDS = ("new", "tune", "dpo", "grpo", "twin")
@@ -40,11 +42,6 @@ _UNFINISHED = ("running", "paused")
 
 class RunError(UnspoolError):
     """A run folder that is not there, or cannot be used as was asked."""
-
-
-def runs_folder() -> Path:
-    """Where runs lie if nobody says otherwise: UNSPOOL_RUNS, or `runs` below where we are."""
-    return Path(os.environ.get("UNSPOOL_RUNS") or "runs").expanduser()
 
 
 def film_steps(steps: int) -> tuple[int, ...]:
@@ -77,10 +74,8 @@ class Run:
     @classmethod
     def open(cls, folder: str | Path) -> Run:
         """The run in a folder; a bare name is looked for among the runs."""
-        path = Path(folder).expanduser()
-        if not (path / "run.json").exists() and len(path.parts) == 1:
-            path = runs_folder() / path
-        if not (path / "run.json").exists():
+        path = find_run(folder)
+        if path is None:
             raise RunError(f"{folder}: is no training run (it has no run.json); see: {_LIST}")
         return cls(path)
 
@@ -185,11 +180,15 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The folder to write with: the finished model, or the newest checkpoint."""
-        if self.final is not None:
-            return self.final
-        saved = self.checkpoints()
-        return saved[-1].folder if saved else None
+        """The checkpoint to generate with: the best on held-out text, else the newest."""
+        return run_model(self.folder)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint with the lowest held-out loss; None without evaluations."""
+        evaluated = [saved for saved in self.checkpoints() if saved.held_out_loss is not None]
+        best = min(evaluated, key=lambda saved: (saved.held_out_loss, -saved.step), default=None)
+        return None if best is None else best.step
 
     # -- asking -------------------------------------------------------------------------------
 
@@ -221,7 +220,14 @@ class Run:
                 f"{self.name} is going already, in process {self.facts.get('pid')}; stop it first"
             )
         (self.folder / "control.json").unlink(missing_ok=True)
-        self.update(**{"state": "running", "error": None}, **process_facts(), **facts)
+        self.update(
+            **{"state": "running", "error": None, "signal": None}, **process_facts(), **facts
+        )
+
+    def discard_if_empty(self) -> None:
+        """Delete the folder of a run that was refused before its first step."""
+        if not self.log() and not self.checkpoints():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_log(self, line: Mapping[str, Any]) -> None:
         _append(self.folder / "log.jsonl", line)

@@ -54,6 +54,7 @@ class Runs:
                     tokens=planned.tokens,
                     judge_every=_NEVER,
                     sample_every=_NEVER,
+                    patience=0,
                 ),
                 folder,
             )

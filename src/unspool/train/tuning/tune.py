@@ -11,7 +11,6 @@ learned does not depend on how many there are.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -74,7 +73,8 @@ class TuneSettings:
     accumulate: int = 1
     rate: float | None = None
     seed: int = 0
-    save_every: int = 100
+    save_every: int | None = None  # also between evaluations; None: a tenth of the steps
+    patience: int = 3  # evaluations in a row without a new best that end the run; 0: never
     device: str = "auto"
     beta: float = 0.1  # dpo: how closely the model stays to what it was
     smoothing: float = 0.0
@@ -136,8 +136,8 @@ def tune(
             pass
         elif run.checkpoints():
             run.update(state="failed", error=str(error))
-        else:  # it never began: nothing is left of it
-            shutil.rmtree(run.folder, ignore_errors=True)
+        else:
+            run.discard_if_empty()
         raise
     trainer = Trainer(
         tuning.model,
@@ -191,14 +191,18 @@ class _Tuning:
         self.rates = Rates(rate, rate, rate, rate, weight_decay=0.0, betas=(0.9, 0.999))
         self.batches, self.objective, rows = self._parts(device)
         steps = settings.steps
+        at_once = settings.groups if settings.kind == "grpo" else settings.batch
         if steps is None:
-            at_once = settings.groups if settings.kind == "grpo" else settings.batch
             steps = max(1, round(rows * settings.epochs / (at_once * settings.accumulate)))
+        # An adapter is small: it is evaluated and saved ten times. A model takes longer to save.
+        often = min(100, max(10, steps // 10)) if settings.lora else 100
+        every = settings.save_every or often
         self.train_settings = TrainSettings(
             steps=steps, warmup=min(20, steps // 10), decay=0.5, accumulate=settings.accumulate,
-            seed=settings.seed, save_every=settings.save_every, judge_every=settings.save_every,
+            seed=settings.seed, save_every=every, judge_every=every, patience=settings.patience,
             bf16=device.startswith("cuda"),
         )  # fmt: skip
+        self._tell(epochs=steps * at_once * settings.accumulate / max(1, rows))
         self._tell(
             steps=steps, base=self.base, adapter=bool(settings.lora),
             model=self.model.config.to_dict(),

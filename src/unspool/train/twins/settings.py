@@ -40,6 +40,7 @@ class TwinSettings:
     heads: int = 7
     steps: int | None = None
     minutes: float | None = None
+    budget_s: float | None = None  # seconds of training, from `minutes`
     batch: int | None = None  # rows
     length: int | None = None  # tokens of a row
     accumulate: int = 1

@@ -13,7 +13,6 @@ What comes out is a run like any other; its checkpoints are models, adapters, or
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,7 +99,7 @@ def _left_clean(run: Run) -> Iterator[None]:
         if run.checkpoints():
             run.update(state="failed", error=str(error))
         else:
-            shutil.rmtree(run.folder, ignore_errors=True)
+            run.discard_if_empty()
         raise
 
 
@@ -116,7 +115,7 @@ def _trainer(settings: TwinSettings, parts: Parts, parallel: Parallel, run: Run 
             steps=steps, warmup=round(steps * settings.warmup), decay=settings.decay,
             accumulate=settings.accumulate, seed=settings.seed, log_every=max(1, steps // 2000),
             judge_every=settings.judge_every or often, save_every=settings.save_every or often,
-            bf16=bool(settings.bf16), compile=bool(settings.compile),
+            seconds=settings.budget_s, bf16=bool(settings.bf16), compile=bool(settings.compile),
         ),
         run,
         save_model=parts.save,
@@ -144,4 +143,5 @@ def _timed(settings: TwinSettings, parts: Parts, parallel: Parallel) -> TwinSett
         for name, value in trained.items():
             value.copy_(before[name])
     left = settings.minutes * 60 * _SHARE
-    return replace(settings, steps=max(1, int(left / min(seconds[1:]))), minutes=None)
+    steps = max(1, int(left / min(seconds[1:])))
+    return replace(settings, steps=steps, minutes=None, budget_s=left)

@@ -16,8 +16,8 @@ from unspool.backends.torch.loaded import TorchModel
 from unspool.errors import SettingsError
 from unspool.model.checkpoint import load_transformer
 from unspool.model.config import ModelConfig
+from unspool.model.run_folder import find_run, resolve_run
 from unspool.train.learning.optimizers import Rates
-from unspool.train.running.runs import Run, RunError
 from unspool.train.twins.draft import (
     DraftHead,
     DraftTwin,
@@ -81,10 +81,7 @@ def head_parts(
 
 def _begun(name: str, config: ModelConfig) -> DraftHead:
     """A head that was trained before, to be trained further: a run, or a head's folder."""
-    try:
-        folder = Run.open(name).model or Path(name)
-    except RunError:
-        folder = Path(name)
+    folder = resolve_run(find_run(name) or Path(name))
     if not (folder / WEIGHTS).is_file():
         raise SettingsError(f"{name} is neither a drafting head's folder nor a run with one")
     shape, weights = open_head(folder)

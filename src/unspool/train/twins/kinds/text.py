@@ -25,7 +25,6 @@ from unspool.model.transformer import Transformer
 from unspool.train.learning.lora import Lora, add_lora
 from unspool.train.learning.objectives import Objective
 from unspool.train.learning.optimizers import Rates
-from unspool.train.running.runs import Run, RunError
 from unspool.train.twins.block import BlockTwin
 from unspool.train.twins.fill import FillTwin
 from unspool.train.twins.mask_token import mask_token, own_mask_vector, with_mask
@@ -97,7 +96,7 @@ def _model(
         return clean
     first = causal.checkpoint
     if settings.start:
-        first = open_checkpoint(_path(settings.start))
+        first = open_checkpoint(find_model(settings.start, progress=False))
         same = first.config.vocab_size == causal.checkpoint.config.vocab_size
         if not same or _mask_of(first.path) != mask:
             raise SettingsError(f"{settings.start} is no twin of this model with the same mask")
@@ -113,17 +112,6 @@ def _mask_of(folder: Path) -> int | None:
     """The mask of another twin."""
     file = folder / TWIN
     return None if not file.is_file() else read_json(file).get("mask_id")
-
-
-def _path(name: str) -> Path:
-    """A model, or the model of a run."""
-    try:
-        found = Run.open(name).model
-    except RunError:
-        return find_model(name, progress=False)
-    if found is None:
-        raise RunError(f"{name} has no checkpoint yet")
-    return found
 
 
 def _saver(
