@@ -41,20 +41,10 @@ def test_json_on_standard_output(small_folder: Path, sample: str, tmp_path: Path
     assert (tmp_path / "one.html").exists() and (tmp_path / "one.json").exists()
 
 
-def test_a_run_is_its_newest_checkpoint(
-    tmp_path: Path, small_folder: Path, small: Any, monkeypatch: pytest.MonkeyPatch
-):
-    from unspool.cli.costs import _of_run
+def test_a_checkpoint_of_a_run_is_named_after_its_run(tmp_path: Path, small: Any):
     from unspool.costing.machine import model_name
 
-    assert _of_run(None) is None and _of_run(str(small_folder)) == str(small_folder)
-    newest = tmp_path / "mine" / "checkpoints" / "000200"
-    newest.mkdir(parents=True)
-    (tmp_path / "mine" / "run.json").write_text("{}")
-    monkeypatch.setattr("unspool.train.finding.model_path", lambda name: newest)
-    monkeypatch.setenv("UNSPOOL_RUNS", str(tmp_path))
-    assert _of_run("mine") == _of_run(str(tmp_path / "mine")) == str(newest)
-    small.path, before = newest, small.path
+    small.path, before = tmp_path / "mine" / "checkpoints" / "000200", small.path
     try:
         assert model_name(small) == "mine/000200"
     finally:

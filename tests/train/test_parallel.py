@@ -83,7 +83,8 @@ def test_two_processes_are_one(kind: str, runs: Path, alone: dict[str, torch.Ten
     for name, value in alone.items():
         assert torch.allclose(found[name], value, atol=2e-4), name
     assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 9))
-    assert [line for line in run.log() if "loss" in line][-1]["tokens"] == 8 * 2 * 8 * 16
+    last = [line for line in run.log() if "loss" in line][-1]
+    assert last["tokens"] == 8 * 2 * 8 * 16 and last["reward"] == 2.0
 
 
 def test_each_process_writes_the_rows_it_has(runs: Path):

@@ -60,7 +60,8 @@ def test_from_text_to_a_model_that_writes(place: Path, capsys: pytest.CaptureFix
     found = losses(run)
     assert len(found) == 40 and found[-1] < found[0] - 1
     assert "bits per byte on held-out text" in said
-    assert f"unspool run --model {run.model}" in said
+    assert f"unspool run --model {run.folder}" in said
+    assert "epochs" in said
     assert f"unspool page --run {run.folder}" in said
     assert [sample["step"] for sample in run.samples()][:2] == [0, 1]
     facts = run.facts
@@ -107,24 +108,35 @@ def test_runs_are_listed_shown_and_asked(place: Path, capsys: pytest.CaptureFixt
 
 def test_interrupted_and_gone_on_with(place: Path):
     """Ctrl-C saves and says how to go on; what comes out is what an undisturbed run gives."""
-    words = ["speeches.txt", *SMALL, "--steps", "150", "--quiet", "--name"]
+    words = ["speeches.txt", *SMALL, "--steps", "150", "--patience", "0", "--quiet", "--name"]
     process = subprocess.Popen(
         [sys.executable, "-m", "unspool", "train", *words, "broken"],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     log = place / "runs" / "broken" / "log.jsonl"
     until = time.monotonic() + 120
-    while not log.exists() and time.monotonic() < until and process.poll() is None:
+    while time.monotonic() < until and process.poll() is None:
+        if log.exists() and '"loss"' in log.read_text():  # not only the evaluation before step 1
+            break
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    assert process.returncode == 130, said
     run = Run.open("broken")
     assert run.state == "stopped" and 0 < run.log()[-1]["step"] < 150
     assert "unspool train --resume runs/broken" in said
     assert _exit_code(["train", "--resume", "broken", "--quiet"]) == 0
     assert Run.open("broken").state == "done"
     assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 151))
+
+
+@pytest.mark.parametrize("name", ["runs/mine", "mine"])
+def test_a_run_is_found_wherever_a_model_is(name: str, place: Path):
+    from unspool.model.hub import find_model
+
+    assert train("--steps", "4", "--name", "mine", "--quiet") == 0
+    assert find_model(name).resolve() == Run.open("mine").model.resolve()
+    assert _exit_code(["run", "Fellow", "--raw", "-n", "2", "-m", name]) == 0
 
 
 def test_going_on_from_a_models_weights(place: Path):
@@ -204,8 +216,9 @@ def test_so_many_minutes(place: Path):
         (["--optimizer", "sgd"], "muon or adamw"),
         (["--steps", "3", "--minutes", "1"], "not several"),
         (["--from", "x", "--depth", "2"], "its own shape"),
-        (["--resume", "nowhere"], "no training run"),
         (["--report", "paper", "--steps", "1"], "no report to 'paper'"),
+        (["--depth", "0"], "range"),
+        (["--minutes", "0"], "minutes must be more than 0, got 0"),
         (["--shard"], "torchrun"),
         (["--shape", "mamba"], "there are qwen3, llama, lfm2, qwen3.5"),
         (["--shape", "lfm2", "--objective", "masked"], "from left to right"),
@@ -216,6 +229,20 @@ def test_what_cannot_be_is_said(
 ):
     assert _exit_code(["train", "speeches.txt", *words]) == 2
     assert told in capsys.readouterr().err
+    assert not list(place.glob("runs/*")), "a refused run leaves a folder behind"
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [(["--steps", "60"], "--steps"), (["--depth", "2"], "--depth"), (["other.txt"], "SOURCE")],
+)
+def test_a_resumed_run_refuses_other_settings(
+    words: list[str], option: str, place: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert _exit_code(["train", "--resume", "mine", *words]) == 2
+    assert f"{option} cannot be given with --resume" in capsys.readouterr().err
+    assert _exit_code(["train", "--resume", "nowhere"]) == 2
+    assert "no training run" in capsys.readouterr().err
 
 
 def test_without_torch_it_says_what_to_install():

@@ -145,7 +145,10 @@ def test_the_commands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = (model.score(text).logprobs[1:] for model in (merged, adapted))
     assert one == pytest.approx(other, abs=1e-4)
     asked = ["run", "hi", "--raw", "-n", "2", "-m", model]
-    assert _exit_code([*asked, "--adapter", str(run.final)]) == 0
+    for adapter in (run.final, run.folder, run.name):
+        assert _exit_code([*asked, "--adapter", str(adapter)]) == 0
+    judged = [line["step"] for line in run.log() if "held_out_loss" in line]
+    assert judged[:1] == [0], "the held-out loss is shown from the start"
 
 
 def _invoke(runner: Any, command: Any, arguments: list[str]) -> Any:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 import tuned_together
-from tiny_training import CountingBatches, tiny_model
+from tiny_training import Batch, CountingBatches, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard  # noqa: F401  before the fork
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from unspool.model.checkpoint import save_weights
 from unspool.model.transformer import Transformer
-from unspool.train.learning.objectives import next_token
+from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.learning.orthogonal import orthogonal, turned
 from unspool.train.running.loop import Trainer, TrainSettings
@@ -52,8 +52,13 @@ def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
     def judge(model: Transformer) -> tuple[float, None]:  # has the weights whole for a moment
         return next_token(model, batches.batch(0), torch.Generator()).total.item(), None
 
+    def objective(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
+        """What only one process reports must not leave it waiting for the other."""
+        loss = next_token(model, batch, rng)
+        return replace(loss, extra={"reward": 2.0}) if parallel.first else loss
+
     trainer = Trainer(
-        model, batches, next_token, lambda model: make_optimizers(model, Rates()),
+        model, batches, objective, lambda model: make_optimizers(model, Rates()),
         TrainSettings(steps=8, warmup=2, save_every=4, accumulate=2), Run(folder),
         parallel=parallel, judge=judge,
         save_model=lambda weights, folder: save_weights(model.config, weights, folder),

@@ -11,6 +11,7 @@ from unspool.cli.train import tuning as t
 
 
 def dpo(
+    context: typer.Context,
     model: o.Model = None,
     data: t.Data = None,
     beta: Annotated[float, typer.Option(help="How closely to stay to what the model was.")] = 0.1,
@@ -53,4 +54,4 @@ def dpo(
         "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
         "save_every": save_every, "device": device,
     }  # fmt: skip
-    t.carry_out(settings, name, resume, quiet, report, shard)
+    t.carry_out(context, settings, name, resume, quiet, report, shard)

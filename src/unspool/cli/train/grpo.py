@@ -12,6 +12,7 @@ from unspool.cli.train import tuning as t
 
 
 def grpo(
+    context: typer.Context,
     model: o.Model = None,
     data: t.Data = None,
     task: t.Task = None,
@@ -65,4 +66,4 @@ def grpo(
         "adapter": str(adapter) if adapter else None, "steps": steps, "epochs": epochs,
         "rate": rate, "seed": seed, "save_every": save_every, "device": device,
     }  # fmt: skip
-    t.carry_out(settings, name, resume, quiet, report)
+    t.carry_out(context, settings, name, resume, quiet, report)

@@ -24,6 +24,7 @@ def _opt(panel: str, words: str, *names: str, **more: Any) -> Any:
 
 
 def new(
+    context: typer.Context,
     source: s.Sources = None,
     depth: Annotated[int | None, _opt(_SIZE, "Layers; all else follows.", min=1)] = None,
     shape: Annotated[
@@ -128,7 +129,7 @@ def new(
       unspool train --resume runs/sotu-d4
       torchrun --nproc-per-node 8 --max-restarts 3 -m unspool train big.parquet --depth 12
     """
-    s.check_resume(resume)
+    s.check_resume(context, resume)
     _check_torch()
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.settings import NewSettings

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
-from click.core import ParameterSource
 
 from unspool.errors import SettingsError
 
@@ -68,17 +66,16 @@ def reading_bar() -> Iterator[Progress]:
 _WITH_RESUME = ("resume", "device", "shard", "timeout", "report", "quiet", "offline")
 
 
-def check_resume(resume: str | None) -> None:
+def check_resume(context: typer.Context, resume: str | None) -> None:
     """Refuse options that a resumed run would not follow: it keeps the settings it began with."""
-    context = click.get_current_context()
     if resume is None:
         return
     for parameter in context.command.params:
         name = parameter.name or ""
-        explicit = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if explicit and name not in _WITH_RESUME:
-            option = max(parameter.opts, key=len) if parameter.opts else name
-            option = name.upper() if isinstance(parameter, click.Argument) else option
+        origin = context.get_parameter_source(name)
+        if origin is not None and origin.name == "COMMANDLINE" and name not in _WITH_RESUME:
+            is_argument = parameter.param_type_name == "argument"
+            option = name.upper() if is_argument else max(parameter.opts, key=len)
             raise SettingsError(
                 f"{option} cannot be given with --resume: a resumed run keeps its settings. Leave "
                 f"it out, or start a new run from the weights: unspool train --from {resume}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import typer
+
 from unspool.cli import options as o
 from unspool.cli.train import tuning as t
 
 
 def tune(
+    context: typer.Context,
     model: o.Model = None,
     data: t.Data = None,
     task: t.Task = None,
@@ -56,4 +59,4 @@ def tune(
         "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
         "save_every": save_every, "patience": patience, "device": device,
     }  # fmt: skip
-    t.carry_out(settings, name, resume, quiet, report, shard)
+    t.carry_out(context, settings, name, resume, quiet, report, shard)

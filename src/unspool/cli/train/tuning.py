@@ -89,13 +89,13 @@ Resume = Annotated[
 
 
 def carry_out(
-    settings: dict[str, Any], name: str | None, resume: str | None, quiet: bool,
-    reports: list[str] | None, shard: bool = False,
+    context: typer.Context, settings: dict[str, Any], name: str | None, resume: str | None,
+    quiet: bool, reports: list[str] | None, shard: bool = False,
 ) -> None:  # fmt: skip
     """Make the run, or take it up again, and train it."""
     from unspool.backends.torch.available import check_torch
 
-    s.check_resume(resume)
+    s.check_resume(context, resume)
     check_torch()
     from unspool.train.running.elastic import seen_by_all
     from unspool.train.running.parallel import Parallel

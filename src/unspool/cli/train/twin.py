@@ -21,6 +21,7 @@ def _opt(panel: str, words: str, *names: str, **more: Any) -> Any:
 
 
 def twin(
+    context: typer.Context,
     kind: Annotated[
         str,
         typer.Option(
@@ -93,7 +94,7 @@ def twin(
     """
     from unspool.backends.torch.available import check_torch
 
-    s.check_resume(resume)
+    s.check_resume(context, resume)
     check_torch()
     from unspool.model.run_folder import runs_folder
     from unspool.train.data.sources import DEFAULT_SOURCE
