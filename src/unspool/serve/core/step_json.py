@@ -87,6 +87,30 @@ def _stage(stage: StageReport, readable: Readable, begun: bytes) -> dict[str, An
     }
 
 
+def timings_json(text: Text) -> dict[str, Any]:
+    """How fast a text is read and written, as llama.cpp reports it.
+
+    The first token comes with the prompt, so the rate of writing is that of the others.
+    """
+    num_read = len(text.generation.prompt) - text.reused
+    num_written = len(text.generation.steps)
+    num_later = max(0, num_written - 1)
+    timings: dict[str, Any] = {
+        "cache_n": text.reused,
+        "prompt_n": num_read,
+        "prompt_ms": 1000 * text.prompt_s,
+        "prompt_per_token_ms": 1000 * text.prompt_s / max(1, num_read),
+        "prompt_per_second": num_read / text.prompt_s if text.prompt_s > 0 else 0.0,
+        "predicted_n": num_written,
+        "predicted_ms": 1000 * text.later_s,
+        "predicted_per_token_ms": 1000 * text.later_s / max(1, num_later),
+        "predicted_per_second": num_later / text.later_s if text.later_s > 0 else 0.0,
+    }
+    if text.stream.drafted:
+        timings |= {"draft_n": text.stream.drafted, "draft_n_accepted": text.stream.accepted}
+    return timings
+
+
 def finite(number: float) -> float | None:
     """JSON has no infinity: the logarithm of nothing is null."""
     return number if math.isfinite(number) else None

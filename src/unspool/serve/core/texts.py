@@ -38,6 +38,8 @@ class Text:
     stream: StepStream
     counted: int = 0  # steps that the metrics know of
     ended: bool = False
+    prompt_s: float = 0.0  # until the first token
+    later_s: float = 0.0  # between the first token and the last
 
     @property
     def reused(self) -> int:
@@ -55,6 +57,7 @@ class Texts:
     n: int
     options: dict[str, Any]
     at_once: int = 1  # prompts; the next one is begun when one is finished
+    warms: bool = False  # the prompts are computed, for the prefix cache, and nothing is written
     texts: dict[int, Text] = field(default_factory=dict)  # by the number of the choice
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _streams: list[StepStream] = field(default_factory=list)  # all that were ever started
@@ -169,6 +172,9 @@ class Texts:
         try:
             for number, text in self._writing.items():
                 found, text.ended = text.stream.waiting()
+                if self.warms:
+                    text.prompt_s += sum(step.seconds for step in found)
+                    found = []
                 if found:
                     if self.n > 1 and not text.counted:
                         is_more = True  # the others can follow
@@ -214,7 +220,11 @@ class Texts:
     def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
         prompt, sample = self.prompts[number // self.n], number % self.n
         options = {**self.options, "sample": self.options.get("sample", 0) + sample}
-        return self.served.lm.begin(prompt, **options)
+        lm = self.served.lm
+        if self.warms:  # a token has to be written for the prompt to be computed
+            empty = lm.draft(prompt, **{**options, "max_tokens": 0})
+            return empty, lm.begin(prompt, **{**options, "max_tokens": 1})[1]
+        return lm.begin(prompt, **options)
 
     async def _start_others(self, first: int) -> None:
         if first + 1 not in self.texts:
@@ -242,6 +252,9 @@ class Texts:
             text.generation.take(step)
             if text.counted:
                 self._times.add(step.seconds)
+                text.later_s += step.seconds
+            else:
+                text.prompt_s = step.seconds
             text.counted += 1
 
     @cached_property

@@ -17,15 +17,17 @@ router = new_router("OpenAI")
 
 
 @router.post("/v1/chat/completions", summary="Answer a conversation")
+@router.post("/chat/completions", include_in_schema=False)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state = state_of(request)
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
     if body.unspool is not None and body.unspool.think is not None:
         return await think_longer(body, request)
-    call = await state.enter(request, body.model, n)
+    call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
     ready = await call.thread(_prepare, call, body)
-    texts = await call.write([ready.ids], ready.options, n)
+    warms = ready.options["max_tokens"] == 0
+    texts = await call.write([ready.ids], ready.options, n, warms=warms)
     chat = ChatAnswer(call, body, texts, ready.use)
     return call.stream(chat.write) if body.stream else await call.reply(chat.answer())
 
