@@ -329,3 +329,119 @@ def test_many_probabilities(served):
     body = {"prompt": TEXT, "n_predict": 2, "n_probs": 150, "seed": 1}
     probabilities = served.post("/completion", body)["completion_probabilities"]
     assert [len(token["top_logprobs"]) for token in probabilities] == [150, 150]
+
+
+# -- chats ---------------------------------------------------------------------------------------
+
+CHAT = {"messages": [{"role": "user", "content": "The scheduler plans rows. " * 12}],
+        "max_tokens": 6, "temperature": 0, "logit_bias": {"0": -100}}  # fmt: skip
+CHATS = ["/chat/completions", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", [*CHATS, "/v1/completions"])
+def test_timings_of_chats(served, path):
+    body = CHAT if "chat" in path else {**CHAT, "prompt": TEXT}
+    body = {name: value for name, value in body.items() if name != "messages" or "chat" in path}
+    timings = served.post(path, body)["timings"]
+    assert timings["predicted_n"] == 6 and timings["prompt_n"] + timings["cache_n"] > 5
+    assert timings["prompt_ms"] > 0 and timings["predicted_per_second"] > 0
+    stream = body | {"stream_options": {"include_usage": True}}
+    timed = served.events(path, stream | {"timings_per_token": True})
+    numbers = [event["timings"]["predicted_n"] for event in timed if "timings" in event]
+    assert numbers == sorted(numbers) and numbers[0] == 1 and numbers[-1] == 6
+    assert "timings" in timed[-1] and timed[-1]["choices"] == []
+    if "chat" in path:
+        assert timed[0]["choices"][0]["delta"]["role"] and "timings" not in timed[0]
+    plain = [event for event in served.events(path, stream) if "timings" in event]
+    assert len(plain) == 2  # the last one of the choice, and the one with the usage
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_progress_of_prompts(served, path):
+    prompt = f"{path} " + "Tokens may be provisional. " * 24
+    body = {"prompt": prompt, "max_tokens": 2, "return_progress": True, "timings_per_token": True}
+    if "chat" in path:
+        body |= {"messages": [{"role": "user", "content": body.pop("prompt")}]}
+    for is_cached in (False, True):
+        events = served.events(path, body)
+        progress = [event for event in events if "prompt_progress" in event]
+        assert progress and progress == events[: len(progress)]
+        reports = [event["prompt_progress"] for event in progress]
+        assert reports[0]["processed"] == reports[0]["cache"]
+        assert (reports[0]["cache"] > 100) == is_cached
+        assert reports[-1]["processed"] == reports[-1]["total"] > 100
+        done = [report["processed"] for report in reports]
+        assert done == sorted({*done})
+        assert progress[0]["timings"]["prompt_n"] == 0 == progress[0]["timings"]["prompt_ms"]
+        assert progress[-1]["timings"]["prompt_n"] == done[-1] - done[0]
+
+
+def test_no_progress_unless_asked(served):
+    events = served.events("/completion", {"prompt": TEXT, "n_predict": 2})
+    assert not any("prompt_progress" in event or "timings" in event for event in events[:-1])
+
+
+# -- paths and errors ----------------------------------------------------------------------------
+
+
+def test_paths(served):
+    get = served.client.get
+    assert get("/models").json() == get("/v1/models").json()
+    assert get("/v1/health").json() == get("/health").json() == {"status": "ok"}
+    assert get("/metrics").status_code == 200 and get("/slots").json()[0]["n_ctx"] == 512
+    assert served.post("/chat/completions", CHAT)["choices"][0]["finish_reason"] == "length"
+    assert served.post("/completions", {"prompt": TEXT, "n_predict": 2})["tokens_predicted"] == 2
+    assert served.post("/responses", {"input": "Hi", "max_output_tokens": 2})["id"]
+    assert get("/lora-adapters").json() == []
+    for scales in ([], [{"id": 0, "scale": 0.0}]):
+        assert served.post("/lora-adapters", scales) == {"success": True}
+    served.refusal("/lora-adapters", [{"id": 0, "scale": 1.0}])
+    served.refusal("/lora-adapters", {"id": 0, "scale": 1.0})
+
+
+def test_embeddings(served):
+    openai = served.post("/v1/embeddings", {"input": ["a b", "c"]})
+    vectors = [row["embedding"] for row in openai["data"]]
+    for path in ("/embedding", "/embeddings"):
+        found = served.post(path, {"input": ["a b", "c"]})
+        assert [row["index"] for row in found] == [0, 1]
+        for row, vector in zip(found, vectors, strict=True):
+            assert row["embedding"] == [pytest.approx(vector, abs=1e-4)]
+    ids = served.lm.tokenizer.encode("a b")
+    for content in ("a b", ids, [ids[0], served.lm.tokenizer.decode(ids[1:])]):
+        (row,) = served.post("/embedding", {"content": content})
+        assert row["embedding"] == [pytest.approx(vectors[0], abs=1e-4)]
+    (row,) = served.post("/embedding", {"content": "a b", "embd_normalize": 1})
+    assert sum(map(abs, row["embedding"][0])) == pytest.approx(1)
+    (row,) = served.post("/embedding", {"content": "a b", "embd_normalize": 0})
+    assert max(map(abs, row["embedding"][0])) == pytest.approx(32760)
+    served.refusal("/embedding", {})
+    served.refusal("/embedding", {"content": "a" * 9999})
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/reranking", "/v1/rerank", "/v1/reranking"])
+def test_rerank_is_refused_clearly(served, path):
+    for documents in ([], None, 123, [1, 2]):
+        served.refusal(path, {"query": "a", "documents": documents})
+    for name in ("documents", "texts"):
+        error = served.refusal(path, {"query": "a", name: ["b"]}, status=501)
+        assert error["type"] == "not_supported_error" and "reranking" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/completion", "prompt"), ("/v1/completions", "prompt"), ("/chat/completions", "messages"),
+     ("/v1/chat/completions", "messages"), ("/embedding", "content"), ("/infill", "input_prefix")],
+)  # fmt: skip
+@pytest.mark.parametrize("count", [600, 99_999])
+def test_a_prompt_that_is_too_long(served, path, field, count):
+    text = " a" * count
+    content = [{"role": "user", "content": text}] if field == "messages" else text
+    body = {field: content, "input_suffix": "b"} if path == "/infill" else {field: content}
+    for streams in ({}, {"stream": True}) if path != "/embedding" else ({},):
+        error = served.refusal(path, body | streams)
+        assert error["n_ctx"] == 512 and error["n_prompt_tokens"] > 512
+        if path.startswith("/v1"):
+            assert error["code"] == "context_length_exceeded"
+        else:
+            assert (error["code"], error["type"]) == (400, "exceed_context_size_error")

@@ -38,6 +38,8 @@ class Text:
     stream: StepStream
     counted: int = 0  # steps that the metrics know of
     ended: bool = False
+    progress: int | None = None  # tokens of the prompt that were last reported as computed
+    progress_since: float = 0.0  # when the first report was made, by perf_counter
     prompt_s: float = 0.0  # until the first token
     later_s: float = 0.0  # between the first token and the last
 
@@ -59,6 +61,7 @@ class Texts:
     at_once: int = 1  # prompts; the next one is begun when one is finished
     warms: bool = False  # the prompts are computed, for the prefix cache, and nothing is written
     texts: dict[int, Text] = field(default_factory=dict)  # by the number of the choice
+    _on_progress: Callable[[int, int], object] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _streams: list[StepStream] = field(default_factory=list)  # all that were ever started
     _closed: bool = False
@@ -118,6 +121,13 @@ class Texts:
         guards = self.texts[0].generation.request.guards
         return guards is not None and guards.action == "rewind"
 
+    def watch_progress(self, report: Callable[[int, int], object]) -> None:
+        """While steps are delivered, call `report(choice number, tokens computed)` as prompts are
+        computed: first with what was cached, last with the whole length."""
+        self._on_progress = report
+        for text in self._writing.values():
+            text.stream.watch_prompt()
+
     async def finish(self) -> None:
         """Wait until all are written."""
         await self.deliver(lambda steps: None)
@@ -172,6 +182,8 @@ class Texts:
         try:
             for number, text in self._writing.items():
                 found, text.ended = text.stream.waiting()
+                if self._on_progress is not None and self._take is not None:
+                    self._report_progress(number, text, is_read=bool(found or text.counted))
                 if self.warms:
                     text.prompt_s += sum(step.seconds for step in found)
                     found = []
@@ -187,6 +199,18 @@ class Texts:
         except Exception as error:
             self._fault, is_more = error, True
         return is_more
+
+    def _report_progress(self, number: int, text: Text, *, is_read: bool) -> None:
+        total = len(self.prompts[number // self.n])
+        computed = total if is_read else text.stream.prompt_computed
+        if computed is None or self._on_progress is None:
+            return
+        if text.progress is None:
+            text.progress, text.progress_since = text.reused, perf_counter()
+            self._on_progress(number, text.reused)
+        if computed > text.progress:
+            text.progress = computed
+            self._on_progress(number, computed)
 
     async def _start_more(self) -> None:
         """The other choices of a prompt that is read, and the next prompts."""
@@ -204,6 +228,8 @@ class Texts:
     async def _start(self, number: int) -> None:
         generation, stream = await in_thread(self._open, number)
         self.texts[number] = self._writing[number] = Text(generation, stream)
+        if self._on_progress is not None:
+            stream.watch_prompt()
         waking = Waking.here()
         stream.listen(lambda: self._notify(waking))
 

@@ -21,7 +21,7 @@ from unspool.serve.core.foreign import sampler_names
 from unspool.serve.core.options import check_choices, read_schema, sampling_options
 from unspool.serve.core.schema import LoraScale
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.core.step_json import timings_json
+from unspool.serve.core.step_json import progress_json, timings_json
 from unspool.serve.core.texts import Text, Texts
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.events import event
@@ -110,6 +110,8 @@ class CompletionAnswer:
 
     async def write(self, wire: Wire) -> None:
         counts: Counter[int] = Counter()
+        if self.body.return_progress:
+            self.texts.watch_progress(lambda *news: wire.put(event(self._progress(*news))))
 
         def take(steps: list[tuple[int, Step]]) -> None:
             chunks = []
@@ -132,6 +134,13 @@ class CompletionAnswer:
         if self.body.timings_per_token:
             chunk["timings"] = timings_json(self.texts.texts[number])
         return chunk | self._probabilities([step])
+
+    def _progress(self, number: int, computed: int) -> dict[str, Any]:
+        text = self.texts.texts[number]
+        length = len(text.generation.prompt)
+        chunk = {"index": number, "content": "", "tokens": [], "stop": False, "id_slot": -1,
+                 "tokens_predicted": 0, "tokens_evaluated": length}  # fmt: skip
+        return chunk | progress_json(text, computed, timed=bool(self.body.timings_per_token))
 
     def _final(self, number: int) -> dict[str, Any]:
         text = self.texts.all[number]

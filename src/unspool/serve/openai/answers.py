@@ -11,7 +11,7 @@ from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, BlockParser, Change
 from unspool.serve.core.schema import Extension, StreamOptions
 from unspool.serve.core.state import Call, new_id
-from unspool.serve.core.step_json import step_json, texts_json, timings_json
+from unspool.serve.core.step_json import progress_json, step_json, texts_json, timings_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.events import DONE, event
 from unspool.serve.http.wire import Wire
@@ -63,6 +63,15 @@ class Answer:
             prompt = self.texts.prompts[choice["index"] // self.texts.n]
             chunk["unspool"] = step_json(step, len(prompt), self.served.lm.readable)
         return event(chunk)
+
+    def _watch_progress(self, wire: Wire) -> None:
+        """Have chunks without choices say how much of the prompt is computed."""
+
+        def report(number: int, computed: int) -> None:
+            progress = progress_json(self.texts.texts[number], computed, timed=self.timed)
+            wire.put(event({**self._envelope(self.chunk_kind, []), **progress}))
+
+        self.texts.watch_progress(report)
 
     def _last_events(self) -> bytes:
         last = self._envelope(self.chunk_kind, [])

@@ -98,6 +98,8 @@ class ChatAnswer(Answer):
     # -- in chunks ---------------------------------------------------------------------------
 
     async def write(self, wire: Wire) -> None:
+        if self.body.return_progress:
+            self._watch_progress(wire)
         await self.texts.deliver_final(
             lambda steps: wire.put(b"".join([self._events(*each) for each in steps])),
             wire,

@@ -178,6 +178,8 @@ class _Completion(Answer):
     # -- in chunks ---------------------------------------------------------------------------
 
     async def write(self, wire: Wire) -> None:
+        if self.body.return_progress:
+            self._watch_progress(wire)
         await self._score()
         if self.body.echo:
             for number in range(len(self.texts.prompts) * self.texts.n):
