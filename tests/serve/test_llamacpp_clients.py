@@ -381,6 +381,32 @@ def test_no_progress_unless_asked(served):
     assert not any("prompt_progress" in event or "timings" in event for event in events[:-1])
 
 
+def test_a_chat_as_text_and_counted(served):
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = served.post("/chat/completions", {**body, "max_tokens": 1, "verbose": True})
+    assert answer["__verbose"]["prompt"] == TURN
+    plain = served.post("/chat/completions", {**body, "max_tokens": 1, "verbose": False})
+    assert "__verbose" not in plain
+    count = served.post("/chat/completions/input_tokens", body)["input_tokens"]
+    assert count == answer["usage"]["prompt_tokens"]
+    closed = served.post("/apply-template", {**body, "add_generation_prompt": False})
+    assert closed["prompt"] + "<|turn|>assistant\n" == TURN
+
+
+def test_forms_of_prompts(served):
+    """Texts, ids, both in a row, and objects, one by one and several at once."""
+    ids = served.lm.prompt_ids(TEXT)
+    body = {"n_predict": 4, "temperature": 0, "return_tokens": True}
+    wanted = list(served.lm.generate(TEXT, max_tokens=4, temperature=0).tokens)
+    for prompt in (TEXT, ids, [*ids[:-1], " the"], {"prompt_string": TEXT}):
+        assert served.post("/completion", {"prompt": prompt, **body})["tokens"] == wanted, prompt
+    several = served.post("/completion", {"prompt": [TEXT, ids, {"prompt_string": TEXT}], **body})
+    assert [answer["tokens"] for answer in several] == [wanted] * 3
+    named = {**body, "max_completion_tokens": 2, "n_predict": None, "logprobs": 3}
+    answer = served.post("/completion", {"prompt": TEXT, **named})
+    assert [len(p["top_logprobs"]) for p in answer["completion_probabilities"]] == [3, 3]
+
+
 # -- paths and errors ----------------------------------------------------------------------------
 
 

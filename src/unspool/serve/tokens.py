@@ -14,7 +14,13 @@ from unspool.serve.core.schema import Strict, Tokens
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import new_router
-from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message, tools_of
+from unspool.serve.openai.chat_prompt import (
+    ToolUse,
+    chat_prompt,
+    template_message,
+    template_options,
+    tools_of,
+)
 from unspool.serve.openai.chat_schema import FunctionTool, Message
 from unspool.text.tokenizer.characters import readable_pieces
 from unspool.text.tokenizer.merges import merge_steps
@@ -67,6 +73,12 @@ class TemplateRequest(Strict):
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     tools: list[FunctionTool] | None = Field(None, max_length=128)
+    add_generation_prompt: bool | None = Field(
+        None, description="whether the answer is opened at the end (true)"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="for the model's chat template, as enable_thinking"
+    )
 
 
 class ScoreRequest(Strict):
@@ -207,7 +219,8 @@ async def apply_template(body: TemplateRequest, request: Request) -> Response:
 def _applied(call: Call, body: TemplateRequest) -> dict[str, Any]:
     messages = [template_message(message) for message in body.messages]
     call.check_text(*(str(message.get("content", "")) for message in messages))
-    prompt = chat_prompt(call.served, messages, ToolUse(tools_of(body.tools)), {})
+    template = template_options(body)
+    prompt = chat_prompt(call.served, messages, ToolUse(tools_of(body.tools)), {}, template)
     return {
         "prompt": prompt.text,
         "tokens": prompt.ids,

@@ -352,6 +352,9 @@ class SamplingRequest(ForeignRequest, Constraints):
     return_progress: StrictBool | None = Field(
         None, description="in a stream, chunks that say how much of the prompt is computed"
     )
+    verbose: StrictBool | None = Field(
+        None, description="the prompt as text in the answer, under __verbose (not in streams)"
+    )
     lora: list[LoraScale] | None = Field(
         None, max_length=64, description="adapters, by the ids of /lora-adapters"
     )

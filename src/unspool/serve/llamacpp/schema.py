@@ -77,8 +77,10 @@ class CompletionRequest(SamplingRequest):
             given = nested | given
             given = {name: value for name, value in given.items() if name not in _SLOT_FIELDS}
         found = llama_defaults(given)
-        if found.get("n_predict") is not None:
-            found.pop("max_tokens", None)  # llama.cpp reads the first of several names
+        for name, aliases in _ALIASES.items():  # llama.cpp reads the first that is there
+            values = [found.pop(each) for each in (name, *aliases) if each in found]
+            if values:
+                found[name] = values[0]
         if isinstance(found.get("logit_bias"), list | dict):
             found["logit_bias"] = read_logit_bias(found["logit_bias"])
         if isinstance(found.get("stop"), list):
@@ -87,11 +89,14 @@ class CompletionRequest(SamplingRequest):
             raise unsupported("image_data", ONLY_TEXT)
         if found.get("grammar") == "":
             del found["grammar"]
-        if "n_cmpl" in found:
-            found["n"] = found.pop("n_cmpl")
         return super()._translated(found)
 
 
+_ALIASES = {
+    "n_predict": ("max_completion_tokens", "max_tokens"),
+    "n_probs": ("logprobs",),
+    "n": ("n_cmpl",),
+}
 _SLOT_FIELDS = ("id", "id_task", "is_processing", "speculative")  # of a slot, beside its settings
 
 

@@ -39,12 +39,16 @@ class Answer:
         self.has_extension = extension is not None
         self.trace = extension is not None and extension.trace
         self.wants_usage = stream_options is not None and stream_options.include_usage
+        self.verbose = False  # a whole answer holds the prompt as text
         self.timed = False  # every chunk has timings, not only the last one of a choice
 
     def _whole_json(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         answer = {**self._envelope(self.kind, choices), "usage": self.texts.usage()}
         if 0 in self.texts.texts:
             answer["timings"] = timings_json(self.texts.texts[0])
+        if self.verbose:
+            decode = self.served.lm.tokenizer.decode
+            answer["__verbose"] = {"prompt": decode(self.texts.prompts[0])}
         if self.has_extension:
             answer["unspool"] = self._extension_json(self.trace)
         return answer

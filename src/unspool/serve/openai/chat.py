@@ -32,6 +32,17 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return call.stream(chat.write) if body.stream else await call.reply(chat.answer())
 
 
+@router.post("/v1/chat/completions/input_tokens", summary="Count the tokens of a conversation")
+@router.post("/chat/completions/input_tokens", include_in_schema=False)
+async def count_tokens(body: ChatRequest, request: Request) -> Response:
+    call = await state_of(request).enter(request, body.model)
+    return await call.reply(call.thread(_count, call, body))
+
+
+def _count(call: Call, body: ChatRequest) -> dict[str, int]:
+    return {"input_tokens": len(_prepare(call, body).ids)}
+
+
 def _prepare(call: Call, body: ChatRequest) -> PreparedChat:
     check_chat(body)
     return prepare_chat(call, body)

@@ -59,7 +59,7 @@ class ChatAnswer(Answer):
         ]
         self.tells_thoughts = body.reasoning is None or not body.reasoning.exclude
         self.is_live = streams_trace(body)
-        self.timed = bool(body.timings_per_token)
+        self.timed, self.verbose = bool(body.timings_per_token), bool(body.verbose)
         # Words and nothing else, which most answers are: known without a look at each.
         self.is_plain = use.is_plain and not (body.logprobs or self.is_live or self.timed)
         self._words = EventTemplate(lambda number, text: self._delta(number, {"content": text}))

@@ -133,7 +133,7 @@ class _Completion(Answer):
     def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
         super().__init__(call, texts, body.unspool, body.stream_options)
         self.body, self.n, self.scores = body, n, list[Score]()
-        self.timed = bool(body.timings_per_token)
+        self.timed, self.verbose = bool(body.timings_per_token), bool(body.verbose)
         self.offsets: dict[int, int] = {}
         self._words = EventTemplate(lambda number, text: self._chunk(_choice(number, text)))
 
