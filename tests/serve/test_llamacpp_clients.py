@@ -326,6 +326,14 @@ def test_biases_by_text(served):
         assert served.post("/completion", body | {"logit_bias": never})["tokens"] != best
 
 
+def test_end_tokens_are_forbidden_where_ignored(served):
+    body = {"prompt": TEXT, "n_predict": 2, "temperature": 0}
+    assert served.post("/completion", body)["generation_settings"]["logit_bias"] == []
+    settings = served.post("/completion", body | {"ignore_eos": True})["generation_settings"]
+    forbidden = {entry["token"] for entry in settings["logit_bias"] if entry["bias"] is None}
+    assert forbidden == {*served.lm.end_ids}
+
+
 def test_many_probabilities(served):
     body = {"prompt": TEXT, "n_predict": 2, "n_probs": 150, "ignore_eos": True}
     probabilities = served.post("/completion", body)["completion_probabilities"]

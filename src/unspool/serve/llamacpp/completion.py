@@ -177,7 +177,7 @@ class CompletionAnswer:
             "stop": list(limits.stop),
             "ignore_eos": not limits.end_ids,
             "logit_bias": [  # null forbids a token
-                {"token": token, "bias": finite(bias)}
+                {"token": token, "bias": bias if math.isfinite(bias) else None}
                 for token, bias in text.generation.settings.logit_bias.items()
             ],
             "stream": bool(body.stream),
