@@ -27,7 +27,13 @@ class DataError(UnspoolError):
 
 
 class ContextError(UnspoolError):
-    """More tokens than the model's context can hold."""
+    """More tokens than the model's context can hold; how many, and how many fit, where known."""
+
+    def __init__(
+        self, message: str, *, num_tokens: int | None = None, context: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.num_tokens, self.context = num_tokens, context
 
 
 class BusyError(UnspoolError):

@@ -361,11 +361,13 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prompt_ids(self, prompt: Prompt, *, longer: bool = False) -> list[int]:
+    def prompt_ids(
+        self, prompt: Prompt, *, longer: bool = False, parse_special: bool = False
+    ) -> list[int]:
         """A prompt as token ids, checked: not empty, in the vocabulary, within the context (unless
-        it may be longer)."""
+        it may be longer). With `parse_special`, control tokens that a text spells are control."""
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode_prompt(prompt)
+            ids = self.tokenizer.encode_prompt(prompt, specials=parse_special)
         else:
             ids = given_ids(prompt)
             known = range(self.config.vocab_size)

@@ -67,6 +67,27 @@ def test_they_are_listed_with_their_model(served: Any) -> None:
     assert [model.get("parent") for model in found] == [None, "smollm", "smollm"]
 
 
+def test_llama_cpp_names_them_by_number(served: Any) -> None:
+    """`lora` beside any request, by the ids of `/lora-adapters`."""
+    listed = httpx.get(f"{served.url}/lora-adapters", timeout=60).json()
+    assert [(one["id"], one["path"]) for one in listed] == [(0, "one"), (1, "two")]
+
+    def asked(path: str, lora: Any, **more: Any) -> httpx.Response:
+        body = {"prompt": "The sea", "max_tokens": 1, "lora": lora, **more}
+        return httpx.post(f"{served.url}{path}", json=body, timeout=120)
+
+    both = [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]
+    for path in ("/completion", "/v1/completions"):
+        assert asked(path, both).json()["model"] == "smollm:two"
+        assert asked(path, [{"id": 1, "scale": 0.0}]).json()["model"] == "smollm"
+        for wrong in ([{"id": 2, "scale": 1}], [{"id": 0, "scale": 0.5}],
+                      [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]):  # fmt: skip
+            assert asked(path, wrong).status_code == 400
+    scales = [{"id": 0, "scale": 1.0}]
+    refused = httpx.post(f"{served.url}/lora-adapters", json=scales, timeout=60)
+    assert refused.status_code == 501 and "under lora" in refused.json()["error"]["message"]
+
+
 def test_requests_with_different_adapters_are_answered_together(served: Any) -> None:
     names = ["smollm", "smollm:one", "smollm:two"]
     alone = {name: written(served, name).json() for name in names}

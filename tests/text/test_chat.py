@@ -253,3 +253,15 @@ def test_text_modules_stay_low() -> None:
             names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             for name in names:
                 assert not name.startswith(("torch", "unspool.model", "unspool.sampling")), path
+
+
+def test_a_start_token_is_not_doubled(built: Any) -> None:
+    """A prompt that spells it already, as an applied template does, has it once."""
+    tokenizer = built[0]
+    once = [tokenizer.bos_id, *tokenizer.encode("hell")]
+    assert tokenizer.encode_prompt("<s>hell", specials=True) == once
+    assert tokenizer.encode_prompt("hell", specials=True) == once
+    as_text = tokenizer.encode_prompt("<s>hell")
+    assert as_text[0] == tokenizer.bos_id and tokenizer.bos_id not in as_text[1:]
+    rendered = ChatTemplate(MISTRAL, tokenizer).encode(SYSTEM)
+    assert tokenizer.encode_prompt(rendered.text, specials=True) == rendered.ids

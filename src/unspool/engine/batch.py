@@ -251,6 +251,8 @@ def share_out(
         tree.advance(task.branch, share.until)
         if error is not None or task.branch.computed >= task.goal - task.ahead:
             complete.append((task, error))
+        else:
+            task.report_progress()
     return complete
 
 

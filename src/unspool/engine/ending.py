@@ -45,7 +45,9 @@ def check_fits(length: int, context: int) -> None:
     if length > context:
         raise ContextError(
             f"the prompt has {length:,} tokens and the model's context holds {context:,}; "
-            "shorten the prompt"
+            "shorten the prompt",
+            num_tokens=length,
+            context=context,
         )
 
 

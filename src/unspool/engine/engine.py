@@ -248,6 +248,8 @@ class Engine:
         if length > self.backend.context:
             raise ContextError(
                 f"the text has {length:,} tokens and the model's context holds "
-                f"{self.backend.context:,}; shorten it"
+                f"{self.backend.context:,}; shorten it",
+                num_tokens=length,
+                context=self.backend.context,
             )
         self.scheduler.check_fits(length)

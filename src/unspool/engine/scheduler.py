@@ -74,6 +74,9 @@ class Task:
         """Everything is computed: `self.picked`, or `self.logits`, are there."""
         raise NotImplementedError
 
+    def report_progress(self) -> None:
+        """A step computed a part of the branch, not all of it."""
+
     def fail(self, error: BaseException) -> None:
         """It cannot be computed; the task is out of the scheduler already."""
         raise NotImplementedError

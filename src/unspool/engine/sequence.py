@@ -101,6 +101,7 @@ class Sequence(Task):
             self.pick_ints[POSITION] = self.forgotten  # a draw follows from the place in the text
         self._watch_for_drafter()
         queue.prompt_reused = min(branch.reused, self.first_needed)
+        queue.report_prompt(queue.prompt_reused)
         self.since = perf_counter()
 
     def _read(self, step: Step) -> None:
@@ -141,6 +142,9 @@ class Sequence(Task):
     def find_landmarks(self, page_size: int) -> Collection[int]:
         prompt = () if self.forgotten else self.request.prompt
         return {self.branch.length - 1, *message_ends(prompt, self.request.limits.end_ids)}
+
+    def report_progress(self) -> None:
+        self.queue.report_prompt(min(self.branch.computed, self.prompt_length))
 
     def complete(self) -> None:
         """The text is computed to its end: take what the backend picked."""

@@ -29,6 +29,8 @@ class StepQueue:
         self.error: BaseException | None = None
         self.listeners: list[Callable[[], object]] = []
         self.prompt_reused = 0  # tokens of the prompt that were computed before
+        self.prompt_computed: int | None = None  # tokens of it that are computed; None: not begun
+        self.watches_prompt = False  # listeners are called as the prompt is computed, too
         self.notes: list[str] = []  # what the engine has to say, such as that drafting was stopped
         self.stopped_by: str | None = None  # the stop string that ended the text
         self.drafted = self.accepted = 0  # tokens guessed ahead, and those of them that were right
@@ -45,6 +47,12 @@ class StepQueue:
             self.ended = True  # last: who sees it finds all the rest
             self._notify()
 
+    def report_prompt(self, computed: int) -> None:
+        """Say how many tokens of the prompt are computed."""
+        self.prompt_computed = computed
+        if self.watches_prompt:
+            self._call_listeners()
+
     def _notify(self) -> None:
         """Most often nobody has to be told, and no lock is taken: who is about to wait, or to
         listen, says so first and then looks whether something has come."""
@@ -54,6 +62,9 @@ class StepQueue:
                     self.on_start()
                     self.on_start = None
                 self.changed.notify_all()
+        self._call_listeners()
+
+    def _call_listeners(self) -> None:
         for listener in tuple(self.listeners):
             try:
                 listener()
@@ -76,6 +87,15 @@ class StepStream(Iterator[Step]):
     def prompt_reused(self) -> int:
         """Tokens of the prompt that were computed before."""
         return self._queue.prompt_reused
+
+    @property
+    def prompt_computed(self) -> int | None:
+        """Tokens of the prompt that are computed so far; None: it has not begun."""
+        return self._queue.prompt_computed
+
+    def watch_prompt(self) -> None:
+        """Call listeners also when a part of the prompt was computed."""
+        self._queue.watches_prompt = True
 
     @property
     def notes(self) -> list[str]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import Request
-from pydantic import Field
+from pydantic import Field, StrictInt
 from starlette.responses import Response
 
 from unspool.errors import UnspoolError
@@ -14,7 +14,13 @@ from unspool.serve.core.schema import Strict, Tokens
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import new_router
-from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message, tools_of
+from unspool.serve.openai.chat_prompt import (
+    ToolUse,
+    chat_prompt,
+    template_message,
+    template_options,
+    tools_of,
+)
 from unspool.serve.openai.chat_schema import FunctionTool, Message
 from unspool.text.tokenizer.characters import readable_pieces
 from unspool.text.tokenizer.merges import merge_steps
@@ -27,16 +33,27 @@ VocabularyName = Literal["gpt2", "cl100k", "o200k"]
 NAMES: tuple[VocabularyName, ...] = get_args(VocabularyName)
 
 
+TokenId = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
+
+
 class TokenizeRequest(Strict):
-    """Text into tokens. `prompt` is vLLM's form: read as a prompt, control tokens too."""
+    """Text into tokens: `content` as llama.cpp reads it, or `prompt` as vLLM does."""
 
     model: str | None = None
-    content: str | None = None
+    content: str | list[TokenId | str] | None = Field(
+        None, description="a text, or texts and token ids in a row"
+    )
     prompt: str | None = None
     add_special_tokens: bool = Field(True, description="of `prompt`: begin with a start token")
     add_special: bool = Field(False, description="begin as a prompt does, with a start token")
-    parse_special: bool = Field(False, description="read control tokens that the text spells")
-    with_pieces: bool = Field(False, description="tell each token's bytes and text too")
+    parse_special: bool = Field(
+        True, description="control tokens that the text spells are control; false: text"
+    )
+    with_pieces: bool = Field(
+        False,
+        description="tokens as {id, piece}, where a piece that is not UTF-8 is a list of bytes; "
+        "and pieces, with each token's bytes and text",
+    )
     merges: bool = Field(False, description="tell how pieces join into tokens, one by one")
     vocabulary: VocabularyName | None = Field(
         None, description="one of OpenAI's instead of the model's, where its ranks are here"
@@ -56,6 +73,12 @@ class TemplateRequest(Strict):
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     tools: list[FunctionTool] | None = Field(None, max_length=128)
+    add_generation_prompt: bool | None = Field(
+        None, description="whether the answer is opened at the end (true)"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="for the model's chat template, as enable_thinking"
+    )
 
 
 class ScoreRequest(Strict):
@@ -79,22 +102,42 @@ def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = call.served.lm.tokenizer
     if body.vocabulary is not None:
         tokenizer = open_vocabulary(body.vocabulary)
-    text, add_start, parses = body.content, body.add_special, body.parse_special
-    if text is None:
-        text, add_start, parses = body.prompt or "", body.add_special_tokens, True
-    encode = tokenizer.encode_prompt if add_start else tokenizer.encode
-    ids = encode(text, specials=parses)
+    content, add_start = body.content, body.add_special
+    if content is None:
+        content, add_start = body.prompt or "", body.add_special_tokens
+    parts = content if isinstance(content, list) else [content]
+    ids: list[int] = []
+    for number, part in enumerate(parts):
+        if isinstance(part, int):
+            check_token(tokenizer, part, "content")
+            ids.append(part)
+        else:
+            start = add_start and number == 0
+            ids += tokenizer.encode(part, specials=body.parse_special, bos=start)
     found: dict[str, Any] = {"tokens": ids, "count": len(ids)}
     found["max_model_len"] = call.served.lm.context
     if body.with_pieces:
         pieces = list(map(tokenizer.token_bytes, ids))
+        found["tokens"] = [
+            {"id": token, "piece": _text_or_bytes(piece)}
+            for token, piece in zip(ids, pieces, strict=True)
+        ]
         found["pieces"] = [
             {"id": token, "text": shown, "bytes": list(piece)}
             for token, piece, shown in zip(ids, pieces, readable_pieces(pieces), strict=True)
         ]
     if body.merges:
-        found["words"] = _merged(tokenizer, text)
+        if not isinstance(content, str):
+            raise bad_request("merges are told of a single text; content must be one", "merges")
+        found["words"] = _merged(tokenizer, content)
     return found
+
+
+def _text_or_bytes(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 def _merged(tokenizer: Tokenizer, text: str) -> list[dict[str, Any]]:
@@ -133,13 +176,15 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
     tokenizer = call.served.lm.tokenizer
     for token in tokens:
-        if token >= len(tokenizer):
-            raise bad_request(
-                f"token {token} is not in the vocabulary, which ends at {len(tokenizer) - 1}",
-                "tokens",
-            )
+        check_token(tokenizer, token, "tokens")
     text = tokenizer.decode(tokens)
     return {"content": text, "prompt": text}
+
+
+def check_token(tokenizer: Tokenizer, token: int, field: str) -> None:
+    if token >= len(tokenizer):
+        message = f"token {token} is not in the vocabulary, which ends at {len(tokenizer) - 1}"
+        raise bad_request(message, field)
 
 
 @router.get("/tokenizer_info", summary="The vocabulary's own tokens, and the chat template")
@@ -174,7 +219,8 @@ async def apply_template(body: TemplateRequest, request: Request) -> Response:
 def _applied(call: Call, body: TemplateRequest) -> dict[str, Any]:
     messages = [template_message(message) for message in body.messages]
     call.check_text(*(str(message.get("content", "")) for message in messages))
-    prompt = chat_prompt(call.served, messages, ToolUse(tools_of(body.tools)), {})
+    template = template_options(body)
+    prompt = chat_prompt(call.served, messages, ToolUse(tools_of(body.tools)), {}, template)
     return {
         "prompt": prompt.text,
         "tokens": prompt.ids,

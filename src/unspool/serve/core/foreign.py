@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
+from unspool.sampling.settings import DEFAULT_STAGES, MIROSTAT_STAGES, STAGE_SETTINGS
 from unspool.serve.http.errors import bad_request
 
 _OTHER_NAMES = {  # theirs: ours
@@ -34,6 +35,9 @@ _OTHER_NAMES = {  # theirs: ours
     "guided_grammar": "grammar",
     "random_seed": "seed",
     "mirostat_mode": "mirostat",
+    # llama.cpp: how long a thought may be, in tokens
+    "thinking_budget_tokens": "thinking_budget",
+    "reasoning_budget_tokens": "thinking_budget",
 }
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -46,9 +50,16 @@ IGNORED = {
     "n_indent", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram",
     "f16_kv", "vocab_only", "use_mmap", "use_mlock", "draft_num_predict",
     "logits_all", "embedding_only", "penalize_nl",
-    "penalize_newline", "tfs_z", "min_keep", "t_max_predict_ms", "timings_per_token",
-    "return_progress", "sse_ping_interval", "reasoning_format", "thinking_forced_open",
-    "parse_tool_calls", "speculative.n_max", "speculative.n_min", "speculative.p_min",
+    "penalize_newline", "tfs_z", "min_keep", "timings_per_token", "return_progress",
+    "response_fields", "verbose", "sse_ping_interval", "reasoning_format",
+    "thinking_forced_open", "parse_tool_calls", "speculative.n_max", "speculative.n_min",
+    "speculative.p_min", "speculative.types",
+    # llama.cpp: time limits for editors; a text is limited by its tokens and by --deadline
+    "t_max_prompt_ms", "t_max_predict_ms",
+    # llama.cpp: where it samples, and what its own parts tell each other about a chat; these come
+    # back from clients that send the settings of one answer with the next request
+    "backend_sampling", "adaptive_decay", "chat_format", "reasoning_in_content",
+    "generation_prompt", "preserved_tokens", "reasoning_control", "n_ctx",
     # vLLM, SGLang: how tokens are shown, and by whom the grammar is kept
     "skip_special_tokens", "spaces_between_special_tokens", "include_reasoning",
     "guided_decoding_backend", "guided_whitespace_pattern", "request_id", "separate_reasoning",
@@ -83,8 +94,128 @@ def in_our_words(
         found["top_k"] = 0  # all of them
     if found.pop("ignore_eos", None) is True:
         found["end"] = False
+    _drop_disabled(found)
+    switched_on = found.get("mirostat") in (1, 2)
     _set_mirostat(found)
+    samplers = found.pop("samplers", None)
+    if switched_on and found.get("stages") is None:
+        # Mirostat replaces the truncating samplers, whatever their settings and order.
+        found[UNUSED] = _settings_without(MIROSTAT_STAGES)
+    elif samplers is not None:
+        ignored += _set_samplers(found, samplers)
     return found, ignored
+
+
+def _drop_disabled(found: dict[str, Any]) -> None:
+    """Remove settings of llama.cpp whose value turns off what this server does not have.
+
+    Any other value stays, and is refused by name.
+    """
+    for name, value in _DISABLED.items():
+        if name in found and (found[name] in (None, [], "") or found[name] == value):
+            del found[name]
+    target = found.get("adaptive_target")
+    if isinstance(target, int | float) and not isinstance(target, bool) and target < 0:
+        del found["adaptive_target"]
+    if found.get("top_n_sigma") == -1:
+        found["top_n_sigma"] = 0.0  # off
+    if found.get("thinking_budget") == -1:
+        del found["thinking_budget"]  # no limit
+
+
+_DISABLED: dict[str, Any] = {
+    "image_data": [],
+    "grammar_lazy": False,
+    "grammar_triggers": [],
+    "speculative": False,
+}
+
+
+# -- samplers ------------------------------------------------------------------------------------
+
+UNUSED = " unused"
+"""The key of translated requests with names of settings to validate and then leave out."""
+
+_SAMPLER_STAGES: dict[str, tuple[str, ...]] = {  # llama.cpp's samplers, in its default order
+    "penalties": ("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    "dry": ("dry",),
+    "top_n_sigma": ("top_n_sigma",),
+    "top_k": ("top_k",),
+    "typ_p": ("typical_p",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "xtc": ("xtc",),
+    "temperature": ("dynamic_temperature", "temperature"),
+}
+_SAMPLER_LETTERS = dict(
+    e="penalties", d="dry", s="top_n_sigma", k="top_k", y="typ_p", p="top_p", m="min_p", x="xtc",
+    t="temperature", i="infill", a="adaptive_p",
+)  # fmt: skip
+_SAMPLER_ALIASES = {
+    "nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "topk": "top_k", "topp": "top_p",
+    "minp": "min_p", "typp": "typ_p", "topnsigma": "top_n_sigma", "adaptivep": "adaptive_p",
+    "typical_p": "typ_p",
+}  # fmt: skip
+_ABSENT_SAMPLERS = ("infill", "adaptive_p", "tfs_z")  # accepted in a list, and reported as ignored
+
+
+def sampler_names(stages: Iterable[Any]) -> list[str]:
+    """The order of our stages as llama.cpp's `samplers`; a stage it lacks keeps its own name.
+
+    `_set_samplers` turns the result into the same stages again.
+    """
+    order = list(stages)
+    if tuple(order) in (DEFAULT_STAGES, MIROSTAT_STAGES):
+        return list(_SAMPLER_STAGES)
+    sampler_of = {stage: name for name, own in _SAMPLER_STAGES.items() for stage in own}
+    names = [sampler_of.get(stage, str(stage)) for stage in order if stage != "logit_bias"]
+    return list(dict.fromkeys(names))
+
+
+def _set_samplers(found: dict[str, Any], samplers: Any) -> list[str]:
+    """Set `stages` from llama.cpp's `samplers`: names in order, or a string of their letters.
+
+    A sampler that is not listed is not used: settings that only it reads stand under `UNUSED`.
+    Returns the samplers that this server does not have, to be reported as ignored.
+    """
+    if isinstance(samplers, str):
+        unknown = [letter for letter in samplers if letter not in _SAMPLER_LETTERS]
+        if unknown:
+            letters = "".join(_SAMPLER_LETTERS)
+            raise bad_request(
+                f"samplers holds {unknown[0]!r}; its letters are {letters}", "samplers"
+            )
+        names = [_SAMPLER_LETTERS[letter] for letter in samplers]
+    elif isinstance(samplers, list) and all(isinstance(name, str) for name in samplers):
+        names = [name.lower().replace("-", "_") for name in samplers]
+        names = [_SAMPLER_ALIASES.get(name, name) for name in names]
+    else:
+        message = "samplers must be a list of names or a string of letters such as 'edkypmxt'"
+        raise bad_request(f"{message}, got {str(samplers)[:60]!r}", "samplers")
+    known = {**_SAMPLER_STAGES, **{stage: (stage,) for stage in STAGE_SETTINGS}}
+    for name in names:
+        if name not in known and name not in _ABSENT_SAMPLERS:
+            listed = ", ".join([*_SAMPLER_STAGES, "infill"])
+            raise bad_request(f"samplers names {name[:40]!r}; allowed: {listed}", "samplers")
+    if found.get("stages") is not None:
+        raise bad_request("samplers and stages are the same; give one", "samplers")
+    if names == list(_SAMPLER_STAGES):
+        found.pop("stages", None)  # llama.cpp's default order is ours
+        return []
+    # llama.cpp always applies logit_bias, and applies it first.
+    stages = ["logit_bias", *(stage for name in names for stage in known.get(name, ()))]
+    found["stages"] = list(dict.fromkeys(stages))
+    found[UNUSED] = _settings_without(found["stages"])
+    return [f"samplers.{name}" for name in names if name in _ABSENT_SAMPLERS]
+
+
+def _settings_without(stages: Iterable[str]) -> list[str]:
+    """The settings that only stages outside `stages` read."""
+    used = set(stages)
+    names = [
+        name for stage in STAGE_SETTINGS if stage not in used for name in STAGE_SETTINGS[stage]
+    ]
+    return names if "dry" in used else [*names, "dry_sequence_breakers"]
 
 
 def _rename(found: dict[str, Any], theirs: str, ours: str) -> None:

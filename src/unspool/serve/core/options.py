@@ -9,7 +9,7 @@ from unspool.decoding.adaptive import Adaptive
 from unspool.decoding.draft_corpus import Corpus, PredictedText
 from unspool.engine.request import Drafter, Request
 from unspool.sampling import GrammarSpec
-from unspool.serve.core.schema import Constraints, SamplingRequest, biases, stops
+from unspool.serve.core.schema import Constraints, SamplingRequest, biases, stops, text_biases
 from unspool.serve.core.state import Call
 from unspool.serve.http.errors import bad_request
 from unspool.session import Session
@@ -34,7 +34,11 @@ def sampling_options(
     options: dict[str, Any] = {"top": top, "explain": False, "stop": stops(body.stop)}
     options |= {name: value for name, value in given.items() if value is not None}
     options |= {} if body.seed is None else {"seed": body.seed}
-    options |= {"logit_bias": biases(body.logit_bias)} if body.logit_bias else {}
+    if body.logit_bias:
+        if isinstance(body.logit_bias, list):
+            options["logit_bias"] = text_biases(body.logit_bias, lm.tokenizer.encode)
+        else:
+            options["logit_bias"] = biases(body.logit_bias)
     options |= {} if body.end else {"end": False}
     if body.unspool is None:
         return options

@@ -10,7 +10,7 @@ other servers know is in `foreign.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -22,12 +22,13 @@ from pydantic import (
     PrivateAttr,
     StrictBool,
     StrictInt,
+    StrictStr,
     StringConstraints,
     model_validator,
 )
 
 from unspool.sampling.settings import STAGE_SETTINGS, SamplingSettings
-from unspool.serve.core.foreign import in_our_words
+from unspool.serve.core.foreign import UNUSED, in_our_words
 from unspool.serve.http.errors import bad_request, known_names, unsupported
 from unspool.text.chat.messages import ONLY_TEXT
 
@@ -47,6 +48,7 @@ class Strict(BaseModel):
 ShortText = Annotated[str, StringConstraints(max_length=1000)]
 StopStrings = str | list[str]
 Bias = dict[str, float]
+TextBias = list[tuple[StrictInt | StrictStr, float]]  # llama.cpp's: tokens by id or by text
 Seed = Annotated[int, Field(ge=-LARGEST_SEED, le=LARGEST_SEED)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
 MAX_STOPS = 16
@@ -105,9 +107,8 @@ def stops(given: StopStrings | None) -> tuple[str, ...]:
 
 def biases(given: Bias | None) -> dict[int, float]:
     """Token ids come as texts in JSON."""
+    check_num_biases(given or ())
     found: dict[int, float] = {}
-    if given is not None and len(given) > MAX_BIASES:
-        raise bad_request(f"logit_bias may name at most {MAX_BIASES} tokens", "logit_bias")
     for token, amount in (given or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise bad_request(
@@ -120,6 +121,23 @@ def biases(given: Bias | None) -> dict[int, float]:
         # As OpenAI says: 100 means only this one, -100 means never.
         found[int(token)] = {100.0: float("inf"), -100.0: float("-inf")}.get(amount, amount)
     return found
+
+
+def text_biases(pairs: TextBias, encode: Callable[[str], list[int]]) -> dict[int, float]:
+    """Biases of llama.cpp by token id; a text stands for each of its tokens."""
+    check_num_biases(pairs)
+    found: dict[int, float] = {}
+    for token, amount in pairs:
+        ids = [token] if isinstance(token, int) else encode(token)
+        found |= dict.fromkeys(ids, amount)
+    return found
+
+
+def check_num_biases(given: Collection[Any]) -> None:
+    if len(given) > MAX_BIASES:
+        raise bad_request(
+            f"logit_bias may name at most {MAX_BIASES} tokens, got {len(given)}", "logit_bias"
+        )
 
 
 # -- Unspool's own ---------------------------------------------------------------------------
@@ -292,7 +310,11 @@ class ForeignRequest(PartialApi):
         if not isinstance(given, dict):
             return read(given)
         ours, ignored = cls._translated(given)
+        unused = ours.pop(UNUSED, ())
         found = read(ours)
+        for name in unused:  # settings of samplers that are not listed: checked, but not used
+            if name in cls.model_fields:
+                setattr(found, name, None)
         found._ignored += ignored
         return found
 
@@ -306,6 +328,13 @@ class ForeignRequest(PartialApi):
         return self._ignored
 
 
+class LoraScale(Strict):
+    """How strongly an adapter of `/lora-adapters` is applied."""
+
+    id: StrictInt
+    scale: float
+
+
 class SamplingRequest(ForeignRequest, Constraints):
     """What chats and completions have in common."""
 
@@ -313,11 +342,22 @@ class SamplingRequest(ForeignRequest, Constraints):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
-    logit_bias: Bias | None = None
+    logit_bias: Bias | TextBias | None = None
     stop: StopStrings | None = None
     seed: Seed | None = None
     dry_sequence_breakers: list[ShortText] | None = Field(None, max_length=64)
     unspool: Extension | None = None
+    # llama.cpp's
+    timings_per_token: StrictBool | None = Field(None, description="timings in every chunk")
+    return_progress: StrictBool | None = Field(
+        None, description="in a stream, chunks that say how much of the prompt is computed"
+    )
+    verbose: StrictBool | None = Field(
+        None, description="the prompt as text in the answer, under __verbose (not in streams)"
+    )
+    lora: list[LoraScale] | None = Field(
+        None, max_length=64, description="adapters, by the ids of /lora-adapters"
+    )
 
     @property
     def is_endless(self) -> bool:

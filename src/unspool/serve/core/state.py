@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
@@ -25,11 +25,11 @@ from unspool.serve.core.filling import Between, GapTexts
 from unspool.serve.core.foreign import keep_alive_seconds
 from unspool.serve.core.passing import shipped_entry
 from unspool.serve.core.registry import ModelRegistry, ServedModel
-from unspool.serve.core.schema import ForeignRequest
+from unspool.serve.core.schema import ForeignRequest, LoraScale
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.admission import Admission
 from unspool.serve.http.disconnect import CancelOnDisconnect
-from unspool.serve.http.errors import ApiError, bad_request
+from unspool.serve.http.errors import ApiError, bad_request, too_long
 from unspool.serve.http.events import EventStream, Writer, event
 from unspool.serve.http.metrics import Metrics
 from unspool.serve.http.notes import ignore, note
@@ -72,6 +72,30 @@ class ServerState:
         """A call that lasts as long as its request, until the answer is sent."""
         resources: AsyncExitStack = request.state.resources
         return await resources.enter_async_context(self.call(request, model, places))
+
+    def adapted_model(self, model: str | None, lora: Sequence[LoraScale] | None) -> str | None:
+        """The model that llama.cpp's `lora` asks for; ids are those of `/lora-adapters`.
+
+        An adapter is applied as it was trained or not at all: its scale is 1 or 0.
+        """
+        wanted = [item for item in lora or () if item.scale != 0]
+        if not wanted:
+            return model
+        adapters = list(self.registry.adapters().values())
+        if len(wanted) > 1:
+            raise bad_request("lora must name at most one adapter with a scale above 0", "lora")
+        if not 0 <= wanted[0].id < len(adapters):
+            message = f"lora names adapter {wanted[0].id}; /lora-adapters lists {len(adapters)}"
+            raise bad_request(message, "lora")
+        if wanted[0].scale != 1:
+            message = f"the scale of an adapter must be 0 or 1, got {wanted[0].scale}"
+            raise bad_request(message, "lora")
+        adapter = adapters[wanted[0].id]
+        named = self.registry.entry(model).name
+        if named not in (adapter.base, adapter.name):
+            message = f"adapter {adapter.short!r} belongs to {adapter.base!r}, not to {named!r}"
+            raise bad_request(message, "lora")
+        return adapter.name
 
 
 class Call:
@@ -134,15 +158,18 @@ class Call:
         *,
         start: bool = True,
         gaps: list[Between] | None = None,
+        warms: bool = False,
     ) -> Texts:
         """Texts, started unless that is put off; `options` are those of `LanguageModel.stream`.
-        With `gaps`, they are what stands there."""
+        With `gaps`, they are what stands there. With `warms`, the prompts are computed for the
+        prefix cache, and the texts have no tokens."""
         for ids in prompts:
             self.check_prompt(len(ids))
         arrived = self.request.state.arrived
         at_once = max(1, self.places // n)
         asked = (self.served, self.state.metrics, arrived, prompts, n, options, at_once)
-        texts = Texts(*asked) if gaps is None else GapTexts(*asked, gaps=gaps)
+        has_gaps = gaps is not None and not warms
+        texts = GapTexts(*asked, gaps=gaps or []) if has_gaps else Texts(*asked, warms=warms)
         self.hold_texts(texts)
         if start:
             async with asyncio.timeout_at(self.until):
@@ -152,21 +179,20 @@ class Call:
     def check_prompt(self, length: int) -> None:
         limit = self.settings.max_prompt
         if limit is not None and length > limit:
-            raise bad_request(
-                f"the prompt has {length:,} tokens, and this server reads at most {limit:,}",
-                code="context_length_exceeded",
-            )
+            message = f"the prompt has {length:,} tokens, and this server reads at most {limit:,}"
+            raise too_long(message, length, limit)
 
     def check_text(self, *texts: str, longer: bool = False) -> None:
         """Refuse what cannot fit, before time is spent on cutting it into tokens; an endless text
         (`longer`) fits, unless this server reads no more."""
         length = sum(map(len, texts))
         limit = self.settings.max_prompt or (math.inf if longer else self.served.lm.context)
-        if length > limit and length > limit * self.served.longest_token:
-            raise bad_request(
-                f"the prompt has {length:,} characters: more than the model's context can hold",
-                code="context_length_exceeded",
+        longest = self.served.longest_token
+        if length > limit and length > limit * longest:
+            message = (
+                f"the prompt has {length:,} characters: more than the model's context can hold"
             )
+            raise too_long(message, -(-length // longest), int(limit))  # at least so many tokens
 
     def token_limit(self, given: int | None, prompt: int, default: int | None = None) -> int:
         """How many tokens an answer may have, when the request says so many."""

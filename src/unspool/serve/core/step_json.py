@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 from unspool.engine.steps import Candidate, Step
@@ -85,6 +86,52 @@ def _stage(stage: StageReport, readable: Readable, begun: bytes) -> dict[str, An
         "changed": stage.changed,
         "top": [[token, chance, readable(token, begun)] for token, chance in stage.top],
     }
+
+
+def timings_json(text: Text) -> dict[str, Any]:
+    """How fast a text is read and written, as llama.cpp reports it.
+
+    The first token comes with the prompt, so the rate of writing is that of the others.
+    """
+    num_read = len(text.generation.prompt) - text.reused
+    num_written = len(text.generation.steps)
+    num_later = max(0, num_written - 1)
+    timings: dict[str, Any] = {
+        "cache_n": text.reused,
+        "prompt_n": num_read,
+        "prompt_ms": 1000 * text.prompt_s,
+        "prompt_per_token_ms": 1000 * text.prompt_s / max(1, num_read),
+        "prompt_per_second": num_read / text.prompt_s if text.prompt_s > 0 else 0.0,
+        "predicted_n": num_written,
+        "predicted_ms": 1000 * text.later_s,
+        "predicted_per_token_ms": 1000 * text.later_s / max(1, num_later),
+        "predicted_per_second": num_later / text.later_s if text.later_s > 0 else 0.0,
+    }
+    if text.stream.drafted:
+        timings |= {"draft_n": text.stream.drafted, "draft_n_accepted": text.stream.accepted}
+    return timings
+
+
+def progress_json(text: Text, computed: int, *, timed: bool) -> dict[str, Any]:
+    """How much of a prompt is computed, as llama.cpp reports it; with timings if `timed`."""
+    seconds = 0.0 if computed <= text.reused else perf_counter() - text.progress_since
+    progress: dict[str, Any] = {
+        "prompt_progress": {
+            "total": len(text.generation.prompt),
+            "cache": text.reused,
+            "processed": computed,
+            "time_ms": round(1000 * seconds),
+        }
+    }
+    if timed:
+        num_read = computed - text.reused
+        progress["timings"] = timings_json(text) | {
+            "prompt_n": num_read,
+            "prompt_ms": 1000 * seconds,
+            "prompt_per_token_ms": 1000 * seconds / max(1, num_read),
+            "prompt_per_second": num_read / seconds if seconds > 0 else 0.0,
+        }
+    return progress
 
 
 def finite(number: float) -> float | None:

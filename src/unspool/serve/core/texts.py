@@ -38,6 +38,10 @@ class Text:
     stream: StepStream
     counted: int = 0  # steps that the metrics know of
     ended: bool = False
+    progress: int | None = None  # tokens of the prompt that were last reported as computed
+    progress_since: float = 0.0  # when the first report was made, by perf_counter
+    prompt_s: float = 0.0  # until the first token
+    later_s: float = 0.0  # between the first token and the last
 
     @property
     def reused(self) -> int:
@@ -55,7 +59,9 @@ class Texts:
     n: int
     options: dict[str, Any]
     at_once: int = 1  # prompts; the next one is begun when one is finished
+    warms: bool = False  # the prompts are computed, for the prefix cache, and nothing is written
     texts: dict[int, Text] = field(default_factory=dict)  # by the number of the choice
+    _on_progress: Callable[[int, int], object] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _streams: list[StepStream] = field(default_factory=list)  # all that were ever started
     _closed: bool = False
@@ -115,6 +121,13 @@ class Texts:
         guards = self.texts[0].generation.request.guards
         return guards is not None and guards.action == "rewind"
 
+    def watch_progress(self, report: Callable[[int, int], object]) -> None:
+        """While steps are delivered, call `report(choice number, tokens computed)` as prompts are
+        computed: first with what was cached, last with the whole length."""
+        self._on_progress = report
+        for text in self._writing.values():
+            text.stream.watch_prompt()
+
     async def finish(self) -> None:
         """Wait until all are written."""
         await self.deliver(lambda steps: None)
@@ -169,6 +182,11 @@ class Texts:
         try:
             for number, text in self._writing.items():
                 found, text.ended = text.stream.waiting()
+                if self._on_progress is not None and self._take is not None:
+                    self._report_progress(number, text, is_read=bool(found or text.counted))
+                if self.warms:
+                    text.prompt_s += sum(step.seconds for step in found)
+                    found = []
                 if found:
                     if self.n > 1 and not text.counted:
                         is_more = True  # the others can follow
@@ -181,6 +199,18 @@ class Texts:
         except Exception as error:
             self._fault, is_more = error, True
         return is_more
+
+    def _report_progress(self, number: int, text: Text, *, is_read: bool) -> None:
+        total = len(self.prompts[number // self.n])
+        computed = total if is_read else text.stream.prompt_computed
+        if computed is None or self._on_progress is None:
+            return
+        if text.progress is None:
+            text.progress, text.progress_since = text.reused, perf_counter()
+            self._on_progress(number, text.reused)
+        if computed > text.progress:
+            text.progress = computed
+            self._on_progress(number, computed)
 
     async def _start_more(self) -> None:
         """The other choices of a prompt that is read, and the next prompts."""
@@ -198,6 +228,8 @@ class Texts:
     async def _start(self, number: int) -> None:
         generation, stream = await in_thread(self._open, number)
         self.texts[number] = self._writing[number] = Text(generation, stream)
+        if self._on_progress is not None:
+            stream.watch_prompt()
         waking = Waking.here()
         stream.listen(lambda: self._notify(waking))
 
@@ -214,7 +246,11 @@ class Texts:
     def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
         prompt, sample = self.prompts[number // self.n], number % self.n
         options = {**self.options, "sample": self.options.get("sample", 0) + sample}
-        return self.served.lm.begin(prompt, **options)
+        lm = self.served.lm
+        if self.warms:  # a token has to be written for the prompt to be computed
+            empty = lm.draft(prompt, **{**options, "max_tokens": 0})
+            return empty, lm.begin(prompt, **{**options, "max_tokens": 1})[1]
+        return lm.begin(prompt, **options)
 
     async def _start_others(self, first: int) -> None:
         if first + 1 not in self.texts:
@@ -242,6 +278,9 @@ class Texts:
             text.generation.take(step)
             if text.counted:
                 self._times.add(step.seconds)
+                text.later_s += step.seconds
+            else:
+                text.prompt_s = step.seconds
             text.counted += 1
 
     @cached_property

@@ -29,7 +29,12 @@ _TYPES = {
 }
 
 
-LLAMACPP_PATHS = ("/completion", "/completions", "/infill", "/props", "/slots")
+LLAMACPP_PATHS = (
+    "/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings",
+    "/rerank", "/reranking", "/v1/rerank", "/v1/reranking", "/lora-adapters", "/props", "/slots",
+)  # fmt: skip
+_LLAMACPP_TYPES = {501: "not_supported_error", 503: "unavailable_error"}  # others as OpenAI's
+TOO_LONG = "context_length_exceeded"
 
 
 class ApiError(HTTPException):
@@ -43,12 +48,16 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        num_prompt_tokens: int | None = None,
+        context: int | None = None,
     ) -> None:
         headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status == 401:
             headers["www-authenticate"] = "Bearer"
         super().__init__(status, message, headers)
         self.status, self.message, self.param, self.code = status, message, param, code
+        lengths = {"n_prompt_tokens": num_prompt_tokens, "n_ctx": context}  # llama.cpp's names
+        self.lengths = {name: number for name, number in lengths.items() if number is not None}
 
     @property
     def type(self) -> str:
@@ -63,6 +72,7 @@ class ApiError(HTTPException):
                 "type": self.type,
                 "param": self.param,
                 "code": self.code,
+                **self.lengths,
             }
         }
 
@@ -74,7 +84,11 @@ class ApiError(HTTPException):
         return {"error": self.message}
 
     def llamacpp(self) -> dict[str, Any]:
-        return {"error": {"code": self.status, "message": self.message, "type": self.type}}
+        kind = _LLAMACPP_TYPES.get(self.status, self.type)
+        if self.code == TOO_LONG:
+            kind = "exceed_context_size_error"
+        error = {"code": self.status, "message": self.message, "type": kind, **self.lengths}
+        return {"error": error}
 
     def body(self, path: str) -> dict[str, Any]:
         """The shape that clients of this path expect."""
@@ -88,6 +102,11 @@ class ApiError(HTTPException):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that cannot be carried out as it is."""
     return ApiError(400, message, param=param, code=code)
+
+
+def too_long(message: str, num_tokens: int | None, context: int | None) -> ApiError:
+    """A prompt that does not fit: how many tokens it has (at least), and how many fit."""
+    return ApiError(400, message, code=TOO_LONG, num_prompt_tokens=num_tokens, context=context)
 
 
 def unsupported(param: str, why: str) -> ApiError:
@@ -109,7 +128,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
-        return bad_request(str(error), code="context_length_exceeded")
+        return too_long(str(error), error.num_tokens, error.context)
     if isinstance(error, BusyError):
         return ApiError(503, str(error), code="overloaded", retry_after=1)
     if isinstance(error, UnspoolError):

@@ -41,9 +41,9 @@ def _ollama() -> list[APIRouter]:
 
 
 def _llamacpp() -> list[APIRouter]:
-    from unspool.serve.llamacpp import completion, infill
+    from unspool.serve.llamacpp import completion, embedding, infill
 
-    return [completion.router, infill.router]
+    return [completion.router, infill.router, embedding.router]
 
 
 def _tokens() -> list[APIRouter]:
@@ -89,7 +89,7 @@ def _runs() -> list[APIRouter]:
 
 
 LATER = (  # in this order at /docs
-    Later(("/v1/responses",), _responses),
+    Later(("/v1/responses", "/responses"), _responses),
     Later(("/v1/messages",), _messages),
     Later(("/v1/embeddings",), _embeddings),
     Later(("/v1/tree",), _tree),
@@ -103,5 +103,17 @@ LATER = (  # in this order at /docs
         _tokens,
     ),
     Later(("/api/",), _ollama),
-    Later(("/completion", "/infill", "/props", "/slots"), _llamacpp),
+    Later(
+        (
+            "/completion",
+            "/infill",
+            "/embedding",
+            "/rerank",
+            "/v1/rerank",
+            "/lora-adapters",
+            "/props",
+            "/slots",
+        ),
+        _llamacpp,
+    ),
 )

@@ -25,8 +25,13 @@ from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
-OPEN_PATHS = ("/health", "/ready", "/docs", "/", "/favicon.ico")
-_UNLOGGED = ("/health", "/ready", "/metrics")  # asked every few seconds: not worth a line
+OPEN_PATHS = ("/health", "/v1/health", "/ready", "/docs", "/", "/favicon.ico")
+_UNLOGGED = (
+    "/health",
+    "/v1/health",
+    "/ready",
+    "/metrics",
+)  # asked every few seconds: not worth a line
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 

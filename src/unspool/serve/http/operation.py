@@ -13,6 +13,7 @@ router = new_router("Operation")
 
 
 @router.get("/health", summary="The process lives")
+@router.get("/v1/health", include_in_schema=False)
 async def health() -> Response:
     return JsonReply({"status": "ok"})
 

@@ -5,6 +5,7 @@ An adapter over the same core as `/v1/completions`. The settings' defaults are l
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,11 @@ from unspool import __version__
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling.settings import SamplingSettings
+from unspool.serve.core.foreign import sampler_names
 from unspool.serve.core.options import check_choices, read_schema, sampling_options
+from unspool.serve.core.schema import LoraScale
 from unspool.serve.core.state import Call, state_of
+from unspool.serve.core.step_json import progress_json, timings_json
 from unspool.serve.core.texts import Text, Texts
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.events import event
@@ -36,31 +40,48 @@ async def completion(body: CompletionRequest, request: Request) -> Response:
     state = state_of(request)
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
-    many = body.prompts
-    places = n * max(1, min(len(many), state.settings.max_running // n))
-    call = await state.enter(request, body.model, places)
-    prompts, options = await call.thread(_prepare, call, body, many)
-    answer = CompletionAnswer(call, body, await call.write(prompts, options, n))
+    prompts = body.prompts
+    places = n * max(1, min(len(prompts), state.settings.max_running // n))
+    call = await state.enter(request, state.adapted_model(body.model, body.lora), places)
+    ids, options = await call.thread(_prepare, call, body, prompts)
+    texts = await call.write(ids, options, n, warms=body.max_tokens == 0)
+    return await answer_completion(call, body, texts)
+
+
+async def answer_completion(call: Call, body: CompletionRequest, texts: Texts) -> Response:
+    answer = CompletionAnswer(call, body, texts)
     if body.stream:
         return call.stream(answer.write, lambda error: event(error.llamacpp()))
     return await call.reply(answer.whole())
 
 
 def _prepare(
-    call: Call, body: CompletionRequest, many: list[str | list[int | str]]
+    call: Call, body: CompletionRequest, prompts: list[list[int | str]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
+    ids = [
+        encode_mixed(call, prompt, longer=body.is_endless, parse_special=body.parse_special)
+        for prompt in prompts
+    ]
+    return ids, completion_options(call, body, max(map(len, ids)))
+
+
+def completion_options(call: Call, body: CompletionRequest, prompt_length: int) -> dict[str, Any]:
+    """The options of `LanguageModel.stream` that a request asks for."""
     call.heed(body)
-    parts = [[text] if isinstance(text, str) else text for text in many]
-    prompts = [_ids(call, one, body.is_endless) for one in parts]
     options = sampling_options(call.served.lm, body, top=body.n_probs)
     if body.n_probs and body.post_sampling_probs:
         options["explain"] = True
+    if not body.end:  # ignore_eos forbids end tokens, elsewhere they are written like any other
+        forbidden = dict.fromkeys(call.served.lm.end_ids, -math.inf)
+        options["logit_bias"] = options.get("logit_bias", {}) | forbidden
     read_schema(call, options)
-    options["max_tokens"] = call.token_limit(body.max_tokens, max(map(len, prompts)))
-    return prompts, options
+    options["max_tokens"] = call.token_limit(body.max_tokens, prompt_length)
+    return options
 
 
-def _ids(call: Call, parts: Sequence[int | str], longer: bool) -> list[int]:
+def encode_mixed(
+    call: Call, parts: Sequence[int | str], *, longer: bool = False, parse_special: bool = True
+) -> list[int]:
     """Words and ids in a row as ids; words at the beginning begin as every prompt does."""
     lm = call.served.lm
     call.check_text(*(part for part in parts if isinstance(part, str)), longer=longer)
@@ -68,12 +89,10 @@ def _ids(call: Call, parts: Sequence[int | str], longer: bool) -> list[int]:
     for number, part in enumerate(parts):
         if isinstance(part, int):
             ids.append(part)
+        elif number:
+            ids += lm.tokenizer.encode(part, specials=parse_special)
         else:
-            ids += (
-                lm.tokenizer.encode(part, specials=True)
-                if number
-                else lm.prompt_ids(part, longer=longer)
-            )
+            ids += lm.tokenizer.encode_prompt(part, specials=parse_special)
     return lm.prompt_ids(ids or start_ids(call), longer=longer)
 
 
@@ -91,6 +110,8 @@ class CompletionAnswer:
 
     async def write(self, wire: Wire) -> None:
         counts: Counter[int] = Counter()
+        if self.body.return_progress:
+            self.texts.watch_progress(lambda *news: wire.put(event(self._progress(*news))))
 
         def take(steps: list[tuple[int, Step]]) -> None:
             chunks = []
@@ -107,10 +128,19 @@ class CompletionAnswer:
 
     def _chunk(self, number: int, step: Step, count: int) -> dict[str, Any]:
         prompt = self.texts.prompts[number // self.texts.n]
-        found = {"index": number, "content": step.text, "tokens": [step.token], "stop": False,
+        chunk = {"index": number, "content": step.text, "tokens": [step.token], "stop": False,
                  "id_slot": -1, "tokens_predicted": count,
                  "tokens_evaluated": len(prompt)}  # fmt: skip
-        return found | self._probabilities([step])
+        if self.body.timings_per_token:
+            chunk["timings"] = timings_json(self.texts.texts[number])
+        return chunk | self._probabilities([step])
+
+    def _progress(self, number: int, computed: int) -> dict[str, Any]:
+        text = self.texts.texts[number]
+        length = len(text.generation.prompt)
+        chunk = {"index": number, "content": "", "tokens": [], "stop": False, "id_slot": -1,
+                 "tokens_predicted": 0, "tokens_evaluated": length}  # fmt: skip
+        return chunk | progress_json(text, computed, timed=bool(self.body.timings_per_token))
 
     def _final(self, number: int) -> dict[str, Any]:
         text = self.texts.all[number]
@@ -130,23 +160,32 @@ class CompletionAnswer:
             "truncated": generation.finish_reason == "context" or _has_forgotten(generation),
             **_ending(text),
             "tokens_cached": text.reused,
-            "timings": _timings(text),
+            "timings": timings_json(text),
             **self._probabilities(generation.steps),
         }
         return _chosen(found, self.body.response_fields)
 
     def _settings(self, text: Text) -> dict[str, Any]:
-        limits = text.generation.request.limits
+        """The settings of a text by llama.cpp's names; a request that has them is accepted."""
+        limits, body = text.generation.request.limits, self.body
         return {
             **settings_json(text.generation.settings),
+            "dry_sequence_breakers": body.dry_sequence_breakers or [],
             "n_ctx": self.call.served.lm.context,
             "n_predict": limits.max_tokens,
             "max_tokens": limits.max_tokens,
             "stop": list(limits.stop),
             "ignore_eos": not limits.end_ids,
-            "stream": bool(self.body.stream),
-            "n_probs": self.body.n_probs,
-            "post_sampling_probs": self.body.post_sampling_probs,
+            "logit_bias": [  # null forbids a token
+                {"token": token, "bias": bias if math.isfinite(bias) else None}
+                for token, bias in text.generation.settings.logit_bias.items()
+            ],
+            "stream": bool(body.stream),
+            "n_probs": body.n_probs,
+            "post_sampling_probs": body.post_sampling_probs,
+            "timings_per_token": bool(body.timings_per_token),
+            "grammar": body.grammar or "",
+            "lora": [item.model_dump() for item in body.lora or ()],
         }
 
     def _probabilities(self, steps: list[Step]) -> dict[str, Any]:
@@ -184,27 +223,8 @@ def _has_forgotten(generation: Generation) -> bool:
     return generation.request.limits.forgotten(length) > 0
 
 
-def _timings(text: Text) -> dict[str, Any]:
-    seconds = [step.seconds for step in text.generation.steps]
-    read = len(text.generation.prompt) - text.reused
-    return {
-        "cache_n": text.reused,
-        **_pace("prompt", read, sum(seconds[:1])),
-        **_pace("predicted", len(seconds), sum(seconds[1:])),
-    }
-
-
-def _pace(name: str, count: int, seconds: float) -> dict[str, Any]:
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": 1000 * seconds,
-        f"{name}_per_token_ms": 1000 * seconds / max(1, count),
-        f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
-    }
-
-
 def _chosen(found: dict[str, Any], fields: list[str] | None) -> dict[str, Any]:
-    """Only these, where a request names them; `a/b` is what stands under b in a."""
+    """Only these fields, where a request names them; `a/b` is field b of a, under this name."""
     if not fields:
         return found
     chosen = {}
@@ -213,7 +233,7 @@ def _chosen(found: dict[str, Any], fields: list[str] | None) -> dict[str, Any]:
         for part in field.split("/"):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            chosen[field.rpartition("/")[2]] = value
+            chosen[field] = value
     return chosen
 
 
@@ -222,14 +242,18 @@ def settings_json(settings: SamplingSettings) -> dict[str, Any]:
     names = ("seed", "temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p",
              "min_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "typical_p",
              "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base",
-             "dry_allowed_length", "mirostat_tau", "mirostat_eta")  # fmt: skip
+             "dry_allowed_length", "mirostat_eta")  # fmt: skip
     return {
         **{name: getattr(settings, name) for name in names},
         "repeat_penalty": settings.repetition_penalty,
         "repeat_last_n": settings.penalty_window,
         "dry_penalty_last_n": settings.dry_window,
         "mirostat": 2 if settings.mirostat_tau else 0,
-        "samplers": list(settings.stages),
+        "mirostat_tau": settings.mirostat_tau or 5.0,
+        "adaptive_target": -1.0,
+        "adaptive_decay": 0.9,
+        "min_keep": 0,
+        "samplers": sampler_names(settings.stages),
     }
 
 
@@ -277,6 +301,24 @@ async def slots(request: Request, fail_on_no_slot: str | None = None) -> Respons
         for i in range(total)
     ]
     return JsonReply(found)
+
+
+@router.get("/lora-adapters", summary="Adapters that a request may name under `lora`")
+async def lora_adapters(request: Request) -> Response:
+    adapters = state_of(request).registry.adapters().values()
+    listed = [
+        {"id": i, "path": adapter.short, "scale": 0.0, "task_name": "", "prompt_prefix": ""}
+        for i, adapter in enumerate(adapters)
+    ]
+    return JsonReply(listed)
+
+
+@router.post("/lora-adapters", include_in_schema=False)
+async def set_lora_adapters(body: list[LoraScale], request: Request) -> Response:
+    if state_of(request).adapted_model(None, body) is not None:
+        message = "adapters cannot be set for all requests: name them in a request, under lora"
+        raise ApiError(501, message, code="not_implemented")
+    return JsonReply({"success": True})
 
 
 @router.post("/props", include_in_schema=False)

@@ -10,12 +10,11 @@ from starlette.responses import Response
 
 from unspool.decoding.fill.fim import OtherFile
 from unspool.serve.core.filling import Between
-from unspool.serve.core.options import check_choices, read_schema, sampling_options
+from unspool.serve.core.options import check_choices
 from unspool.serve.core.schema import ShortText, Strict
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.http.events import event
 from unspool.serve.http.routes import new_router
-from unspool.serve.llamacpp.completion import CompletionAnswer
+from unspool.serve.llamacpp.completion import answer_completion, completion_options
 from unspool.serve.llamacpp.schema import CompletionRequest
 
 router = new_router("llama.cpp")
@@ -26,6 +25,7 @@ class Chunk(Strict):
 
     text: str
     filename: ShortText = "tmp"
+    time: Any = None  # when an editor took it: a number, or what Vim's reltime() gives
 
 
 class InfillRequest(CompletionRequest):
@@ -42,26 +42,18 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     state = state_of(request)
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
-    call = await state.enter(request, body.model, n)
+    call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
     between, prompt, options = await call.thread(_prepare, call, body)
-    texts = await call.write([prompt], options, n, gaps=[between])
-    answer = CompletionAnswer(call, body, texts)
-    if body.stream:
-        return call.stream(answer.write, lambda error: event(error.llamacpp()))
-    return await call.reply(answer.whole())
+    warms = body.max_tokens == 0
+    texts = await call.write([prompt], options, n, gaps=[between], warms=warms)
+    return await answer_completion(call, body, texts)
 
 
 def _prepare(call: Call, body: InfillRequest) -> tuple[Between, list[int], dict[str, Any]]:
-    call.heed(body)
     extra = body.input_extra or []
     left = body.input_prefix + body.prompt
     call.check_text(left, body.input_suffix, *(chunk.text for chunk in extra))
     others = tuple(OtherFile(chunk.filename, chunk.text) for chunk in extra)
     between = Between(left, body.input_suffix, others)
     prompt = between.prompt(call.served.lm)
-    options = sampling_options(call.served.lm, body, top=body.n_probs)
-    if body.n_probs and body.post_sampling_probs:
-        options["explain"] = True
-    read_schema(call, options)
-    options["max_tokens"] = call.token_limit(body.max_tokens, len(prompt))
-    return between, prompt, options
+    return between, prompt, completion_options(call, body, len(prompt))

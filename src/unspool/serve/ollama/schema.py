@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from unspool.serve.core.schema import (
     ForeignRequest,
@@ -82,6 +82,9 @@ class GenerateRequest(_Asking):
     system: str | None = None
     context: Tokens | None = Field(None, description="what an earlier answer gave back")
     raw: bool | None = Field(None, description="the prompt as it is, without the chat template")
+    parse_special: StrictBool = Field(
+        True, description="of a raw prompt: control tokens that it spells are control; false: text"
+    )
 
 
 class EmbedRequest(ForeignRequest):

@@ -105,7 +105,8 @@ def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) ->
         if gap is not None:
             ids = gap.prompt(lm)
         else:
-            ids = [*before, *lm.prompt_ids(prompt, longer=chat.is_endless)]
+            parsed = lm.prompt_ids(prompt, longer=chat.is_endless, parse_special=body.parse_special)
+            ids = [*before, *parsed]
         options = sampling_options(lm, chat, top=chat.top_logprobs or 0)
         if chat.response_format is not None:
             options |= {"json": True} if body.format == "json" else {"json_schema": body.format}

@@ -11,7 +11,7 @@ from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, BlockParser, Change
 from unspool.serve.core.schema import Extension, StreamOptions
 from unspool.serve.core.state import Call, new_id
-from unspool.serve.core.step_json import step_json, texts_json
+from unspool.serve.core.step_json import progress_json, step_json, texts_json, timings_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.events import DONE, event
 from unspool.serve.http.wire import Wire
@@ -39,9 +39,16 @@ class Answer:
         self.has_extension = extension is not None
         self.trace = extension is not None and extension.trace
         self.wants_usage = stream_options is not None and stream_options.include_usage
+        self.verbose = False  # a whole answer holds the prompt as text
+        self.timed = False  # every chunk has timings, not only the last one of a choice
 
     def _whole_json(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         answer = {**self._envelope(self.kind, choices), "usage": self.texts.usage()}
+        if 0 in self.texts.texts:
+            answer["timings"] = timings_json(self.texts.texts[0])
+        if self.verbose:
+            decode = self.served.lm.tokenizer.decode
+            answer["__verbose"] = {"prompt": decode(self.texts.prompts[0])}
         if self.has_extension:
             answer["unspool"] = self._extension_json(self.trace)
         return answer
@@ -51,15 +58,31 @@ class Answer:
         chunk = self._envelope(self.chunk_kind, [choice])
         if self.wants_usage:  # null in every chunk but the last
             chunk["usage"] = None
+        has_role = "role" in choice.get("delta", ())
+        if (self.timed and not has_role) or choice["finish_reason"]:
+            text = self.texts.texts.get(choice["index"])
+            if text is not None:
+                chunk["timings"] = timings_json(text)
         if step is not None:
             prompt = self.texts.prompts[choice["index"] // self.texts.n]
             chunk["unspool"] = step_json(step, len(prompt), self.served.lm.readable)
         return event(chunk)
 
+    def _watch_progress(self, wire: Wire) -> None:
+        """Have chunks without choices say how much of the prompt is computed."""
+
+        def report(number: int, computed: int) -> None:
+            progress = progress_json(self.texts.texts[number], computed, timed=self.timed)
+            wire.put(event({**self._envelope(self.chunk_kind, []), **progress}))
+
+        self.texts.watch_progress(report)
+
     def _last_events(self) -> bytes:
         last = self._envelope(self.chunk_kind, [])
         if self.wants_usage:
             last["usage"] = self.texts.usage()
+            if 0 in self.texts.texts:
+                last["timings"] = timings_json(self.texts.texts[0])
         if self.has_extension:
             last["unspool"] = self._extension_json(False)
         return (event(last) if self.wants_usage or self.has_extension else b"") + DONE

@@ -17,17 +17,30 @@ router = new_router("OpenAI")
 
 
 @router.post("/v1/chat/completions", summary="Answer a conversation")
+@router.post("/chat/completions", include_in_schema=False)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state = state_of(request)
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
     if body.unspool is not None and body.unspool.think is not None:
         return await think_longer(body, request)
-    call = await state.enter(request, body.model, n)
+    call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
     ready = await call.thread(_prepare, call, body)
-    texts = await call.write([ready.ids], ready.options, n)
+    warms = ready.options["max_tokens"] == 0
+    texts = await call.write([ready.ids], ready.options, n, warms=warms)
     chat = ChatAnswer(call, body, texts, ready.use)
     return call.stream(chat.write) if body.stream else await call.reply(chat.answer())
+
+
+@router.post("/v1/chat/completions/input_tokens", summary="Count the tokens of a conversation")
+@router.post("/chat/completions/input_tokens", include_in_schema=False)
+async def count_tokens(body: ChatRequest, request: Request) -> Response:
+    call = await state_of(request).enter(request, body.model)
+    return await call.reply(call.thread(_count, call, body))
+
+
+def _count(call: Call, body: ChatRequest) -> dict[str, int]:
+    return {"input_tokens": len(_prepare(call, body).ids)}
 
 
 def _prepare(call: Call, body: ChatRequest) -> PreparedChat:

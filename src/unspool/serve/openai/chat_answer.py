@@ -59,8 +59,9 @@ class ChatAnswer(Answer):
         ]
         self.tells_thoughts = body.reasoning is None or not body.reasoning.exclude
         self.is_live = streams_trace(body)
+        self.timed, self.verbose = bool(body.timings_per_token), bool(body.verbose)
         # Words and nothing else, which most answers are: known without a look at each.
-        self.is_plain = use.is_plain and not (body.logprobs or self.is_live)
+        self.is_plain = use.is_plain and not (body.logprobs or self.is_live or self.timed)
         self._words = EventTemplate(lambda number, text: self._delta(number, {"content": text}))
 
     def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
@@ -97,6 +98,8 @@ class ChatAnswer(Answer):
     # -- in chunks ---------------------------------------------------------------------------
 
     async def write(self, wire: Wire) -> None:
+        if self.body.return_progress:
+            self._watch_progress(wire)
         await self.texts.deliver_final(
             lambda steps: wire.put(b"".join([self._events(*each) for each in steps])),
             wire,
@@ -129,7 +132,7 @@ class ChatAnswer(Answer):
                 steps = change.steps if isinstance(change, Grown) else []
                 steps = steps if change.block.is_words else []
                 choice.sent_steps += len(steps)
-                if "content" in delta and not self.body.logprobs:
+                if "content" in delta and not (self.body.logprobs or self.timed):
                     yield self._words(number, delta["content"])
                 else:
                     yield self._delta(number, delta, self._logprobs(steps))

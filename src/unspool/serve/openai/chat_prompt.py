@@ -134,7 +134,7 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
     tools = [json.dumps(tool.as_openai()) for tool in use.offered]
     words = [*tools, *(message.get("content") or "" for message in messages)]
     call.check_text(*words, longer=body.is_endless)
-    told = template_options(call, body)
+    told = template_options(body)
     if body.thinking_budget is not None:
         options["think_budget"] = body.thinking_budget
     think = _think(call, body, options)
@@ -201,7 +201,7 @@ def _closed(tool: Tool, note: Callable[..., None]) -> Tool:
 _OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
-def template_options(call: Call, body: ChatRequest) -> dict[str, Any]:
+def template_options(body: Any) -> dict[str, Any]:
     """What the model's template is told: as far as it knows such words."""
     found = dict(body.chat_template_kwargs or {})
     for name in _OURS:
@@ -209,7 +209,7 @@ def template_options(call: Call, body: ChatRequest) -> dict[str, Any]:
             message = f"chat_template_kwargs may not hold {name}; it has a place of its own"
             raise bad_request(message, "chat_template_kwargs")
     for name in _OURS[2:]:
-        if getattr(body, name) is not None:
+        if getattr(body, name, None) is not None:
             found[name] = getattr(body, name)
     return found
 

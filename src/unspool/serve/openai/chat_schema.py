@@ -101,7 +101,9 @@ class ChatRequest(SamplingRequest):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_tokens: int | None = Field(
+        None, ge=0, lt=1 << 31, description="0: compute the prompt for later requests, no answer"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: ResponseFormat | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import Request
-from pydantic import Field
+from pydantic import Field, StrictBool
 from starlette.responses import Response
 
 from unspool.decoding.written import mean_logprob
@@ -46,6 +46,9 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = None
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
+    parse_special: StrictBool = Field(
+        True, description="control tokens that the prompt spells are control; false: text"
+    )
 
 
 @router.post("/v1/completions", summary="Continue a text")
@@ -57,7 +60,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     _check(body, n)
     prompts = len(as_list(body.prompt))
     places = written * max(1, min(prompts, state.settings.max_running // written))
-    call = await state.enter(request, body.model, places)
+    call = await state.enter(request, state.adapted_model(body.model, body.lora), places)
     ids, gaps, options = await call.thread(_prepare, call, body)
     texts = await call.write(ids, options, written, start=not _is_scored(body), gaps=gaps)
     answer = _Completion(call, body, texts, n)
@@ -86,7 +89,12 @@ def _prepare(
         words = text if isinstance(text, str) else ""
         call.check_text(words, body.suffix or "", longer=body.is_endless)
     # A model that begins every text with a token of its own has that for an empty prompt.
-    prompts = [lm.prompt_ids(text or start_ids(call), longer=body.is_endless) for text in many]
+    prompts = [
+        lm.prompt_ids(
+            text or start_ids(call), longer=body.is_endless, parse_special=body.parse_special
+        )
+        for text in many
+    ]
     gaps = None
     if body.suffix:
         before = [text if isinstance(text, str) else lm.tokenizer.decode(text) for text in many]
@@ -125,6 +133,7 @@ class _Completion(Answer):
     def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
         super().__init__(call, texts, body.unspool, body.stream_options)
         self.body, self.n, self.scores = body, n, list[Score]()
+        self.timed, self.verbose = bool(body.timings_per_token), bool(body.verbose)
         self.offsets: dict[int, int] = {}
         self._words = EventTemplate(lambda number, text: self._chunk(_choice(number, text)))
 
@@ -169,6 +178,8 @@ class _Completion(Answer):
     # -- in chunks ---------------------------------------------------------------------------
 
     async def write(self, wire: Wire) -> None:
+        if self.body.return_progress:
+            self._watch_progress(wire)
         await self._score()
         if self.body.echo:
             for number in range(len(self.texts.prompts) * self.texts.n):
@@ -194,7 +205,7 @@ class _Completion(Answer):
             self.offsets[number] = offset + len(step.text)
         reason = finish_reason(step.finish_reason) if step.finish_reason else None
         step_shown = step if self.trace or step.retracts else None
-        if not (logprobs or reason or step_shown):
+        if not (logprobs or reason or step_shown or (self.timed and step.text)):
             return self._words(number, step.text) if step.text else b""
         return self._chunk(_choice(number, step.text, logprobs, reason), step_shown)
 

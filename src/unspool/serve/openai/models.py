@@ -18,6 +18,7 @@ from unspool.serve.http.routes import JsonReply, new_router
 router = new_router("OpenAI")
 
 
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models", summary="The models this server has")
 async def list_models(request: Request) -> Response:
     state = state_of(request)

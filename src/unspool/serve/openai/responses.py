@@ -33,6 +33,7 @@ from unspool.serve.openai.responses_schema import ENCRYPTED, LOGPROBS, ResponseR
 router = new_router("OpenAI")
 
 
+@router.post("/responses", include_in_schema=False)
 @router.post("/v1/responses", summary="Answer, and keep the answer")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     state = state_of(request)

@@ -81,13 +81,14 @@ class Tokenizer:
         """The ids of a text.
 
         With `specials`, control tokens written in the text become control tokens. With `bos`, the
-        checkpoint's start token comes first, if it wants one.
+        checkpoint's start token comes first, if it wants one and the text does not begin with it.
         """
         start = [self.bos_id] if bos and self.add_bos and self.bos_id is not None else []
         if not text:
             return start
         _check_text(text)
-        return start + self._vocabulary.encoder.encode(text, specials=specials)
+        ids = self._vocabulary.encoder.encode(text, specials=specials)
+        return ids if specials and ids[:1] == start else start + ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts, encoded on all cores; control tokens in them are text."""

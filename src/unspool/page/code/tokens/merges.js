@@ -11,7 +11,7 @@ const PACE = 650; // milliseconds between two merges
 /** `at`: a piece of the word; `asked`: grows each time a person picks a word, which is then played. */
 export function Merges({ pieces, text, at, asked, model }) {
   const wanted = useMemo(() => (at === null ? null : wordAt(pieces, at, text)), [pieces, at, text]);
-  const question = wanted && { content: wanted.text, merges: true, with_pieces: true, model };
+  const question = wanted && { content: wanted.text, parse_special: false, merges: true, with_pieces: true, model };
   const { answer, fault, fresh, again } = useAnswer(
     question && (async (signal) => ({
       ...await api.post("/tokenize", question, { signal }), offset: wanted.offset, cut: wanted.cut,

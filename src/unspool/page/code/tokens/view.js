@@ -31,7 +31,7 @@ export function TokensView() {
   const text = useMemo(() => typed.toWellFormed(), [typed]); // half an emoji cannot be sent
   const { answer, fault, fresh, again } = useAnswer(
     state.model && ((signal) => api.post(
-      "/tokenize", { content: text, with_pieces: true, model: state.model }, { signal })),
+      "/tokenize", { content: text, parse_special: false, with_pieces: true, model: state.model }, { signal })),
     WAIT, [text, state.model, state.server.ready]);
   const found = answer ?? NOTHING;
   const letters = useMemo(() => [...text].length, [text]);

@@ -48,7 +48,8 @@ function beginning(text) {
 function OtherRow({ name, size, text, letters, most, tell }) {
   const { answer, fault, again, fresh } = useAnswer(async (signal) => {
     const ask = (content, pieces) => api.post(
-      "/tokenize", { content, vocabulary: name, with_pieces: pieces, model: state.model }, { signal });
+      "/tokenize",
+      { content, vocabulary: name, parse_special: false, with_pieces: pieces, model: state.model }, { signal });
     const head = beginning(text);
     const first = await ask(head, true);
     const whole = head === text ? first : await ask(text, false);

@@ -202,9 +202,9 @@ export function put(number, tokens) {
 }
 
 export async function putWords(number, words) {
-  const asked = { content: words, with_pieces: true, model: maskedNow() };
+  const asked = { content: words, parse_special: false, with_pieces: true, model: maskedNow() };
   const { tokens, pieces } = await api.post("/tokenize", asked);
-  put(number, tokens.map((token, at) => ({ token, text: pieces[at].text ?? words })));
+  put(number, tokens.map(({ id }, at) => ({ token: id, text: pieces[at].text ?? words })));
 }
 
 /** From the pass that is shown, with what a person changed in it. */
