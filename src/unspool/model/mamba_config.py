@@ -33,6 +33,7 @@ _GRANITE_KEYS = {
     "value_heads": "mamba_n_heads",
     "key_width": "mamba_d_state",
     "value_width": "mamba_d_head",
+    "norm_groups": "mamba_n_groups",  # the norm of each group is its own
 }
 _EXPERT_KEYS = {
     "experts": "n_routed_experts",

@@ -82,8 +82,13 @@ def recurrent_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def only_ours(config: ModelConfig) -> bool:
-    """Whether transformers has no words for this model: heads in the order of GGUF files."""
-    return config.recurrence is not None and config.recurrence.tiled
+    """Whether transformers cannot express this model: its value heads are in the order of GGUF
+    files, or its Mamba-2 norm has other groups than its keys."""
+    recurrence = config.recurrence
+    if recurrence is None:
+        return False
+    grouped = "mamba2" in config.mixers and recurrence.norm_groups != recurrence.key_heads
+    return recurrence.tiled or grouped
 
 
 # -- GGUF -----------------------------------------------------------------------------------
