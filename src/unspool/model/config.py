@@ -21,7 +21,7 @@ SIGHTS = ("causal", "whole", "block")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped")
 
 # Sizes beyond these are not models but damaged files.
-_LARGEST = {
+LARGEST_SIZES = {
     "vocab_size": 10_000_000,
     "width": 1_000_000,
     "layers": 10_000,
@@ -100,6 +100,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     attention_scale: float = 0.0  # 0: one over the root of head_width
+    attention_scales: tuple[float, ...] = ()  # one a layer, where they differ (GPT-2)
     attention_softcap: float = 0.0
     sinks: bool = False  # each head has one more term in its softmax, without a value (gpt-oss)
     attention_gate: bool = False  # what the heads found is multiplied with a sigmoid of the input
@@ -146,7 +147,7 @@ class ModelConfig:
     shifted: bool = False  # the vector at place p guesses the token at p + 1, also in a canvas
 
     def __post_init__(self) -> None:
-        for name, largest in _LARGEST.items():
+        for name, largest in LARGEST_SIZES.items():
             self._need(_is_size(getattr(self, name), largest), name, f"1 to {largest:,}")
         self._need(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of {self.heads}")
         self._need(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
@@ -160,6 +161,10 @@ class ModelConfig:
         self._need(once, "norm_sums", "False where norm_after or parallel is True")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
+        self._need(
+            len(self.attention_scales) in (0, self.layers), "attention_scales", "one a layer"
+        )
+        self._need(all(0 < s < math.inf for s in self.attention_scales), "attention_scales", "> 0")
         self._need(self.query_growth == 0 or self.query_span > 0, "query_span", "at least 1")
         self._check_shapes()
         self._check_sight()
@@ -359,8 +364,12 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """What query times key is multiplied by."""
+        """What query times key is multiplied by in every layer, unless layers differ."""
         return self.attention_scale or self.head_width**-0.5
+
+    def score_scale(self, layer: int) -> float:
+        """What query times key is multiplied by in this layer."""
+        return self.attention_scales[layer] if self.attention_scales else self.scale
 
     @property
     def kv_width(self) -> int:

@@ -127,7 +127,7 @@ def _sight(file: GGUFFile, keys: Keys, family: Family, vocab_size: int) -> dict[
 
 def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
     window = int(keys.number("attention.sliding_window", 0))
-    if not window or family.window_needs_switch:
+    if not window or not family.window_layers or family.window_needs_switch:
         return ()
     pattern = keys.file.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):  # one flag for each layer
@@ -135,7 +135,7 @@ def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
         return tuple(window if flag else 0 for flag in flags)
     if isinstance(pattern, int) and not isinstance(pattern, bool):  # the last of so many sees all
         return tuple(window if pattern and (n + 1) % pattern else 0 for n in range(layers))
-    usual = {"every second": 2, "three of four": 4, "five of six": 6, "none": 4}
+    usual = {"every second": 2, "three of four": 4, "five of six": 6, "listed": 4}
     every = usual.get(family.window_layers)
     if every is None:
         return (window,) * layers
@@ -153,8 +153,9 @@ def _gemma(family: Family, keys: Keys, values: dict[str, Any]) -> dict[str, Any]
         "attention_scale": (width / heads if largest else values["head_width"]) ** -0.5,
     }
     for ours in ("attention_softcap", "logit_softcap"):
-        theirs = family.keys[ours]
-        found[ours] = float(keys.number(theirs, family.defaults.get(theirs, 0.0)))
+        if ours in family.keys:
+            theirs = family.keys[ours]
+            found[ours] = float(keys.number(theirs, family.defaults.get(theirs) or 0.0))
     if family.name == "gemma3":
         base = float(keys.number("rope.freq_base_swa", 10000.0))
         found["local_rotary"] = Rotary(width=rotary.width, base=base)

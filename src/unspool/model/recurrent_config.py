@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unspool.model.config import ModelConfig
-from unspool.model.family import Family
+from unspool.model.family import Family, check_length
 from unspool.model.gguf import GGUFFile
 from unspool.model.mamba_config import mamba_from_gguf, mamba_from_hf, mamba_to_hf
 from unspool.model.recurrence import Recurrence
@@ -34,6 +34,7 @@ def recurrent_from_hf(
             "full_attention" if attend is None or layer in attend else "conv"
             for layer in range(layers)
         ]
+        check_length("layer_types", kinds, layers)
         found: dict[str, Any] = {"recurrence": Recurrence(conv_kernel=full["conv_L_cache"])}
         if family.name == "lfm2":
             found["ff_width"] = _adjusted_width(full)
@@ -46,6 +47,7 @@ def recurrent_from_hf(
             "linear_attention" if (layer + 1) % every else "full_attention"
             for layer in range(layers)
         ]
+        check_length("layer_types", kinds, layers)
         found = {"recurrence": Recurrence(**{o: full[key] for o, key in _DELTA_KEYS.items()})}
     else:
         return mamba_from_hf(family, full, values)
