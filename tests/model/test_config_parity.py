@@ -17,9 +17,11 @@ import torch
 import transformers
 from paged_texts import Library, batch_of
 
+import unspool
+from gguf_converted import convert_each
 from unspool import native
 from unspool.backends.cpu.loaded import load_cpu
-from unspool.errors import ModelFileError
+from unspool.errors import ContextError, ModelFileError
 from unspool.model.checkpoint import (
     Checkpoint,
     load_transformer,
@@ -188,15 +190,45 @@ def test_the_same_logits_as_transformers(case: str, tmp_path: Path) -> None:
         assert difference(native_logits(checkpoint), expected[0]) < CLOSE
 
 
-def native_logits(checkpoint: Checkpoint) -> Any:
-    backend = load_cpu(checkpoint, store="float32", kv_bits=32).backend(memory=1 << 22, context=64)
-    batch = batch_of([(Library(16, 259).again(tokens()[0].tolist()), LENGTH)])
+def native_logits(checkpoint: Checkpoint, context: int = 64, length: int = LENGTH) -> Any:
+    model = load_cpu(checkpoint, store="float32", kv_bits=32)
+    backend = model.backend(memory=1 << 22, context=context)
+    batch = batch_of([(Library(16, 259).again(tokens()[0, :length].tolist()), length)])
     if checkpoint.config.sight == "whole":
-        batch = replace(batch, visible_end=np.full(LENGTH, LENGTH))
+        batch = replace(batch, visible_end=np.full(length, length))
     return backend.launch(batch).result().logits
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "gpt-oss"])
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of an original context of 32 tokens, as a folder and as a GGUF file."""
+    folder = convert_each(["phi3-longrope"], tiny.save, tmp_path_factory.mktemp("longrope"))
+    for file in (folder / "phi3-longrope").glob("token*"):  # the converter's need, not a real one
+        file.unlink()
+    return folder
+
+
+@torch.no_grad()
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize("file", ["phi3-longrope", "phi3-longrope.gguf"])
+def test_longrope_goes_by_the_context(longrope: Path, file: str) -> None:
+    """Short texts have the factors for short ones by default, long ones those for long ones."""
+    checkpoint, theirs = open_checkpoint(longrope / file), tiny.make("phi3-longrope")
+    config = checkpoint.config
+    assert (config.default_context, config.context) == (32, 128)
+    with unspool.load(longrope / file) as lm:
+        assert lm.context == 32
+        with pytest.raises(ContextError, match="load the model with context=128"):
+            lm.generate(tokens()[0].tolist(), max_tokens=1)
+    with unspool.load(longrope / file, context=100) as lm:
+        assert lm.context == 100
+    short = theirs(tokens()[:, :30]).logits[0]
+    assert difference(native_logits(checkpoint, config.default_context, 30), short) < CLOSE
+    assert difference(native_logits(checkpoint, 128, 30), short) > 1e-2
+    assert difference(native_logits(checkpoint, 128), theirs(tokens()).logits[0]) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "olmo3", "gpt-oss"])
 def test_no_window_where_it_is_null(name: str, tmp_path: Path) -> None:
     """transformers cannot run these; no window is what the file says."""
     tiny.save(name, tmp_path)

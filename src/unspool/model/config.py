@@ -363,6 +363,16 @@ class ModelConfig:
         return self.dense_beside_experts and self.has_experts(layer)
 
     @property
+    def default_context(self) -> int:
+        """The longest text, in tokens, where no context is asked for.
+
+        A LongRoPE model has two sets of rotary factors, and short texts are as good as
+        transformers' only with those for short ones: a longer context must be asked for.
+        """
+        two_ranges = [r for r in (self.rotary, self.local_rotary) if r and r.has_two_ranges]
+        return min([self.context, *(r.original_context or self.context for r in two_ranges)])
+
+    @property
     def scale(self) -> float:
         """What query times key is multiplied by in every layer, unless layers differ."""
         return self.attention_scale or self.head_width**-0.5

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.config import LARGEST_SIZES, ModelConfig
 from unspool.model.families import FAMILIES, family_of_model_type
 from unspool.model.family import Family, check_length
@@ -66,6 +66,8 @@ def config_from_hf(raw: Raw) -> ModelConfig:
     family = family_of_model_type(raw["model_type"])
     try:
         return ModelConfig(family=family.name, **_settings(family, raw))
+    except UnspoolError:
+        raise
     except (
         TypeError, KeyError, ValueError, AttributeError, ArithmeticError, IndexError
     ) as error:  # fmt: skip
