@@ -1,17 +1,34 @@
-"""Every setting of transformers' configuration classes is honoured, irrelevant, or refused."""
+"""Every setting of transformers' configuration classes is honoured, irrelevant, or refused; and a
+value of a wrong type, in any file that is read, is an error that names it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
+from tiny_gguf import write_tiny
+from tokenizers import Tokenizer, models
 from transformers import CONFIG_MAPPING
 
+import tiny_masked
+from adapter_support import random_adapter
+from unspool.errors import ModelFileError, UnspoolError
+from unspool.model.adapters import read_adapter, write_adapter
+from unspool.model.config_gguf import config_from_gguf
+from unspool.model.config_hf import config_from_hf
 from unspool.model.families import _ALL, family_of_model_type
 from unspool.model.family import Family
+from unspool.model.gguf import GGUFFile
 from unspool.model.today_families import ALIASES
+from unspool.text.tokenizer.tokenizer_json import read_tokenizer_json
 
 _BASE = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
 _TRAINING = "only training"
@@ -123,3 +140,139 @@ def same(family: Family, name: str, theirs: Any, ours: Any) -> bool:
         return True  # nothing is made up
     wanted = family.required.get(name, ours)
     return (theirs or None) == ((wanted if ours is None else ours) or None)
+
+
+# -- wrong types ----------------------------------------------------------------------------
+
+WRONG: list[Any] = [
+    None, "x", [], ["x"], [[]], {}, {"full_attention": 5}, 0, -1, 10**30, 1e300, math.nan, 1.5,
+    True,
+]  # fmt: skip
+
+
+def changed(raw: dict[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same with one value after the other changed, also within objects."""
+    for key in keys:
+        yield from ((f"{key}: {value!r}", {**raw, key: value}) for value in WRONG)
+        inner = raw.get(key)
+        if isinstance(inner, dict):
+            for where, other in changed(inner, inner):
+                yield f"{key}, {where}", {**raw, key: other}
+
+
+def plain(model_type: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    return found
+
+
+_QWEN = plain("qwen3")
+FAMILIES = {
+    **{family.name: plain(family.model_type) for family in _ALL if family.model_type in TEXT_TYPES},
+    "llada": tiny_masked.LLADA_CONFIG,
+    **{t: {**_QWEN, "model_type": t, "mask_token_id": 5} for t in ("Dream", "sdar", "a2d-qwen3")},
+}
+OTHERS = {
+    "multimodal": {"model_type": "gemma3", "text_config": plain("gemma3_text")},
+    "unspool": {
+        "model_type": "unspool",
+        "settings": json.loads(json.dumps(config_from_hf(plain("phi3")).to_dict())),
+    },
+    "fp8": {**_QWEN, "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
+    "gptq": {**_QWEN, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "compressed": {
+        **_QWEN,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_any_value_is_read_or_refused(name: str) -> None:
+    raw = {**FAMILIES, **OTHERS}[name]
+    config_from_hf(raw)
+    keys = {"model_type", "quantization_config", "quantization", "text_config", "settings"}
+    if name in FAMILIES:
+        keys |= family_of_model_type(raw["model_type"]).settings
+    for where, other in changed(raw, sorted(keys)):
+        try:
+            config_from_hf(other)
+        except UnspoolError as error:
+            assert "cannot be understood as" not in str(error), f"{where} is not named: {error}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": ["llama"]}, r"model_type must be a string, got \["),
+        ({"eos_token_id": "x"}, "eos_token_id must be a whole number or a list of them, got"),
+        ({"quantization_config": "x"}, "quantization_config must be an object, got"),
+        ({"text_config": 5}, "text_config must be an object, got 5"),
+        ({"num_hidden_layers": "12"}, 'num_hidden_layers must be a whole number, got "12"'),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number, got null"),
+        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
+    ],
+)
+def test_a_wrong_type_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        config_from_hf({**plain("llama"), **changes})
+
+
+def test_any_gguf_metadata_is_read_or_refused(tmp_path: Path) -> None:
+    file = GGUFFile(write_tiny(tmp_path / "m.gguf"))
+    config_from_gguf(file)
+    optional = (
+        "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.original_context_length", "attention.sliding_window", "attention.causal",
+        "attention.key_length", "attention.value_length", "expert_count", "expert_used_count",
+    )  # fmt: skip
+    arrays = [np.array(["x"]), np.array([], np.int64), np.array([1, 2]), np.array([math.nan])]
+    metadata = dict(file.metadata)
+    for key in (*metadata, *(f"llama.{key}" for key in optional)):
+        for value in (*WRONG, *arrays):
+            file.metadata = {**metadata, key: value}
+            with contextlib.suppress(UnspoolError):
+                config_from_gguf(file)
+    file.metadata = {**metadata, "llama.block_count": "x"}
+    with pytest.raises(ModelFileError, match="block_count is 'x', not a number"):
+        config_from_gguf(file)
+
+
+def test_any_adapter_config_is_read_or_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = config_from_hf({**plain("llama"), **sizes, **heads})
+    write_adapter(random_adapter(config, 2, seed=0), tmp_path, config)
+    file = tmp_path / "adapter_config.json"
+    raw = json.loads(file.read_text())
+    for _, other in changed(raw, raw):
+        file.write_text(json.dumps(other))
+        with contextlib.suppress(UnspoolError):
+            read_adapter(tmp_path, config)
+    file.write_text(json.dumps({**raw, "lora_alpha": "x", "alpha_pattern": {}}))
+    with pytest.raises(ModelFileError, match="lora_alpha must be a number, got 'x'"):
+        read_adapter(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be a whole number"),
+        ("generation_config.json", {"eos_token_id": [True]}, "eos_token_id must be a whole number"),
+        ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
+        ("tokenizer_config.json", {"eos_token": 5}, "eos_token must be a string, got 5"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be a string, got 5"),
+    ],
+)
+def test_a_wrong_type_beside_the_vocabulary_is_named(
+    file: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    read_tokenizer_json(tmp_path / "tokenizer.json")
+    (tmp_path / file).write_text(json.dumps(changes))
+    with pytest.raises(ModelFileError, match=message):
+        read_tokenizer_json(tmp_path / "tokenizer.json")

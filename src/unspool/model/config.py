@@ -8,15 +8,17 @@ see this. It checks itself, so a nonsensical file is refused before anything is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.positions import SCALINGS, Rotary
 from unspool.model.recurrence import Recurrence, check_mixers
 
+T = TypeVar("T")
 SIGHTS = ("causal", "whole", "block")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped")
 
@@ -400,14 +402,45 @@ class ModelConfig:
         try:
             for name in ("rotary", "local_rotary"):
                 if values.get(name) is not None:
-                    values[name] = Rotary(**_tuples(values[name]))
+                    values[name] = _build(Rotary, name, values[name])
             if values.get("recurrence") is not None:
-                values["recurrence"] = Recurrence(**values["recurrence"])
-            shapes = values.get("shapes", ())
-            values["shapes"] = tuple(LayerShape(**shape) for shape in shapes)
-            return cls(**values)
+                values["recurrence"] = _build(Recurrence, "recurrence", values["recurrence"])
+            shapes = values.get("shapes") or ()
+            values["shapes"] = tuple(_build(LayerShape, "shapes", shape) for shape in shapes)
+            return _build(cls, "settings", values)
         except TypeError as error:
             raise ModelFileError(f"the model's config.json is not usable: {error}") from error
+
+
+def _build(cls: type[T], where: str, fields: object) -> T:
+    """A dataclass from JSON, each value of the type that its field has."""
+    if not isinstance(fields, dict):
+        raise ModelFileError(f"config.json: {where} must be an object, got {fields!r:.60}")
+    values, types = _tuples(fields), _field_types(cls)
+    for name, value in values.items():
+        if name in types and not _has_type(value, types[name]):
+            type_ = str(getattr(types[name], "__name__", types[name])).replace("typing.", "")
+            raise ModelFileError(f"config.json: {name} must be {type_}, got {value!r:.60}")
+    return cls(**values)
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _has_type(value: object, type_: Any) -> bool:
+    origin, inner = get_origin(type_), get_args(type_)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, inner[0]) for item in value)
+    if inner:  # a union
+        return any(_has_type(value, one) for one in inner)
+    if type_ in (int, float):
+        fits = isinstance(value, int | float if type_ is float else int)
+        return fits and not isinstance(value, bool) and abs(cast(float, value)) < 1e15
+    return isinstance(value, type_)
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

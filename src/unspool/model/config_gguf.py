@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolError
 from unspool.model import today_gguf
-from unspool.model.config import ModelConfig
+from unspool.model.config import LARGEST_SIZES, ModelConfig
 from unspool.model.config_hf import longrope_attention
 from unspool.model.families import FAMILIES, family_of_gguf
 from unspool.model.family import Family
@@ -46,6 +46,18 @@ def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """The settings in a GGUF file."""
+    try:
+        return ModelConfig(**_settings(file))
+    except UnspoolError:
+        raise
+    except (
+        TypeError, KeyError, ValueError, AttributeError, ArithmeticError, IndexError
+    ) as error:  # fmt: skip
+        raise ModelFileError(f"{file.path}: its metadata cannot be used: {error!r}") from error
+
+
+def _settings(file: GGUFFile) -> dict[str, Any]:
+    """Every field of ModelConfig."""
     keys = Keys(file)
     experts = int(keys.number("expert_count", 0))
     family = today_gguf.family_in_file(family_of_gguf(keys.architecture, experts), keys)
@@ -53,8 +65,12 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     layers -= keys.number("nextn_predict_layers", 0)  # heads that draft, no layers of the model
     heads = keys.first("attention.head_count")
     for name, size in (("block_count", layers), ("embedding_length", width), ("heads", heads)):
-        if not isinstance(size, int) or size <= 0:
+        if not isinstance(size, int) or not 0 < size <= LARGEST_SIZES["width"]:
             raise ModelFileError(f"{file.path}: {name} is {size!r}; at least 1 is needed")
+    if layers > LARGEST_SIZES["layers"]:
+        raise ModelFileError(
+            f"{file.path}: block_count must be at most {LARGEST_SIZES['layers']:,}, got {layers}"
+        )
     shapes = today_gguf.layer_shapes(keys, layers, width)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -103,10 +119,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         values["expert_width"] = keys.number("expert_feed_forward_length", values["ff_width"])
         dense = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
         values["dense_layers"] = tuple(dense)
-    try:
-        return ModelConfig(**values)
-    except TypeError as error:
-        raise ModelFileError(f"{file.path}: its metadata cannot be used: {error}") from error
+    return values
 
 
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:

@@ -57,7 +57,9 @@ def config_from_hf(raw: Raw) -> ModelConfig:
     """The settings in a config.json."""
     if "model_type" not in raw:
         raise ModelFileError("config.json does not say its model_type; is this a language model?")
-    check_types(raw, ("model_type", "text_config", "quantization_config", "settings"))
+    check_types(
+        raw, ("model_type", "text_config", "quantization_config", "quantization", "settings")
+    )
     if raw["model_type"] == OUR_MODEL_TYPE:
         return ModelConfig.from_dict(dict(raw.get("settings") or {}))
     scheme_of(raw)  # refuses what cannot be read
@@ -132,7 +134,8 @@ _TYPES: dict[str, tuple[str, ...]] = {
         "hybrid_override_pattern", "rope_type", "type",
     ),
     "an object": (
-        "text_config", "quantization_config", "rope_parameters", "rope_scaling", "settings",
+        "text_config", "quantization_config", "quantization", "rope_parameters", "rope_scaling",
+        "settings",
         "unspool", "per_layer_config", "full_attention", "sliding_attention",
     ),
     "a list of strings": ("layer_types", "layers_block_type", "mlp_layer_types"),
@@ -197,8 +200,19 @@ def shown(value: object) -> str:
 
 # -- settings -------------------------------------------------------------------------------
 
-# Null here is the same as silence; these follow from other settings then.
-_DERIVED = ("kv_heads", "head_width", "ff_width", "mask_id", "block")
+# Numbers that may be null: there is no window, no cap, no block, or it follows from other settings.
+_NULLABLE = (
+    "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "block_size", "bd_size",
+    "mask_token_id", "num_key_value_heads", "n_kv_heads", "head_dim", "attention_head_dim",
+    "n_inner", "original_max_position_embeddings", "max_window_layers", "pad_token_id",
+)  # fmt: skip
+_POSITIVE = (
+    "head_dim", "query_pre_attn_scalar", "logits_scaling", "decoder_sparse_step",
+    "block_multiple_of", "no_rope_layer_interval", "global_attn_every_n_layers",
+    "full_attention_interval", "sliding_window_pattern", "rope_theta", "rope_local_base_freq",
+    "local_attention", "mamba_n_heads", "mlp_ratio", "block_ffn_dim_multiplier",
+)  # fmt: skip
+_NEVER_NULL = ("a whole number", "a number", "a string", "a whole number or 'auto'")
 _SOFTCAPS = ("attention_softcap", "logit_softcap")  # null: none
 
 
@@ -211,12 +225,10 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
             continue
         if ours in _SOFTCAPS:
             values[ours] = 0.0
-        elif ours in _DERIVED:
+        elif family.keys[ours] in _NULLABLE:
             del values[ours]
         elif _TYPE_OF.get(family.keys[ours]) == "true or false":
             values[ours] = False
-        elif ours in _SIZES and family.keys[ours] not in raw:
-            del values[ours]
         else:
             type_ = _TYPE_OF.get(family.keys[ours], "given")
             raise ModelFileError(f"config.json: {family.keys[ours]} must be {type_}, got null")
@@ -239,6 +251,13 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     values.update(family.fixed)
     values.setdefault("kv_heads", values["heads"])
     values.setdefault("head_width", values["width"] // values["heads"])
+    if values["head_width"] < 1:
+        raise ModelFileError(
+            f"config.json: {family.keys['width']} must be at least {family.keys['heads']}, "
+            f"got {values['width']} and {values['heads']}"
+        )
+    if family.keys["ff_width"] != "n_inner" and "ff_width" not in values:
+        raise ModelFileError(f"config.json lacks {family.keys['ff_width']!r}; it is incomplete")
     values.setdefault("ff_width", 4 * values["width"])
     if "activation" not in family.fixed:
         values["activation"] = _activation(family, full)
@@ -271,6 +290,14 @@ def _known_settings(family: Family, raw: Raw) -> dict[str, Any]:
     is a value."""
     said = {key: raw[key] for key in family.settings if key in raw}
     check_types(said, said)
+    for key in ("rope_parameters", "rope_scaling"):
+        check_types(said.get(key) or {}, _ROPE_KEYS, f"config.json, {key}")
+    for key, value in said.items():
+        is_silent = value is None and family.defaults.get(key) is not None
+        if is_silent and key not in _NULLABLE and _TYPE_OF.get(key, "") in _NEVER_NULL:
+            raise ModelFileError(f"config.json: {key} must be {_TYPE_OF[key]}, got null")
+        if key in _POSITIVE and value is not None and value <= 0:
+            raise ModelFileError(f"config.json: {key} must be more than 0, got {shown(value)}")
     for name, key in family.other_names.items():
         value = said.pop(name, None)
         if value is not None:

@@ -56,7 +56,7 @@ def recurrent_from_hf(
 
 def _adjusted_width(full: Mapping[str, Any]) -> int:
     """LFM2 files give the width of a feed-forward before it was made smaller."""
-    width = int(full.get("block_ff_dim", full["intermediate_size"]))
+    width = int(full.get("block_ff_dim") or full["intermediate_size"])
     if not full["block_auto_adjust_ff_dim"]:
         return width
     width = int(full["block_ffn_dim_multiplier"] * int(2 * width / 3))
