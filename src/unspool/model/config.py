@@ -416,7 +416,7 @@ def _build(cls: type[T], where: str, fields: object) -> T:
     """A dataclass from JSON, each value of the type that its field has."""
     if not isinstance(fields, dict):
         raise ModelFileError(f"config.json: {where} must be an object, got {fields!r:.60}")
-    values, types = _tuples(fields), _field_types(cls)
+    values, types = _tuples(fields), _field_types(cast(Any, cls))
     for name, value in values.items():
         if name in types and not _has_type(value, types[name]):
             type_ = str(getattr(types[name], "__name__", types[name])).replace("typing.", "")

@@ -639,10 +639,10 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         raw["type_vocab_size"] = 1  # the table of positions holds the type's vector already
     raw.update(recurrent_to_hf(config))
     raw.update({key: v for key, v in family.only.items() if v is not None})
-    if config.sight == "whole" and "sight" not in family.fixed and "block" not in family.keys:
-        raw["use_bidirectional_attention" if family.name == "gemma3" else "is_causal"] = (
-            family.name == "gemma3"
-        )
+    looks_ahead = config.sight == "whole" and "sight" not in family.fixed
+    if looks_ahead and config.mask_id is None:  # others are said under "unspool" alone
+        both = family.name == "gemma3"
+        raw.update({"use_bidirectional_attention": True} if both else {"is_causal": False})
     if config.sight != "causal" or config.mask_id is not None:
         raw["unspool"] = {name: getattr(config, name) for name in _SIGHT}
     if config.end_ids:
