@@ -62,7 +62,9 @@ def load(
                that can be used here.
     dtype      float32, bfloat16 or float16. By default quantized weights keep the file's own
                numbers, others too on a CPU; on a GPU they are bfloat16. Torch has float32 on a CPU.
-    context    limits, or extends, how many tokens a text may have.
+    context    limits, or extends, how many tokens a text may have. A LongRoPE model (Phi-3-128k,
+               Phi-4-mini) has its original context by default, 4,096 tokens; with a longer one
+               all texts are read with the rotary factors for long texts.
     memory     bytes that keys and values of all texts, and recurrent states, may take; by default a
                share of what is free.
     quantize   4 or 8: pack the weights into so many bits while loading (native and cuda).

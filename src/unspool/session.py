@@ -70,7 +70,7 @@ class Session:
         self.model = model
         self.path = path
         self.adapter: str | None = None  # what texts are written with that name none
-        self.context = context or model.config.context
+        self.context = context or model.config.default_context
         self._tokenizer = tokenizer
         self._token_bytes = partial(_token_bytes, tokenizer)
         known = tokenizer.end_ids if tokenizer else frozenset()
@@ -379,7 +379,7 @@ class Session:
         if not ids:
             raise UnspoolError("the prompt is empty; give the model at least one token to go on")
         if not longer:
-            check_fits(len(ids), self.context)
+            check_fits(len(ids), self.context, self.config.context)
         return ids
 
     # -- judging ----------------------------------------------------------------------------

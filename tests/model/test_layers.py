@@ -109,7 +109,7 @@ def test_settings_of_models_that_see_pictures() -> None:
     kind of model the text's part is."""
     text = {
         "vocab_size": 259, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
-        "intermediate_size": 80, "rms_norm_eps": 1e-6,
+        "intermediate_size": 80, "rms_norm_eps": 1e-6, "num_key_value_heads": 6,
     }  # fmt: skip
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
     old = config_from_hf({"model_type": "qwen2_5_vl", **text, **rope, "vision_config": {}})

@@ -76,11 +76,11 @@ def test_how_far_a_token_sees():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"alibi": True}, "alibi is True"),
-        ({"block_type": "sequential"}, "only where it is 'llama'"),
+        ({"alibi": True}, "alibi is true"),
+        ({"block_type": "sequential"}, 'only where it is "llama"'),
         ({"mask_token_id": 259}, "mask_id is 259"),
         ({"unspool": {"sight": "both"}}, "sight is 'both'"),
-        ({"unspool": 3}, "cannot be understood"),
+        ({"unspool": 3}, "unspool must be an object, got 3"),
         ({"d_model": None}, "d_model"),
     ],
 )

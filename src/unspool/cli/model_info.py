@@ -46,7 +46,7 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
         "size": in_words(seen.bytes) + (f", {seen.kind}" if seen.kind else ""),
         "memory": f"about {in_words(seen.needs)} to run; {in_words(free_memory())} are free",
         "bits per weight": f"{checkpoint.bits_per_weight():.2f}",
-        "context": f"{config.context:,} tokens",
+        "context": _context(config),
         "layers": f"{config.layers} of width {config.width}, {_heads(config)}",
         "feed-forward": f"{_widths(config)} ({config.activation}{', gated' * config.gated})",
         "positions": _positions(config),
@@ -135,6 +135,16 @@ def _mask(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or config.mask_id >= len(tokenizer):
         return str(config.mask_id)
     return f"{config.mask_id} {tokenizer.token_text(config.mask_id)}"
+
+
+def _context(config: ModelConfig) -> str:
+    usual = config.default_context
+    if usual == config.context:
+        return f"{usual:,} tokens"
+    return (
+        f"{usual:,} tokens; up to {config.context:,} with --context, whose other rotary factors "
+        f"(LongRoPE) also change texts shorter than {usual:,}"
+    )
 
 
 def _positions(config: ModelConfig) -> str:

@@ -41,11 +41,14 @@ class Limits:
         return tokens if self.endless is None else in_view(tokens, self.context, self.endless)
 
 
-def check_fits(length: int, context: int) -> None:
+def check_fits(length: int, context: int, longest: int = 0) -> None:
+    """Refuse a prompt that is longer than the context; `longest`: what the model can be loaded
+    with."""
     if length > context:
+        longer = f", or load the model with context={longest}" if longest > context else ""
         raise ContextError(
             f"the prompt has {length:,} tokens and the model's context holds {context:,}; "
-            "shorten the prompt",
+            f"shorten the prompt{longer}",
             num_tokens=length,
             context=context,
         )

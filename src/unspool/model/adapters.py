@@ -114,7 +114,16 @@ def base_of(folder: Path) -> str:
     folder = _adapter_folder(folder)
     if not is_adapter(folder):
         raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
-    return str(read_json(folder / CONFIG).get("base_model_name_or_path") or "")
+    return _base_name(folder, read_json(folder / CONFIG))
+
+
+def _base_name(folder: Path, settings: dict[str, Any]) -> str:
+    name = settings.get("base_model_name_or_path")
+    if not isinstance(name, str | None):
+        raise ModelFileError(
+            f"{folder / CONFIG}: base_model_name_or_path must be a string, got {name!r}"
+        )
+    return name or ""
 
 
 def _adapter_folder(folder: Path) -> Path:
@@ -151,7 +160,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
             )
         scale = _scale(settings, name, len(down))
         parts.update(_split(folder, modules[name], down, up, scale, config))
-    base = str(settings.get("base_model_name_or_path") or "")
+    base = _base_name(folder, settings)
     return Adapter(parts, base, _twin(folder, config))
 
 
@@ -251,8 +260,15 @@ def _pairs(folder: Path) -> dict[str, tuple[Floats, Floats]]:
 
 def _scale(settings: dict[str, Any], name: str, rank: int) -> float:
     alpha = _pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha", 8))
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or rank < 1:
-        raise ModelFileError(f"the adapter has lora_alpha {alpha!r} and rank {rank} for {name}")
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not -1e9 < alpha < 1e9 or rank < 1:
+        raise ModelFileError(
+            f"{CONFIG}: lora_alpha must be a number, got {alpha!r} (with rank {rank} for {name})"
+        )
+    if not isinstance(settings.get("use_rslora"), bool | None):
+        raise ModelFileError(
+            f"{CONFIG}: use_rslora must be true or false, got {settings['use_rslora']!r}"
+        )
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

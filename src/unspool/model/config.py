@@ -8,20 +8,22 @@ see this. It checks itself, so a nonsensical file is refused before anything is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.positions import SCALINGS, Rotary
 from unspool.model.recurrence import Recurrence, check_mixers
 
+T = TypeVar("T")
 SIGHTS = ("causal", "whole", "block")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped")
 
 # Sizes beyond these are not models but damaged files.
-_LARGEST = {
+LARGEST_SIZES = {
     "vocab_size": 10_000_000,
     "width": 1_000_000,
     "layers": 10_000,
@@ -100,6 +102,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     attention_scale: float = 0.0  # 0: one over the root of head_width
+    attention_scales: tuple[float, ...] = ()  # one a layer, where they differ (GPT-2)
     attention_softcap: float = 0.0
     sinks: bool = False  # each head has one more term in its softmax, without a value (gpt-oss)
     attention_gate: bool = False  # what the heads found is multiplied with a sigmoid of the input
@@ -146,7 +149,7 @@ class ModelConfig:
     shifted: bool = False  # the vector at place p guesses the token at p + 1, also in a canvas
 
     def __post_init__(self) -> None:
-        for name, largest in _LARGEST.items():
+        for name, largest in LARGEST_SIZES.items():
             self._need(_is_size(getattr(self, name), largest), name, f"1 to {largest:,}")
         self._need(self.heads % self.kv_heads == 0, "kv_heads", f"a divisor of {self.heads}")
         self._need(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
@@ -160,6 +163,10 @@ class ModelConfig:
         self._need(once, "norm_sums", "False where norm_after or parallel is True")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
+        self._need(
+            len(self.attention_scales) in (0, self.layers), "attention_scales", "one a layer"
+        )
+        self._need(all(0 < s < math.inf for s in self.attention_scales), "attention_scales", "> 0")
         self._need(self.query_growth == 0 or self.query_span > 0, "query_span", "at least 1")
         self._check_shapes()
         self._check_sight()
@@ -358,9 +365,23 @@ class ModelConfig:
         return self.dense_beside_experts and self.has_experts(layer)
 
     @property
+    def default_context(self) -> int:
+        """The longest text, in tokens, where no context is asked for.
+
+        A LongRoPE model has two sets of rotary factors, and short texts are as good as
+        transformers' only with those for short ones: a longer context must be asked for.
+        """
+        two_ranges = [r for r in (self.rotary, self.local_rotary) if r and r.has_two_ranges]
+        return min([self.context, *(r.original_context or self.context for r in two_ranges)])
+
+    @property
     def scale(self) -> float:
-        """What query times key is multiplied by."""
+        """What query times key is multiplied by in every layer, unless layers differ."""
         return self.attention_scale or self.head_width**-0.5
+
+    def score_scale(self, layer: int) -> float:
+        """What query times key is multiplied by in this layer."""
+        return self.attention_scales[layer] if self.attention_scales else self.scale
 
     @property
     def kv_width(self) -> int:
@@ -381,14 +402,45 @@ class ModelConfig:
         try:
             for name in ("rotary", "local_rotary"):
                 if values.get(name) is not None:
-                    values[name] = Rotary(**_tuples(values[name]))
+                    values[name] = _build(Rotary, name, values[name])
             if values.get("recurrence") is not None:
-                values["recurrence"] = Recurrence(**values["recurrence"])
-            shapes = values.get("shapes", ())
-            values["shapes"] = tuple(LayerShape(**shape) for shape in shapes)
-            return cls(**values)
+                values["recurrence"] = _build(Recurrence, "recurrence", values["recurrence"])
+            shapes = values.get("shapes") or ()
+            values["shapes"] = tuple(_build(LayerShape, "shapes", shape) for shape in shapes)
+            return _build(cls, "settings", values)
         except TypeError as error:
             raise ModelFileError(f"the model's config.json is not usable: {error}") from error
+
+
+def _build(cls: type[T], where: str, fields: object) -> T:
+    """A dataclass from JSON, each value of the type that its field has."""
+    if not isinstance(fields, dict):
+        raise ModelFileError(f"config.json: {where} must be an object, got {fields!r:.60}")
+    values, types = _tuples(fields), _field_types(cast(Any, cls))
+    for name, value in values.items():
+        if name in types and not _has_type(value, types[name]):
+            type_ = str(getattr(types[name], "__name__", types[name])).replace("typing.", "")
+            raise ModelFileError(f"config.json: {name} must be {type_}, got {value!r:.60}")
+    return cls(**values)
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _has_type(value: object, type_: Any) -> bool:
+    origin, inner = get_origin(type_), get_args(type_)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, inner[0]) for item in value)
+    if inner:  # a union
+        return any(_has_type(value, one) for one in inner)
+    if type_ in (int, float):
+        fits = isinstance(value, int | float if type_ is float else int)
+        return fits and not isinstance(value, bool) and abs(cast(float, value)) < 1e15
+    return isinstance(value, type_)
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolError
 from unspool.model import today_gguf
-from unspool.model.config import ModelConfig
+from unspool.model.config import LARGEST_SIZES, ModelConfig
 from unspool.model.config_hf import longrope_attention
 from unspool.model.families import FAMILIES, family_of_gguf
 from unspool.model.family import Family
@@ -46,6 +46,18 @@ def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """The settings in a GGUF file."""
+    try:
+        return ModelConfig(**_settings(file))
+    except UnspoolError:
+        raise
+    except (
+        TypeError, KeyError, ValueError, AttributeError, ArithmeticError, IndexError
+    ) as error:  # fmt: skip
+        raise ModelFileError(f"{file.path}: its metadata cannot be used: {error!r}") from error
+
+
+def _settings(file: GGUFFile) -> dict[str, Any]:
+    """Every field of ModelConfig."""
     keys = Keys(file)
     experts = int(keys.number("expert_count", 0))
     family = today_gguf.family_in_file(family_of_gguf(keys.architecture, experts), keys)
@@ -53,8 +65,12 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     layers -= keys.number("nextn_predict_layers", 0)  # heads that draft, no layers of the model
     heads = keys.first("attention.head_count")
     for name, size in (("block_count", layers), ("embedding_length", width), ("heads", heads)):
-        if not isinstance(size, int) or size <= 0:
+        if not isinstance(size, int) or not 0 < size <= LARGEST_SIZES["width"]:
             raise ModelFileError(f"{file.path}: {name} is {size!r}; at least 1 is needed")
+    if layers > LARGEST_SIZES["layers"]:
+        raise ModelFileError(
+            f"{file.path}: block_count must be at most {LARGEST_SIZES['layers']:,}, got {layers}"
+        )
     shapes = today_gguf.layer_shapes(keys, layers, width)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -103,10 +119,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         values["expert_width"] = keys.number("expert_feed_forward_length", values["ff_width"])
         dense = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in file.tensors]
         values["dense_layers"] = tuple(dense)
-    try:
-        return ModelConfig(**values)
-    except TypeError as error:
-        raise ModelFileError(f"{file.path}: its metadata cannot be used: {error}") from error
+    return values
 
 
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:
@@ -127,7 +140,7 @@ def _sight(file: GGUFFile, keys: Keys, family: Family, vocab_size: int) -> dict[
 
 def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
     window = int(keys.number("attention.sliding_window", 0))
-    if not window or family.window_needs_switch:
+    if not window or not family.window_layers or family.window_needs_switch:
         return ()
     pattern = keys.file.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):  # one flag for each layer
@@ -135,7 +148,7 @@ def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
         return tuple(window if flag else 0 for flag in flags)
     if isinstance(pattern, int) and not isinstance(pattern, bool):  # the last of so many sees all
         return tuple(window if pattern and (n + 1) % pattern else 0 for n in range(layers))
-    usual = {"every second": 2, "three of four": 4, "five of six": 6, "none": 4}
+    usual = {"every second": 2, "three of four": 4, "five of six": 6, "listed": 4}
     every = usual.get(family.window_layers)
     if every is None:
         return (window,) * layers
@@ -153,8 +166,9 @@ def _gemma(family: Family, keys: Keys, values: dict[str, Any]) -> dict[str, Any]
         "attention_scale": (width / heads if largest else values["head_width"]) ** -0.5,
     }
     for ours in ("attention_softcap", "logit_softcap"):
-        theirs = family.keys[ours]
-        found[ours] = float(keys.number(theirs, family.defaults.get(theirs, 0.0)))
+        if ours in family.keys:
+            theirs = family.keys[ours]
+            found[ours] = float(keys.number(theirs, family.defaults.get(theirs) or 0.0))
     if family.name == "gemma3":
         base = float(keys.number("rope.freq_base_swa", 10000.0))
         found["local_rotary"] = Rotary(width=rotary.width, base=base)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unspool.errors import ModelFileError
-from unspool.model.config import ModelConfig
+from unspool.errors import ModelFileError, UnspoolError
+from unspool.model.config import LARGEST_SIZES, ModelConfig
 from unspool.model.families import FAMILIES, family_of_model_type
-from unspool.model.family import Family
+from unspool.model.family import Family, check_length
 from unspool.model.mamba_config import nemotron_names
 from unspool.model.positions import Rotary
 from unspool.model.quantized import scheme_of
@@ -57,67 +57,213 @@ def config_from_hf(raw: Raw) -> ModelConfig:
     """The settings in a config.json."""
     if "model_type" not in raw:
         raise ModelFileError("config.json does not say its model_type; is this a language model?")
+    check_types(
+        raw, ("model_type", "text_config", "quantization_config", "quantization", "settings")
+    )
     if raw["model_type"] == OUR_MODEL_TYPE:
-        return ModelConfig.from_dict(dict(raw.get("settings", {})))
+        return ModelConfig.from_dict(dict(raw.get("settings") or {}))
     scheme_of(raw)  # refuses what cannot be read
-    if "text_config" in raw:  # a model that also sees pictures: we read its language part
+    if raw.get("text_config") is not None:  # multimodal: only the language model is read
         raw = _language_part(raw)
     family = family_of_model_type(raw["model_type"])
     try:
         return ModelConfig(family=family.name, **_settings(family, raw))
-    except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+    except UnspoolError:
+        raise
+    except (
+        TypeError, KeyError, ValueError, AttributeError, ArithmeticError, IndexError
+    ) as error:  # fmt: skip
         raise ModelFileError(
             f"config.json cannot be understood as a {family.name} model: {error!r}"
         ) from error
 
 
 def _language_part(raw: Raw) -> Raw:
-    """What a model that sees pictures says of the part that reads and writes text."""
+    """The settings of a multimodal model's language model."""
     text = {"model_type": raw["model_type"], **raw["text_config"]}
     if "tie_word_embeddings" in raw:  # its head is not within that part
         text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    check_types(text, ("model_type", "eos_token_id"))
+    check_types(raw, ("eos_token_id",))
     return {**text, "eos_token_id": _end_ids(raw) or _end_ids(text)}
+
+
+# -- types of values ------------------------------------------------------------------------
+
+_TYPES: dict[str, tuple[str, ...]] = {
+    "a whole number": (
+        "vocab_size", "embedding_size", "hidden_size", "d_model", "dim", "n_embd",
+        "num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head", "n_heads",
+        "intermediate_size", "mlp_hidden_size", "hidden_dim", "n_inner", "num_key_value_heads",
+        "n_kv_heads", "head_dim", "attention_head_dim", "global_head_dim",
+        "num_global_key_value_heads", "max_position_embeddings", "max_sequence_length",
+        "n_positions", "original_max_position_embeddings", "sliding_window", "local_attention",
+        "sliding_window_pattern", "max_window_layers", "no_rope_layer_interval",
+        "global_attn_every_n_layers", "full_attention_interval", "decoder_sparse_step",
+        "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
+        "top_k_experts", "moe_intermediate_size", "shared_intermediate_size",
+        "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+        "num_dense_layers", "num_kv_shared_layers", "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input", "block_ff_dim", "block_multiple_of", "conv_L_cache",
+        "conv_kernel", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_num_key_heads", "linear_num_value_heads", "n_groups", "ssm_state_size",
+        "mamba_num_heads", "mamba_head_dim", "mamba_n_heads", "mamba_n_groups", "mamba_d_state",
+        "mamba_d_conv", "mamba_expand", "mask_token_id", "block_size", "bd_size",
+    ),
+    "a number": (
+        "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta",
+        "rope_local_base_freq", "global_rope_theta", "local_rope_theta", "rotary_emb_base",
+        "rotary_pct", "partial_rotary_factor", "attn_logit_softcapping",
+        "final_logit_softcapping", "query_pre_attn_scalar", "embedding_multiplier",
+        "attention_multiplier", "residual_multiplier", "logits_scaling", "swiglu_limit",
+        "swiglu_alpha", "routed_scaling_factor", "block_ffn_dim_multiplier", "mlp_ratio",
+        "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "low_freq_factor", "high_freq_factor", "llama_4_scaling_beta",
+    ),
+    "true or false": (
+        "tie_word_embeddings", "tie_embedding", "weight_tying", "attention_bias", "mlp_bias",
+        "norm_bias", "decoder_bias", "classifier_bias", "include_qkv_bias", "conv_bias",
+        "use_conv_bias", "mamba_conv_bias", "use_sliding_window", "use_parallel_residual",
+        "is_causal", "norm_topk_prob", "use_expert_bias", "block_auto_adjust_ff_dim",
+        "attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx", "truncate",
+    ),
+    "a string": (
+        "model_type", "hidden_act", "hidden_activation", "activation_function", "activation",
+        "activation_type", "mlp_hidden_act", "classifier_activation", "position_embedding_type",
+        "hybrid_override_pattern", "rope_type", "type",
+    ),
+    "an object": (
+        "text_config", "quantization_config", "quantization", "rope_parameters", "rope_scaling",
+        "settings",
+        "unspool", "per_layer_config", "full_attention", "sliding_attention",
+    ),
+    "a list of strings": ("layer_types", "layers_block_type", "mlp_layer_types"),
+    "a list of whole numbers": ("mlp_only_layers", "full_attn_idxs", "no_rope_layers"),
+    "a list of numbers": ("short_factor", "long_factor"),
+    "a whole number or a list of them": ("eos_token_id",),
+    "a whole number or 'auto'": ("mamba_d_head",),
+}  # fmt: skip
+_TYPE_OF = {key: type_ for type_, keys in _TYPES.items() for key in keys}
+_LARGEST_NUMBER = 1e15  # larger ones are damage
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and (
+        -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER  # not nan either
+    )  # fmt: skip
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and _is_number(value)
+
+
+def _is_list(value: object, is_item: Callable[[object], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_item, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "a whole number": _is_whole,
+    "a number": _is_number,
+    "true or false": lambda value: isinstance(value, bool),
+    "a string": _is_text,
+    "an object": lambda value: isinstance(value, Mapping),
+    "a list of strings": lambda value: _is_list(value, _is_text),
+    "a list of whole numbers": lambda value: _is_list(value, _is_whole),
+    "a list of numbers": lambda value: _is_list(value, _is_number),
+    "a whole number or a list of them": lambda v: _is_whole(v) or _is_list(v, _is_whole),
+    "a whole number or 'auto'": lambda value: _is_whole(value) or value == "auto",
+}
+
+
+def check_types(raw: Raw, keys: Iterable[str], where: str = "config.json") -> None:
+    """Refuse a value of a wrong type. Null is a value of every type: what it means, and whether
+    it means anything, depends on the key."""
+    for key in keys:
+        value, type_ = raw.get(key), _TYPE_OF.get(key)
+        if value is not None and type_ is not None and not _CHECKS[type_](value):
+            raise ModelFileError(f"{where}: {key} must be {type_}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A JSON value in a message, cut where it is long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# -- settings -------------------------------------------------------------------------------
+
+# Numbers that may be null: there is no window, no cap, no block, or it follows from other settings.
+_NULLABLE = (
+    "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "block_size", "bd_size",
+    "mask_token_id", "num_key_value_heads", "n_kv_heads", "head_dim", "attention_head_dim",
+    "n_inner", "original_max_position_embeddings", "max_window_layers", "pad_token_id",
+)  # fmt: skip
+_POSITIVE = (
+    "head_dim", "query_pre_attn_scalar", "logits_scaling", "decoder_sparse_step",
+    "block_multiple_of", "no_rope_layer_interval", "global_attn_every_n_layers",
+    "full_attention_interval", "sliding_window_pattern", "rope_theta", "rope_local_base_freq",
+    "local_attention", "mamba_n_heads", "mlp_ratio", "block_ffn_dim_multiplier",
+)  # fmt: skip
+_NEVER_NULL = ("a whole number", "a number", "a string", "a whole number or 'auto'")
+_SOFTCAPS = ("attention_softcap", "logit_softcap")  # null: none
 
 
 def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     """Every field of ModelConfig but the family's name."""
-    raw = _usual_names(family, raw)
-    full = {**family.defaults, **{key: v for key, v in raw.items() if v is not None}}
-    if raw.get("num_experts") is None and "num_local_experts" in full:
-        full["num_experts"] = full["num_local_experts"]
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if key in raw and raw[key] is None:  # silence means the default, null means none
-            full[key] = 0.0
+    full = _known_settings(family, _usual_names(family, raw))
     values: dict[str, Any] = {ours: full[key] for ours, key in family.keys.items() if key in full}
-    for key, wanted in family.only.items():
-        if full.get(key, wanted) != wanted:
+    for ours, value in list(values.items()):
+        if value is not None:
+            continue
+        if ours in _SOFTCAPS:
+            values[ours] = 0.0
+        elif family.keys[ours] in _NULLABLE:
+            del values[ours]
+        elif _TYPE_OF.get(family.keys[ours]) == "true or false":
+            values[ours] = False
+        else:
+            type_ = _TYPE_OF.get(family.keys[ours], "given")
+            raise ModelFileError(f"config.json: {family.keys[ours]} must be {type_}, got null")
+    for key, wanted in family.required.items():
+        value = full.get(key, wanted)
+        if (value or None) != (wanted or None):
             raise ModelFileError(
-                f"config.json says {key} is {full[key]!r}; a {family.name} model is supported only "
-                + (f"where it is {wanted!r}" if wanted is not None else "without it")
+                f"config.json says {key} is {shown(value)}; a {family.name} model is supported "
+                + (f"only where it is {shown(wanted)}" if wanted is not None else "without it only")
             )
-    for needed in ("vocab_size", "width", "layers", "heads", "context"):
+    for needed in _SIZES:
+        key = family.keys[needed]
         if needed not in values:
-            raise ModelFileError(f"config.json lacks {family.keys[needed]!r}; it is incomplete")
-        if not isinstance(values[needed], int) or values[needed] <= 0:
+            raise ModelFileError(f"config.json lacks {key!r}; it is incomplete")
+        if not 1 <= values[needed] <= LARGEST_SIZES[needed]:
             raise ModelFileError(
-                f"config.json says {family.keys[needed]} is {values[needed]!r}; "
-                "a number of at least 1 is needed"
+                f"config.json: {key} must be a whole number from 1 to "
+                f"{LARGEST_SIZES[needed]:,}, got {values[needed]}"
             )
     values.update(family.fixed)
     values.setdefault("kv_heads", values["heads"])
     values.setdefault("head_width", values["width"] // values["heads"])
-    values.setdefault("ff_width", 4 * values["width"])
-    activation = full.get(family.keys["activation"], values["activation"])
-    if activation not in _ACTIVATIONS:
+    if values["head_width"] < 1:
         raise ModelFileError(
-            f"the activation {activation!r} is not supported; these are: {', '.join(_ACTIVATIONS)}"
+            f"config.json: {family.keys['width']} must be at least {family.keys['heads']}, "
+            f"got {values['width']} and {values['heads']}"
         )
-    if full.get("classifier_activation", activation) != activation:
-        raise ModelFileError("config.json names two activations, and one is supported")
-    values["activation"] = family.fixed.get("activation", _ACTIVATIONS[activation])
-    values["windows"] = _windows(family, full, values["layers"])
+    if family.keys["ff_width"] != "n_inner" and "ff_width" not in values:
+        raise ModelFileError(f"config.json lacks {family.keys['ff_width']!r}; it is incomplete")
+    values.setdefault("ff_width", 4 * values["width"])
+    if "activation" not in family.fixed:
+        values["activation"] = _activation(family, full)
     values["end_ids"] = _end_ids(raw)
-    values.update(_sight(family, raw, values))
+    values.update(_sight(family, full, values))
+    values["windows"] = _windows(family, full, values)
     values.update(recurrent_from_hf(family, full, values))
     values.update(read_today(family, full, values))
     if values.get("positions", "rotary") == "rotary":
@@ -125,6 +271,8 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     if family.name in ("gemma2", "gemma3"):
         values["embedding_scale"] = math.sqrt(values["width"])
         values["attention_scale"] = full["query_pre_attn_scalar"] ** -0.5
+    if family.name == "gpt2":
+        values.update(_gpt2_scales(full, values))
     if family.name == "smollm3":
         values["unrotated_layers"] = _unrotated(full, values["layers"])
     if family.name in ("qwen3-moe", "qwen3-next"):
@@ -134,40 +282,103 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     return values
 
 
-def _sight(family: Family, raw: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
+_SIZES = ("vocab_size", "width", "layers", "heads", "context")
+
+
+def _known_settings(family: Family, raw: Raw) -> dict[str, Any]:
+    """The settings that this family has, by their usual names; silence means the default, null
+    is a value."""
+    said = {key: raw[key] for key in family.settings if key in raw}
+    check_types(said, said)
+    for key in ("rope_parameters", "rope_scaling"):
+        check_types(said.get(key) or {}, _ROPE_KEYS, f"config.json, {key}")
+    for key, value in said.items():
+        is_silent = value is None and family.defaults.get(key) is not None
+        if is_silent and key not in _NULLABLE and _TYPE_OF.get(key, "") in _NEVER_NULL:
+            raise ModelFileError(f"config.json: {key} must be {_TYPE_OF[key]}, got null")
+        if key in _POSITIVE and value is not None and value <= 0:
+            raise ModelFileError(f"config.json: {key} must be more than 0, got {shown(value)}")
+    for name, key in family.other_names.items():
+        value = said.pop(name, None)
+        if value is not None:
+            said[key] = value
+    for key in ("rope_parameters", "rope_scaling"):  # null: the default, as in transformers
+        if said.get(key) is None:
+            said.pop(key, None)
+    if said.get("rope_scaling"):  # the older name wins, and silences the default
+        said.setdefault("rope_parameters", {})
+    return {**family.defaults, **said}
+
+
+def _activation(family: Family, full: Raw) -> str:
+    activation = full.get(family.keys["activation"])
+    if activation not in _ACTIVATIONS:
+        raise ModelFileError(
+            f"the activation {activation!r} is not supported; these are: {', '.join(_ACTIVATIONS)}"
+        )
+    if full.get("classifier_activation", activation) != activation:
+        raise ModelFileError("config.json names two activations, and one is supported")
+    return _ACTIVATIONS[activation]
+
+
+def _sight(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
     """How far tokens look, and the mask token; a checkpoint of our own says it in our words."""
     found: dict[str, Any] = {}
     if "block" in family.keys:
         found["sight"] = "block" if values.get("block") else "whole"
+    if not full.get("is_causal", True) or _both_ways(family, full):  # null is false, too
+        found["sight"] = "whole"
     if values.get("mask_id") is None and (family.mask_id or 0) < values["vocab_size"]:
         found["mask_id"] = family.mask_id
-    return found | {name: v for name, v in raw.get("unspool", {}).items() if name in _SIGHT}
+    own = full.get("unspool") or {}
+    return found | {name: v for name, v in own.items() if name in _SIGHT}
+
+
+def _both_ways(family: Family, full: Raw) -> bool:
+    """Whether a Gemma 3 was trained to look both ways, as EmbeddingGemma is."""
+    value = full.get("use_bidirectional_attention") if family.name == "gemma3" else None
+    if not isinstance(value, bool | None):
+        raise ModelFileError(
+            f"config.json: use_bidirectional_attention must be true or false, got {shown(value)}"
+        )
+    return bool(value)
+
+
+def _gpt2_scales(full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
+    """GPT-2 may leave scores as they are, or divide them by the layer's number."""
+    scale = values["head_width"] ** -0.5 if full["scale_attn_weights"] else 1.0
+    found: dict[str, Any] = {} if full["scale_attn_weights"] else {"attention_scale": scale}
+    if full["scale_attn_by_inverse_layer_idx"]:
+        scales = tuple(scale / (layer + 1) for layer in range(values["layers"]))
+        found["attention_scales"] = scales
+    return found
 
 
 def _usual_names(family: Family, raw: Raw) -> Raw:
     """What a few families say in words of their own, in those of the others."""
     if family.name == "llada":
-        ratio = raw.get("mlp_ratio", 4)
+        check_types(raw, ("mlp_ratio", "d_model", "vocab_size", "embedding_size"))
+        ratio = raw.get("mlp_ratio") or 4
         size = {"embedding_size": raw.get("embedding_size") or raw.get("vocab_size")}
-        width = {"mlp_hidden_size": raw.get("mlp_hidden_size") or ratio * raw.get("d_model", 0)}
+        width = {
+            "mlp_hidden_size": raw.get("mlp_hidden_size") or int(ratio * (raw.get("d_model") or 0))
+        }
         return {**raw, **size, **width}
     if family.name == "nemotron-h":
+        check_types(raw, ("layers_block_type", "layer_types", "hybrid_override_pattern"))
         return nemotron_names(raw)
     if family.name == "modernbert":
-        full = {**family.defaults, **raw}
-        return {
-            **raw,
-            "sliding_window": full["local_attention"] // 2 + 1,
-            "rope_theta": full["global_rope_theta"],
-            "rope_local_base_freq": full["local_rope_theta"],
-        }
+        full = _known_settings(family, raw)
+        if full["local_attention"] is None:
+            raise ModelFileError("config.json: local_attention must be a whole number, got null")
+        return {**raw, "sliding_window": full["local_attention"] // 2 + 1}
     return raw
 
 
 def _end_ids(raw: Raw) -> tuple[int, ...]:
     ends = raw.get("eos_token_id")
     several = ends if isinstance(ends, list | tuple) else [ends]
-    return tuple(int(end) for end in several if end is not None)
+    return tuple(end for end in several if end is not None)
 
 
 def _unrotated(full: Raw, layers: int) -> tuple[int, ...]:
@@ -175,94 +386,153 @@ def _unrotated(full: Raw, layers: int) -> tuple[int, ...]:
     if flags is None:
         every = full["no_rope_layer_interval"]
         flags = [int((layer + 1) % every != 0) for layer in range(layers)]
+    check_length("no_rope_layers", flags, layers)
     return tuple(layer for layer, rotated in enumerate(flags) if not rotated)
 
 
 def _dense_layers(full: Raw, layers: int) -> tuple[int, ...]:
-    dense = set(full.get("mlp_only_layers", []))
+    dense = {layer for layer in full.get("mlp_only_layers") or () if 0 <= layer < layers}
     every = full["decoder_sparse_step"]
     dense.update(layer for layer in range(layers) if (layer + 1) % every)
     return tuple(sorted(dense))
 
 
-def _windows(family: Family, full: Raw, layers: int) -> tuple[int, ...]:
+def _windows(family: Family, full: Raw, values: Mapping[str, Any]) -> tuple[int, ...]:
     """How many last tokens each layer sees; empty if all see everything."""
-    window = full.get("sliding_window")
-    if not window or (family.window_needs_switch and not full.get("use_sliding_window", False)):
-        return ()
+    layers, window = values["layers"], full.get("sliding_window")
     kinds = full.get("layer_types")
-    pattern = int(full.get("sliding_window_pattern", full.get("_sliding_window_pattern", 6)))
+    switched = not family.window_needs_switch or full.get("use_sliding_window")
+    if family.name == "smollm3" and kinds is not None:  # there the list is the switch
+        switched = True
+    if not family.window_layers or not window or not switched:
+        return ()
+    if kinds is not None:
+        check_length("layer_types", kinds, layers)
+    if values.get("sight") == "whole" and family.name != "modernbert":
+        # Distances up to the window, in both directions; Gemma halves it first.
+        window = window // 2 + 1 if _both_ways(family, full) else window + 1
+    pattern = full.get("sliding_window_pattern") or 6
     unrotated = _unrotated(full, layers) if family.window_layers == "unrotated" else ()
 
     def has_window(layer: int) -> bool:
         if kinds is not None:
             return bool(kinds[layer] == "sliding_attention")
         if family.window_layers == "later":
-            return layer >= int(full["max_window_layers"])
+            return bool(layer >= full["max_window_layers"])
         if family.window_layers == "every second":
             return layer % 2 == 0
         if family.window_layers == "three of four":
             return (layer + 1) % 4 != 0
         if family.window_layers == "five of six":
-            return (layer + 1) % pattern != 0
+            return bool((layer + 1) % pattern != 0)
         if family.window_layers == "but every nth":
-            return layer % int(full["global_attn_every_n_layers"]) != 0
+            return bool(layer % full["global_attn_every_n_layers"] != 0)
         return family.window_layers == "all" or layer in unrotated
 
-    found = tuple(int(window) if has_window(layer) else 0 for layer in range(layers))
+    found = tuple(window if has_window(layer) else 0 for layer in range(layers))
     return found if any(found) else ()
 
 
 # -- rotary positions -----------------------------------------------------------------------
 
+_ROPE_KEYS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
+    "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate", "short_factor", "long_factor", "low_freq_factor",
+    "high_freq_factor", "llama_4_scaling_beta",
+)  # fmt: skip
+
 
 def _rotations(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings: one for all layers, or (Gemma 3) another for layers with a window."""
-    rope = full.get("rope_parameters") or {}
-    if "full_attention" in rope:
-        windows = values["windows"] or (0,) * values["layers"]
-        found = {}
-        for name, kind in (("rotary", "full_attention"), ("local_rotary", "sliding_attention")):
-            at = [n for n, window in enumerate(windows) if bool(window) == (name != "rotary")]
-            width = values["head_width"]
-            if at and values.get("shapes"):
-                width = values["shapes"][at[0]].head_width
-            if kind in rope:
-                found[name] = _rotary(rope[kind], full, {**values, "head_width": width})
-        return found
-    if not rope:
-        rope = {**(full.get("rope_scaling") or {}), "rope_theta": full["rope_theta"]}
-    found = {"rotary": _rotary(rope, full, values)}
-    if family.name == "olmo3":  # only layers that see everything are scaled
-        plain = {"rope_theta": rope.get("rope_theta", full["rope_theta"])}
-        found["local_rotary"] = _rotary(plain, full, values)
-    if "rope_local_base_freq" in full:
-        found["local_rotary"] = _rotary({"rope_theta": full["rope_local_base_freq"]}, full, values)
+    """The rotary settings: one for all layers, or another for layers with a window."""
+    if family.rotary_by_kind:
+        return _rotations_by_kind(family, full, values)
+    rope = full.get("rope_scaling") or full.get("rope_parameters") or {}
+    original = full.get("original_max_position_embeddings")
+    if original is not None:  # what stands beside these settings wins over what is in them
+        rope = {**rope, "original_max_position_embeddings": original}
+    if family.name == "phi3" and rope.get("rope_type", rope.get("type")) == "yarn":
+        rope = {**rope, "rope_type": "longrope"}
+    share = full.get("partial_rotary_factor")
+    partial = "partial_rotary_factor" in family.settings
+    return {"rotary": _rotary(rope, full["rope_theta"], share, values, partial=partial)}
+
+
+def _rotations_by_kind(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
+    rope, scaling = full.get("rope_parameters") or {}, full.get("rope_scaling") or {}
+    kinds = ("full_attention", "sliding_attention")
+    check_types(rope, kinds, "config.json, rope_parameters")
+    if rope and not any(kind in rope for kind in kinds):
+        raise ModelFileError(
+            f"config.json: rope_parameters of a {family.name} model must hold full_attention and "
+            f"sliding_attention, got {shown(rope)}"
+        )
+    bases = _default_bases(family, full)
+    windows = values["windows"] or (0,) * values["layers"]
+    found = {}
+    for name, kind in zip(("rotary", "local_rotary"), kinds, strict=True):
+        at = [n for n, window in enumerate(windows) if bool(window) == (name != "rotary")]
+        width = values["head_width"]
+        if at and values.get("shapes"):
+            width = values["shapes"][at[0]].head_width
+        own = rope.get(kind) or {}
+        if name == "rotary" or family.name == "modernbert":
+            own = {**own, **scaling}
+        partial = "partial_rotary_factor" in family.settings
+        sizes = {**values, "head_width": width}
+        found[name] = _rotary(
+            own, bases[kind], full.get("partial_rotary_factor"), sizes, partial=partial
+        )
     return found
+
+
+def _default_bases(family: Family, full: Raw) -> dict[str, float]:
+    """The base of each kind of layer where its own settings are silent."""
+    if family.name == "modernbert":
+        keys = ("global_rope_theta", "local_rope_theta")
+    elif family.name == "gemma3":
+        keys = ("rope_theta", "rope_local_base_freq")
+    else:
+        keys = ("rope_theta", "rope_theta")
+    return {
+        kind: 10000.0 if full.get(key) is None else full[key]
+        for kind, key in zip(("full_attention", "sliding_attention"), keys, strict=True)
+    }
 
 
 def rotary_of(full: Raw, head_width: int) -> Rotary:
     """How one layer of a Llama turns its heads, for what is no whole model: a drafting head."""
-    rope = full.get("rope_parameters") or {
-        **(full.get("rope_scaling") or {}), "rope_theta": full.get("rope_theta", 10000.0),
-    }  # fmt: skip
-    context = int(full.get("max_position_embeddings", 2048))
-    return _rotary(rope, full, {"context": context, "head_width": head_width})
+    check_types(full, ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"))
+    rope = full.get("rope_scaling") or full.get("rope_parameters") or {}
+    base, context = full.get("rope_theta") or 10000.0, full.get("max_position_embeddings") or 2048
+    return _rotary(rope, base, None, {"context": context, "head_width": head_width}, partial=True)
 
 
-def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rotary(
+    rope: Raw, base: float | None, share: float | None, values: Mapping[str, Any], *, partial: bool
+) -> Rotary:
+    """Rotary settings of layers.
+
+    Args:
+        rope: The settings as config.json has them.
+        base: What rope_theta is where `rope` is silent.
+        share: What partial_rotary_factor is where `rope` is silent.
+        values: Our settings so far.
+        partial: Whether such a model can turn a part of each head only.
+    """
+    check_types(rope, _ROPE_KEYS, "config.json, rope_parameters")
+    kind = rope.get("rope_type", rope.get("type")) or "default"
     kind = {"default": "none", "mrope": "none", "su": "longrope"}.get(kind, kind)
-    share = rope.get("partial_rotary_factor")
-    if share is None:
-        share = full.get("rotary_pct", full.get("partial_rotary_factor", 1.0))
-    original = rope.get(
-        "original_max_position_embeddings", full.get("original_max_position_embeddings")
-    )
-    context = values["context"]
+    share = share if rope.get("partial_rotary_factor") is None else rope["partial_rotary_factor"]
+    if share is None or not (partial or kind == "proportional"):
+        share = 1.0
+    base = base if rope.get("rope_theta") is None else rope["rope_theta"]
+    if base is None:
+        raise ModelFileError("config.json: rope_theta must be a number, got null")
+    original, context = rope.get("original_max_position_embeddings"), values["context"]
     settings: dict[str, Any] = {
         "width": int(values["head_width"] * share),
-        "base": float(rope.get("rope_theta", full.get("rope_theta", 10000.0))),
+        "base": float(base),
         "scaling": kind,
         "factor": float(rope.get("factor") or context / (original or context)),
         "original_context": int(original or context),
@@ -280,11 +550,11 @@ def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
         settings["beta_slow"] = float(rope.get("beta_slow") or 1)
         settings["whole_dimensions"] = bool(rope.get("truncate", True))
     elif kind == "llama3":
-        settings["low_frequency"] = float(rope["low_freq_factor"])
-        settings["high_frequency"] = float(rope["high_freq_factor"])
+        settings["low_frequency"] = float(_needed(rope, "low_freq_factor"))
+        settings["high_frequency"] = float(_needed(rope, "high_freq_factor"))
     elif kind == "longrope":
-        settings["short_factors"] = tuple(float(f) for f in rope["short_factor"])
-        settings["long_factors"] = tuple(float(f) for f in rope["long_factor"])
+        settings["short_factors"] = tuple(float(f) for f in _needed(rope, "short_factor"))
+        settings["long_factors"] = tuple(float(f) for f in _needed(rope, "long_factor"))
         settings["attention_factor"] = rope.get("attention_factor") or longrope_attention(
             settings["factor"], settings["original_context"]
         )
@@ -294,6 +564,12 @@ def _rotary(rope: Raw, full: Raw, values: Mapping[str, Any]) -> Rotary:
             "linear, dynamic, yarn, llama3, longrope, proportional"
         )
     return Rotary(**settings)
+
+
+def _needed(rope: Raw, key: str) -> Any:
+    if rope.get(key) is None:
+        raise ModelFileError(f"config.json, rope_parameters: {key} must be {_TYPE_OF[key]}")
+    return rope[key]
 
 
 def _yarn_attention(rope: Raw, factor: float) -> float:
@@ -308,6 +584,7 @@ def _yarn_attention(rope: Raw, factor: float) -> float:
 
 
 def longrope_attention(factor: float, original: int) -> float:
+    """By how much LongRoPE lengthens queries and keys, as its paper suggests."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
@@ -332,17 +609,7 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
             raw[key] = None
     names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}  # the last name of each wins
     raw[family.keys["activation"]] = names.get(config.activation, "silu")
-    if config.windows:
-        kinds = {0: "full_attention"}
-        raw["layer_types"] = [kinds.get(w, "sliding_attention") for w in config.windows]
-        if family.name == "modernbert":
-            raw["local_attention"] = 2 * (max(config.windows) - 1)
-        else:
-            raw["sliding_window"] = max(config.windows)
-        if family.window_needs_switch:
-            raw["use_sliding_window"] = True
-    elif "sliding_window" in family.defaults:
-        raw["sliding_window"] = None
+    raw.update(_windows_to_hf(family, config))
     if config.rotary is not None and config.local_rotary is not None:
         raw["rope_parameters"] = {
             "full_attention": _rope_to_hf(config.rotary, config),
@@ -352,6 +619,12 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         raw["rope_parameters"] = _rope_to_hf(config.rotary, config)
     if family.name in ("gemma2", "gemma3"):
         raw["query_pre_attn_scalar"] = round(config.scale**-2)  # transformers wants a whole one
+    if family.name == "phi3" and config.rotary is not None:
+        raw["original_max_position_embeddings"] = config.rotary.original_context
+    if family.name == "gpt2":
+        first = config.score_scale(0)
+        raw["scale_attn_weights"] = not math.isclose(first, 1.0)
+        raw["scale_attn_by_inverse_layer_idx"] = bool(config.attention_scales)
     if family.name == "smollm3":
         raw["no_rope_layers"] = [
             int(i not in config.unrotated_layers) for i in range(config.layers)
@@ -366,10 +639,29 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         raw["type_vocab_size"] = 1  # the table of positions holds the type's vector already
     raw.update(recurrent_to_hf(config))
     raw.update({key: v for key, v in family.only.items() if v is not None})
+    looks_ahead = config.sight == "whole" and "sight" not in family.fixed
+    if looks_ahead and config.mask_id is None:  # others are said under "unspool" alone
+        both = family.name == "gemma3"
+        raw.update({"use_bidirectional_attention": True} if both else {"is_causal": False})
     if config.sight != "causal" or config.mask_id is not None:
         raw["unspool"] = {name: getattr(config, name) for name in _SIGHT}
     if config.end_ids:
         raw["eos_token_id"] = list(config.end_ids) if len(config.end_ids) > 1 else config.end_ids[0]
+    return raw
+
+
+def _windows_to_hf(family: Family, config: ModelConfig) -> dict[str, Any]:
+    if not config.windows:
+        return {"sliding_window": None} if "sliding_window" in family.defaults else {}
+    words = ("full_attention", "sliding_attention")
+    raw: dict[str, Any] = {"layer_types": [words[w > 0] for w in config.windows]}
+    window = max(config.windows)
+    if config.sight == "whole":
+        halved = family.name in ("modernbert", "gemma3")
+        window = 2 * (window - 1) if halved else window - 1
+    raw["local_attention" if family.name == "modernbert" else "sliding_window"] = window
+    if family.window_needs_switch:
+        raw["use_sliding_window"] = True
     return raw
 
 

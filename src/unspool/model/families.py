@@ -35,7 +35,6 @@ from unspool.model.weights import Rule
 _GEMMA_KEYS = {
     **BIASES,
     "activation": "hidden_activation",
-    "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
 _GEMMA_DEFAULTS = {
@@ -45,17 +44,39 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
 }
+_GEMMA_READS = ("query_pre_attn_scalar", "use_bidirectional_attention")
+_SLIDING_QWEN = {
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+}
+_NUM_EXPERTS = {"num_experts": "num_local_experts"}
 
 
 _CAUSAL = (
     like_llama("llama", "LlamaForCausalLM", keys={**BIASES, "ff_bias": "mlp_bias"}),
-    like_llama("mistral", "MistralForCausalLM", gguf="llama", defaults={"sliding_window": 4096}),
+    like_llama(
+        "mistral",
+        "MistralForCausalLM",
+        gguf="llama",
+        defaults={
+            "sliding_window": 4096,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+        },
+        reads=("layer_types",),  # such a file is taken for a Ministral
+        window_layers="all",
+    ),
     like_llama(
         "qwen2",
         "Qwen2ForCausalLM",
-        defaults={"max_window_layers": 28},
+        defaults=_SLIDING_QWEN,
         fixed={"qkv_bias": True},
+        reads=("max_window_layers",),
         window_layers="later",
         window_needs_switch=True,
     ),
@@ -63,21 +84,24 @@ _CAUSAL = (
         "qwen3",
         "Qwen3ForCausalLM",
         keys=BIASES,
-        defaults={"head_dim": 128, "max_window_layers": 28},
+        defaults={**_SLIDING_QWEN, "head_dim": 128},
         fixed={"qk_norm": "head"},
+        reads=("max_window_layers",),
         window_layers="later",
         window_needs_switch=True,
     ),
     like_llama(
         "gemma2",
         "Gemma2ForCausalLM",
-        keys=_GEMMA_KEYS,
+        keys={**_GEMMA_KEYS, "attention_softcap": "attn_logit_softcapping"},
         defaults={
             **_GEMMA_DEFAULTS,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
+        only={"use_bidirectional_attention": False},
         fixed={"norm_plus_one": True, "norm_after": True},
+        reads=("query_pre_attn_scalar",),
         window_layers="every second",
         rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
     ),
@@ -93,16 +117,25 @@ _CAUSAL = (
             "max_position_embeddings": 131072,
             "vocab_size": 262208,
             "num_attention_heads": 8,
-            "num_key_value_heads": 4,
+            "final_logit_softcapping": None,
         },
         fixed={"norm_plus_one": True, "norm_after": True, "qk_norm": "head"},
+        reads=(*_GEMMA_READS, "sliding_window_pattern", "rope_local_base_freq"),
+        rotary_by_kind=True,
         window_layers="five of six",
         rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
     ),
     like_llama(
         "phi3",
         "Phi3ForCausalLM",
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+        },
+        reads=("partial_rotary_factor",),
+        window_layers="all",
         rules=rules(
             ENDS,
             layer(IN_LAYER + "self_attn.qkv_proj", "attention.q", "attention.k", "attention.v"),
@@ -129,7 +162,10 @@ _CAUSAL = (
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
             "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
         },
+        reads=("no_rope_layers", "no_rope_layer_interval"),
         window_layers="unrotated",
         window_needs_switch=True,
     ),
@@ -147,7 +183,11 @@ _CAUSAL = (
             "rope_theta": 1_000_000.0,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
         },
+        other_names=_NUM_EXPERTS,
+        window_layers="all",
         rules=rules(
             ENDS,
             ATTENTION,
@@ -167,8 +207,22 @@ _CAUSAL = (
             "expert_width": "moe_intermediate_size",
             "normalize_experts": "norm_topk_prob",
         },
-        defaults={"norm_topk_prob": False, "num_experts_per_tok": 8, "decoder_sparse_step": 1},
+        defaults={
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "moe_intermediate_size": 768,
+            "intermediate_size": 6144,
+            "decoder_sparse_step": 1,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "max_position_embeddings": 32768,
+        },
         fixed={"qk_norm": "head"},
+        reads=("decoder_sparse_step", "mlp_only_layers"),
+        other_names={"num_local_experts": "num_experts"},
+        window_layers="all",
         window_needs_switch=True,
         rules=rules(
             ENDS,
@@ -199,6 +253,15 @@ _CAUSAL = (
             "activation_function": "gelu_new",
             "tie_word_embeddings": True,
             "n_positions": 1024,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        },
+        reads=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+        other_names={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
         },
         fixed={
             "norm": "layer",
@@ -260,6 +323,8 @@ _CAUSAL = (
             "rope_theta": 10000.0,
             "max_position_embeddings": 2048,
         },
+        reads=("partial_rotary_factor",),
+        other_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
         fixed={"norm": "layer", "gated": False, "ff_bias": True},
         prefixes=("gpt_neox.", ""),
         rules=rules(
@@ -292,8 +357,9 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 def family_of_model_type(model_type: object) -> Family:
     """The family that a config.json names, or an error that lists what there is."""
     if model_type in ALIASES:
-        name, silent = ALIASES[str(model_type)]
-        return replace(FAMILIES[name], defaults={**FAMILIES[name].defaults, **silent})
+        name, silent, changes = ALIASES[str(model_type)]
+        defaults = {**FAMILIES[name].defaults, **silent}
+        return replace(FAMILIES[name], defaults=defaults, **changes)
     for family in _ALL:
         if family.model_type == model_type:
             return family

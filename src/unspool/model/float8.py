@@ -35,7 +35,11 @@ def is_float8(quantization: Mapping[str, Any]) -> bool:
 def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale, where scales are for blocks."""
     given = quantization.get("weight_block_size") or _BLOCK
-    if len(given) != 2 or any(size not in (16, 32, 64, 128, 256, 512) for size in given):
+    if (
+        not isinstance(given, list | tuple)
+        or len(given) != 2
+        or any(size not in (16, 32, 64, 128, 256, 512) for size in given)
+    ):
         raise ModelFileError(
             f"config.json says that blocks of weights are {given!r}, which is not supported; "
             "128 by 128 are usual"

@@ -102,7 +102,10 @@ def _gguf(path: Path, size: int, kind: str | None) -> Glance:
         convolved = inner + 2 * number("ssm.group_count") * wide
         floats = inner * wide + (number("ssm.conv_kernel", 1) - 1) * convolved
         state_bytes = 4 * recurrent * floats
-    return Glance(size, kind, kv_bytes, number("context_length"), state_bytes=state_bytes)
+    context = number("context_length")
+    if architecture == "phi3":  # the only one with LongRoPE; see ModelConfig.default_context
+        context = number("rope.scaling.original_context_length", context) or context
+    return Glance(size, kind, kv_bytes, context, state_bytes=state_bytes)
 
 
 def _without_keys(metadata: dict[str, Any], architecture: str) -> int:
@@ -124,7 +127,8 @@ def _folder(path: Path, size: int) -> Glance:
     raw = read_json(path / "config.json")
     config = config_from_hf(raw)
     kv_bytes = 2 * config.kv_numbers
-    return Glance(size, _kind(raw), kv_bytes, config.context, state_bytes=config.state_bytes)
+    context = config.default_context
+    return Glance(size, _kind(raw), kv_bytes, context, state_bytes=config.state_bytes)
 
 
 def _kind(raw: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
-from unspool.model.family import Family
+from unspool.model.family import Family, check_length
 from unspool.model.gguf import GGUFFile
 from unspool.model.recurrence import Recurrence
 
@@ -33,6 +33,7 @@ _GRANITE_KEYS = {
     "value_heads": "mamba_n_heads",
     "key_width": "mamba_d_state",
     "value_width": "mamba_d_head",
+    "norm_groups": "mamba_n_groups",  # the norm of each group is its own
 }
 _EXPERT_KEYS = {
     "experts": "n_routed_experts",
@@ -49,9 +50,12 @@ _SMALLEST_STEP = {"time_step_min": 1e-20}
 
 def nemotron_names(raw: Raw) -> Raw:
     """The kinds of layers as a list, which is also how many there are."""
-    kinds = raw.get("layers_block_type")
+    kinds = raw.get("layers_block_type") or raw.get("layer_types")
     if kinds is None:
-        kinds = [_LETTERS.get(letter, letter) for letter in raw["hybrid_override_pattern"]]
+        pattern = raw.get("hybrid_override_pattern")
+        if pattern is None:
+            raise ModelFileError("config.json lacks 'layers_block_type'; it is incomplete")
+        kinds = [_LETTERS.get(letter, letter) for letter in pattern]
     head = raw.get("head_dim") or raw.get("attention_head_dim")
     return {**raw, "layers_block_type": kinds, "num_hidden_layers": len(kinds), "head_dim": head}
 
@@ -82,8 +86,9 @@ def _granite(full: Raw, values: Raw) -> dict[str, Any]:
     told = {ours: full[theirs] for ours, theirs in _GRANITE_KEYS.items()}
     if told["value_width"] == "auto":
         told["value_width"] = full["mamba_expand"] * values["width"] // told["value_heads"]
-    listed = full.get("layer_types") or full.get("layers_block_type")
-    kinds = [_KINDS.get(kind, kind) for kind in listed or ["mamba"] * values["layers"]]
+    listed = full.get("layer_types") or ["mamba"] * values["layers"]
+    check_length("layer_types", listed, values["layers"])
+    kinds = [_KINDS.get(kind, kind) for kind in listed]
     found: dict[str, Any] = {
         "mixers": _mixers(kinds),
         "recurrence": Recurrence(**told) if "mamba" in kinds else None,
@@ -112,8 +117,12 @@ def _where(kinds: list[str], *wanted: str) -> tuple[int, ...]:
 
 def _check_steps(full: Raw) -> None:
     """Refuse limits for a token's step; transformers writes a number without end as an object."""
-    least, most = full.get("time_step_limit") or (0.0, math.inf)
-    if least > 0 or (isinstance(most, int | float) and most < math.inf):
+    limit = full.get("time_step_limit") or (0.0, math.inf)
+    if not isinstance(limit, list | tuple) or len(limit) != 2:
+        raise ModelFileError(f"config.json: time_step_limit must be two numbers, got {limit!r}")
+    least, most = limit
+    bounded = isinstance(most, int | float) and most < math.inf
+    if not isinstance(least, int | float) or least > 0 or bounded:
         raise ModelFileError(
             f"config.json says time_step_limit is {[least, most]}, and limits are not supported"
         )

@@ -26,9 +26,7 @@ def _qwen(base: str, model_type: str, architecture: str, **more: Any) -> Family:
         **more.get("fixed", {}),
     }
     given["defaults"] = {**({"head_dim": 128} if qwen3 else {}), **more.get("defaults", {})}
-    return like_llama(
-        model_type.lower(), architecture, model_type=model_type, window_needs_switch=True, **given
-    )
+    return like_llama(model_type.lower(), architecture, model_type=model_type, **given)
 
 
 _LLADA = like_llama(
@@ -62,6 +60,7 @@ _LLADA = like_llama(
         "clip_qkv": None,
     },
     fixed=_WHOLE,
+    reads=("mlp_ratio",),
     mask_id=126336,
     prefixes=("model.transformer.", "transformer."),
     rules=rules(
@@ -175,7 +174,13 @@ _BERT_KEYS = {
     "activation": "hidden_act",
     "tied": "tie_word_embeddings",
 }
-_BERT_DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "tie_word_embeddings": True}
+_BERT_DEFAULTS = {
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "intermediate_size": 3072,
+}
 _BERT_ONLY = {
     "is_decoder": False,
     "add_cross_attention": False,
@@ -225,8 +230,19 @@ _MODERN = Family(
         "global_rope_theta": 160_000.0,
         "local_rope_theta": 10_000.0,
         "max_position_embeddings": 8192,
+        "intermediate_size": 1152,
+        "classifier_activation": "gelu",
     },
     fixed={**_WHOLE, "norm": "layer", "embedding_norm": True, "head_transform": True},
+    reads=(
+        "local_attention",
+        "global_attn_every_n_layers",
+        "global_rope_theta",
+        "local_rope_theta",
+        "classifier_activation",
+    ),
+    rotary_reads=("rope_parameters", "rope_scaling"),
+    rotary_by_kind=True,
     window_layers="but every nth",
     prefixes=("model.", ""),
     rules=rules(
@@ -290,7 +306,12 @@ _BERTS = (
             "ff_width": "hidden_dim",
             "activation": "activation",
         },
-        defaults={**_BERT_DEFAULTS, "activation": "gelu"},
+        defaults={**_BERT_DEFAULTS, "activation": "gelu", "hidden_dim": 3072},
+        other_names={
+            "hidden_size": "dim",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+        },
         only={"sinusoidal_pos_embds": False},
         prefixes=("distilbert.", ""),
         rules=rules(

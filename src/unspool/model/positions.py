@@ -52,12 +52,18 @@ class Rotary:
     long_factors: tuple[float, ...] = ()  # longrope, for texts beyond the original context
     share: float = 1.0  # proportional: the part of the pairs that turn at all; the slowest do not
 
-    def frequencies(self, length: int) -> Floats:
-        """Radians a token, for each pair of numbers, in a text planned to be `length` long.
+    @property
+    def has_two_ranges(self) -> bool:
+        """Whether texts beyond the original context need other factors than shorter ones."""
+        return self.scaling == "longrope" and self.short_factors != self.long_factors
 
-        Only `dynamic` and `longrope` look at the length. It is the planned length of the whole
-        text, not of what is there now: otherwise keys kept from earlier steps would be turned
-        differently from those of a fresh run.
+    def frequencies(self, length: int) -> Floats:
+        """Radians a token, for each pair of numbers, where texts may be `length` tokens long.
+
+        Only `dynamic` and `longrope` look at the length. In an engine it is the context that was
+        asked for, the same for all texts, not the length of a text so far: otherwise keys in the
+        cache would be turned differently from those of a fresh run, and texts that begin alike
+        could not share them.
         """
         exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
         if self.scaling == "dynamic":

@@ -97,6 +97,17 @@ def scheme_of(raw: Raw) -> Scheme | None:
     said = raw.get("quantization_config") or raw.get("quantization")
     if not said:
         return None
+    try:
+        return _scheme_in(said)
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(
+            f"config.json: quantization_config cannot be understood ({error}): {said!r:.200}"
+        ) from error
+
+
+def _scheme_in(said: Raw) -> Scheme | None:
     if is_float8(said):
         return None
     method = said.get("quant_method", "mlx" if "group_size" in said else "unknown")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unspool.model.config import ModelConfig
-from unspool.model.family import Family
+from unspool.model.family import Family, check_length
 from unspool.model.gguf import GGUFFile
 from unspool.model.mamba_config import mamba_from_gguf, mamba_from_hf, mamba_to_hf
 from unspool.model.recurrence import Recurrence
@@ -34,6 +34,7 @@ def recurrent_from_hf(
             "full_attention" if attend is None or layer in attend else "conv"
             for layer in range(layers)
         ]
+        check_length("layer_types", kinds, layers)
         found: dict[str, Any] = {"recurrence": Recurrence(conv_kernel=full["conv_L_cache"])}
         if family.name == "lfm2":
             found["ff_width"] = _adjusted_width(full)
@@ -46,6 +47,7 @@ def recurrent_from_hf(
             "linear_attention" if (layer + 1) % every else "full_attention"
             for layer in range(layers)
         ]
+        check_length("layer_types", kinds, layers)
         found = {"recurrence": Recurrence(**{o: full[key] for o, key in _DELTA_KEYS.items()})}
     else:
         return mamba_from_hf(family, full, values)
@@ -54,7 +56,7 @@ def recurrent_from_hf(
 
 def _adjusted_width(full: Mapping[str, Any]) -> int:
     """LFM2 files give the width of a feed-forward before it was made smaller."""
-    width = int(full.get("block_ff_dim", full["intermediate_size"]))
+    width = int(full.get("block_ff_dim") or full["intermediate_size"])
     if not full["block_auto_adjust_ff_dim"]:
         return width
     width = int(full["block_ffn_dim_multiplier"] * int(2 * width / 3))
@@ -82,8 +84,13 @@ def recurrent_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def only_ours(config: ModelConfig) -> bool:
-    """Whether transformers has no words for this model: heads in the order of GGUF files."""
-    return config.recurrence is not None and config.recurrence.tiled
+    """Whether transformers cannot express this model: its value heads are in the order of GGUF
+    files, or its Mamba-2 norm has other groups than its keys."""
+    recurrence = config.recurrence
+    if recurrence is None:
+        return False
+    grouped = "mamba2" in config.mixers and recurrence.norm_groups != recurrence.key_heads
+    return recurrence.tiled or grouped
 
 
 # -- GGUF -----------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ _CONV_DEFAULTS = {
     "tie_word_embeddings": True,
     "rope_theta": 1_000_000.0,
     "max_position_embeddings": 128_000,
+    "num_key_value_heads": 8,
     "conv_L_cache": 3,
 }
+_CONV_READS = ("conv_L_cache", "layer_types", "tie_embedding")
 _CONV_RULES = rules(
     (
         Rule("{p}embed_tokens.weight", ("embed.weight",)),
@@ -53,7 +55,14 @@ _DELTA_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "max_position_embeddings": 32768,
+    "num_key_value_heads": 2,
 }
+_DELTA_READS = (
+    "partial_rotary_factor", "full_attention_interval", "layer_types", "linear_conv_kernel_dim",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads",
+)  # fmt: skip
+_DELTA_ONLY = {"hidden_act": "silu"}  # of the recurrence, too
 _DELTA_FIXED = {"norm_plus_one": True, "qk_norm": "head", "attention_gate": True}
 _GATED_ATTENTION = rules(
     layer(IN_LAYER + "self_attn.q_proj", "attention.q", "attention.gate", layout="gated_heads"),
@@ -131,7 +140,15 @@ RECURRENT = (
             "block_multiple_of": 256,
         },
         only={"conv_bias": False},
-        fixed={"qk_norm": "head"},
+        fixed={"qk_norm": "head", "activation": "silu"},
+        reads=(
+            *_CONV_READS,
+            "full_attn_idxs",
+            "block_ff_dim",
+            "block_auto_adjust_ff_dim",
+            "block_ffn_dim_multiplier",
+            "block_multiple_of",
+        ),
         rules=_CONV_RULES,
         gguf_rules=_CONV_GGUF,
     ),
@@ -155,9 +172,14 @@ RECURRENT = (
             "use_expert_bias": True,
             "routed_scaling_factor": 1.0,
             "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "intermediate_size": 7168,
         },
         only={"conv_bias": False},
-        fixed={"qk_norm": "head", "router": "sigmoid"},
+        fixed={"qk_norm": "head", "router": "sigmoid", "activation": "silu"},
+        reads=(*_CONV_READS, "num_dense_layers"),
         rules=rules(
             _CONV_RULES,
             experts("feed_forward", "w1", "w3", "w2"),
@@ -171,8 +193,10 @@ RECURRENT = (
         model_type="qwen3_5_text",
         gguf="qwen35",
         keys=BIASES,
-        defaults=_DELTA_DEFAULTS,
+        defaults={**_DELTA_DEFAULTS, "num_key_value_heads": 4, "intermediate_size": 12288},
+        only=_DELTA_ONLY,
         fixed=_DELTA_FIXED,
+        reads=_DELTA_READS,
         rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, FEED),
         gguf_rules=_DELTA_GGUF,
     ),
@@ -182,8 +206,15 @@ RECURRENT = (
         model_type="qwen3_5_moe_text",
         gguf="qwen35moe",
         keys=_SHARED_KEYS,
-        defaults={**_DELTA_DEFAULTS, **_SHARED_DEFAULTS, "num_experts_per_tok": 8},
+        defaults={
+            **_DELTA_DEFAULTS,
+            **_SHARED_DEFAULTS,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        only=_DELTA_ONLY,
         fixed=_DELTA_FIXED,
+        reads=_DELTA_READS,
         rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, _SHARED_EXPERTS),
         gguf_rules=_DELTA_GGUF,
     ),
@@ -198,10 +229,13 @@ RECURRENT = (
             **_SHARED_DEFAULTS,
             "intermediate_size": 5632,
             "num_experts_per_tok": 10,
+            "num_experts": 512,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
         },
+        only=_DELTA_ONLY,
         fixed=_DELTA_FIXED,
+        reads=(*_DELTA_READS, "decoder_sparse_step", "mlp_only_layers"),
         rules=rules(
             ENDS, _GATED_ATTENTION, _GROUPED_INPUTS, _DELTA, NORMS_BEFORE, FEED, _SHARED_EXPERTS
         ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from unspool.errors import ModelFileError
 from unspool.model.config import LayerShape, ModelConfig
-from unspool.model.family import Family
+from unspool.model.family import Family, check_length
 
 Raw = Mapping[str, Any]
 
@@ -16,17 +16,19 @@ Raw = Mapping[str, Any]
 def read_today(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
     """What else a config.json says of such a model."""
     if family.name == "ministral3":
-        rope = full.get("rope_parameters") or full.get("rope_scaling") or {}
+        rope = full.get("rope_scaling") or full["rope_parameters"]
         grown = float(rope.get("llama_4_scaling_beta") or 0.0)
         return query_growth(grown, int(rope.get("original_max_position_embeddings") or 0))
     if family.name == "granite":
         return {"logit_scale": 1 / full["logits_scaling"]}
     if family.name == "mellum":
-        kinds = full.get("mlp_layer_types") or ()
+        kinds = full.get("mlp_layer_types") or ["sparse"] * values["layers"]
+        check_length("mlp_layer_types", kinds, values["layers"])
         return {"dense_layers": tuple(n for n, kind in enumerate(kinds) if kind == "dense")}
     if family.name == "gemma":
         # Files that say "gelu" mean its approximation, too.
-        return {**gemma_scales(values), "activation": "gelu_tanh"}
+        activation = {"gelu": "gelu_tanh"}.get(values["activation"], values["activation"])
+        return {**gemma_scales(values), "activation": activation}
     if family.name == "gemma4":
         return _gemma4(full, values)
     return {}
@@ -65,6 +67,13 @@ def _gemma4(full: Raw, values: Raw) -> dict[str, Any]:
     told = full.get("per_layer_config")
     if told is None:
         told = {str(layer): wide for layer in range(layers) if not windows[layer]}
+    for layer, own in told.items():
+        known = isinstance(own, Mapping) and all(isinstance(v, int) for v in own.values())
+        if not known or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+            raise ModelFileError(
+                f"config.json: per_layer_config of layer {layer} may set head_dim and "
+                f"num_key_value_heads to whole numbers, got {own!r}"
+            )
     wider = 1 + bool(full.get("use_double_wide_mlp"))
     shared = range(layers - values["kv_shared"], layers) if values["kv_shared"] else range(0)
     shapes = tuple(

@@ -78,9 +78,22 @@ TODAY: tuple[Family, ...] = (
         defaults={
             "rms_norm_eps": 1e-5,
             "head_dim": 128,
+            "num_key_value_heads": 8,
             "rope_theta": 1_000_000.0,
             "max_position_embeddings": 262_144,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
         },
+        window_layers="all",
     ),
     like_llama(
         "granite",
@@ -98,14 +111,20 @@ TODAY: tuple[Family, ...] = (
             "residual_multiplier": 1.0,
             "logits_scaling": 1.0,
         },
+        reads=("logits_scaling",),
     ),
     like_llama(
         "olmo3",
         "Olmo3ForCausalLM",
         gguf="olmo2",
         keys=BIASES,
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "sliding_window": 4096,
+        },
         fixed={"norm_before": False, "norm_after": True, "qk_norm": "whole"},
+        rotary_by_kind=True,
         window_layers="three of four",
         rules=rules(ENDS, ATTENTION, NORMS_AFTER, FEED),
     ),
@@ -119,12 +138,21 @@ TODAY: tuple[Family, ...] = (
             "num_experts_per_tok": 8,
             "num_experts": 64,
             "moe_intermediate_size": 896,
+            "intermediate_size": 7168,
+            "num_key_value_heads": 4,
             "sliding_window": 1024,
-            "rope_theta": 500_000.0,
             "max_position_embeddings": 131_072,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
         },
         fixed={"qk_norm": "head"},
-        window_layers="none",
+        reads=("mlp_layer_types",),
+        other_names={"num_local_experts": "num_experts"},
+        rotary_reads=("rope_parameters",),
+        rotary_by_kind=True,
+        window_layers="listed",
         rules=rules(
             ENDS,
             ATTENTION,
@@ -141,8 +169,10 @@ TODAY: tuple[Family, ...] = (
             "hidden_act": "gelu_pytorch_tanh",
             "tie_word_embeddings": True,
             "head_dim": 256,
+            "num_key_value_heads": 16,
             "max_position_embeddings": 8192,
         },
+        only={"use_bidirectional_attention": False},
         fixed={"norm_plus_one": True},
     ),
     like_llama(
@@ -166,6 +196,7 @@ TODAY: tuple[Family, ...] = (
             "num_kv_shared_layers": 0,
             "hidden_size_per_layer_input": 256,
             "max_position_embeddings": 131_072,
+            "vocab_size_per_layer_input": 262_144,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
                 "full_attention": {
@@ -182,6 +213,21 @@ TODAY: tuple[Family, ...] = (
             "attention_scale": 1.0,
             "layer_scale": True,
         },
+        reads=(
+            "per_layer_config",
+            "global_head_dim",
+            "num_global_key_value_heads",
+            "attention_k_eq_v",
+            "use_bidirectional_attention",
+            "vocab_size_per_layer_input",
+            "use_double_wide_mlp",
+            "enable_moe_block",
+            "num_experts",
+            "top_k_experts",
+            "moe_intermediate_size",
+        ),
+        rotary_reads=("rope_parameters",),
+        rotary_by_kind=True,
         window_layers="five of six",
         rules=rules(
             ENDS,
@@ -194,32 +240,46 @@ TODAY: tuple[Family, ...] = (
     ),
 )
 
-# Types of models that are another family once their pictures are left out, and what those say by
-# their silence.
-Alias = tuple[str, dict[str, Any]]
-_QWEN2_VL: Alias = ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0})
-_QWEN3_VL: Alias = ("qwen3", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000})
+# Types of models that are another family once their pictures are left out, what those say by
+# their silence, and where else they differ from that family.
+Alias = tuple[str, dict[str, Any], dict[str, Any]]
+_NO_WINDOWS = {"window_layers": "", "window_needs_switch": False, "reads": ()}
+_QWEN2_VL: Alias = (
+    "qwen2",
+    {
+        "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_key_value_heads": 8,
+        "max_window_layers": 80,
+    },
+    {},
+)  # fmt: skip
+_QWEN3_VL: Alias = (
+    "qwen3", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}, _NO_WINDOWS,
+)  # fmt: skip
 _QWEN3_VL_MOE: Alias = (
     "qwen3-moe",
     {
         "rope_theta": 500_000.0, "max_position_embeddings": 128_000, "norm_topk_prob": True,
         "num_experts_per_tok": 4, "num_experts": 60, "moe_intermediate_size": 1408,
+        "num_key_value_heads": 16, "intermediate_size": 5632, "tie_word_embeddings": True,
+        "head_dim": None,
     },
+    {**_NO_WINDOWS, "reads": ("decoder_sparse_step", "mlp_only_layers")},
 )  # fmt: skip
 _GEMMA4_UNIFIED: Alias = (
     "gemma4", {
         "sliding_window": 1024, "max_position_embeddings": 262_144,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
     },
+    {},
 )  # fmt: skip
 ALIASES: dict[str, Alias] = {
-    "gemma3": ("gemma3", {}),
-    "gemma4": ("gemma4", {}),
+    "gemma3": ("gemma3", {}, {}),
+    "gemma4": ("gemma4", {}, {}),
     "gemma4_unified": _GEMMA4_UNIFIED,
     "gemma4_unified_text": _GEMMA4_UNIFIED,
-    "qwen3_5": ("qwen3.5", {}),
-    "qwen3_5_moe": ("qwen3.5-moe", {}),
-    "mistral3": ("mistral", {"sliding_window": None}),
+    "qwen3_5": ("qwen3.5", {}, {}),
+    "qwen3_5_moe": ("qwen3.5-moe", {}, {}),
+    "mistral3": ("mistral", {"sliding_window": None}, {}),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,

@@ -89,6 +89,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer, self.window = config, layer, config.window(layer)
         self.shape, self.source = config.shape(layer), config.kv_source(layer)
+        self.scale = config.score_scale(layer)
         width, out, shared = config.width, self.shape.out_width, self.shape.kv_width
         # Has keys and values, and does not read another layer's; and whether others read its own.
         # Said here, because a compiled layer serves all others in which such facts are the same.
@@ -229,6 +230,7 @@ class Attention(nn.Module):
             theirs,
             ours + 1 if visible_end is None else visible_end,
             self.sinks,
+            self.scale,
         )
 
 
@@ -245,13 +247,14 @@ def attention_weights(
     theirs: Tensor,
     visible_end: Tensor,
     sinks: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """`Attention.weights`, for a layer that sees the last `window` tokens (0: all), and as many
-    ahead in a model that sees the whole text."""
+    ahead in a model that sees the whole text. `scale`: of scores, where layers differ."""
     # Several query heads share one key head: put them side by side as more queries.
     group = query.shape[1] // key.shape[1]
     grouped = query.unflatten(1, (-1, group)).flatten(2, 3)
-    scores = (grouped @ key.transpose(-1, -2)).float() * config.scale
+    scores = (grouped @ key.transpose(-1, -2)).float() * (config.scale if scale is None else scale)
     scores = scores.unflatten(2, (group, -1)).flatten(1, 2)
     if config.attention_softcap:
         scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap

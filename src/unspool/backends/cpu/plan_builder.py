@@ -137,7 +137,7 @@ class _Builder(PlanParts):
                 heads=shape.heads,
                 window=config.window(layer),
                 both_ways=config.sight == "whole",
-                scale=config.scale,
+                scale=config.score_scale(layer),
                 cap=config.attention_softcap,
                 vector=f"{at}.sinks" if config.sinks else "",
             )

@@ -106,7 +106,7 @@ def attention_layers(weights: Weights, context: int) -> list[AttentionLayer]:
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_width=config.head_width,
-            scale=config.scale,
+            scale=config.score_scale(number),
             softcap=config.attention_softcap,
             window=config.window(number),
             norm_eps=config.norm_eps,

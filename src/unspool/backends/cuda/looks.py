@@ -53,7 +53,10 @@ class Looker:
             key = keys[pages * PAGE_SIZE + places % PAGE_SIZE].transpose(0, 1)[None]
             query = qkv[row, : heads * width].view(1, heads, 1, width)
             ours, ends = places.new_tensor([position]), places.new_tensor([end])
-            found = attention_weights(config, config.window(layer), query, key, ours, places, ends)
+            found = attention_weights(
+                config, config.window(layer), query, key, ours, places, ends,
+                scale=config.score_scale(layer),
+            )  # fmt: skip
             self._attention[number].append(found[0, :, 0])
 
     def added(self, attended: Tensor, fed: Tensor, layer: LayerWeights) -> None:

@@ -59,7 +59,7 @@ class TorchBackend:
         self.page_size, self.page_count = PAGE_SIZE, page_count
         self.page_bytes = page_bytes(model)
         self.vocab_size = config.vocab_size
-        self.context = context or config.context
+        self.context = context or config.default_context
         self._devices = layer_devices(model)
         self._table = BlockTable()
         self._states = States(config, state_count, self._devices)

@@ -91,7 +91,7 @@ def rank(
             f"no candidate has the length that was asked for ({sizes}); allow other lengths: "
             "gap(1, 8)"
         )
-    check_fits(max(len(row.ids) for row in fitting), lm.context)
+    check_fits(max(len(row.ids) for row in fitting), lm.context, lm.config.context)
     shared = _shared(fitting)
     if not shared:
         raise UnspoolError(

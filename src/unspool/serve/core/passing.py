@@ -36,7 +36,7 @@ def _size(model: Path) -> int:
     """Bytes of weights; an adapter is loaded together with the model that it was tuned from."""
     files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
     size = sum(file.stat().st_size for file in files)
-    with suppress(OSError, ValueError, KeyError, UnspoolError):
+    with suppress(OSError, ValueError, KeyError, TypeError, UnspoolError):
         config = json.loads((model / "adapter_config.json").read_text(encoding="utf-8"))
         size += _size(find_model(config["base_model_name_or_path"], offline=True, progress=False))
     return size

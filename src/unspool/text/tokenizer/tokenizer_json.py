@@ -170,11 +170,18 @@ class _Folder:
         value = self.named.get(name)
         if isinstance(value, Mapping):
             value = value.get("content")
+        if not isinstance(value, str | None):
+            raise self._wrong_type("tokenizer_config.json", name, "a string", value)
         return self.library.token_to_id(value) if isinstance(value, str) and value else None
 
     def _flag(self, name: str, usual: bool) -> bool:
         value = self.config.get(name)
-        return value if isinstance(value, bool) else usual
+        if not isinstance(value, bool | None):
+            raise self._wrong_type("tokenizer_config.json", name, "true or false", value)
+        return usual if value is None else value
+
+    def _wrong_type(self, file: str, key: str, type_: str, value: object) -> ModelFileError:
+        return ModelFileError(f"{self.folder / file}: {key} must be {type_}, got {value!r:.60}")
 
     def _template_ends(self) -> tuple[list[int], list[int]]:
         """The tokens that the file's own template puts before and behind a text."""
@@ -190,9 +197,11 @@ class _Folder:
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             value = self._json(name).get("eos_token_id")
-            for n in value if isinstance(value, list) else [value]:
-                if isinstance(n, int) and 0 <= n < size:
-                    found.add(n)
+            several = value if isinstance(value, list) else [value]
+            if any(isinstance(n, bool) or not isinstance(n, int | None) for n in several):
+                type_ = "a whole number or a list of them"
+                raise self._wrong_type(name, "eos_token_id", type_, value)
+            found.update(n for n in several if n is not None and 0 <= n < size)
         return found
 
     def _chat_template(self) -> str | None:
@@ -210,7 +219,9 @@ class _Folder:
                 if isinstance(entry, Mapping)
             }
             template = by_name.get("default") or next(iter(by_name.values()), None)
-        return template if isinstance(template, str) else None
+        if not isinstance(template, str | None):
+            raise self._wrong_type("tokenizer_config.json", "chat_template", "a string", template)
+        return template
 
     def _style(self) -> tuple[str, pieces.PieceToBytes, Any]:
         """The kind of vocabulary, and how its pieces are written."""

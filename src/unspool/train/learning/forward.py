@@ -70,15 +70,21 @@ class Sight:
         grouped = query.shape[1] != key.shape[1]
         if mask is ALL:
             return functional.scaled_dot_product_attention(
-                query, key, value, scale=config.scale, enable_gqa=grouped
+                query, key, value, scale=attention.scale, enable_gqa=grouped
             )
         if mask is not None and not isinstance(mask, Tensor):
             mixed: Tensor = _flex()(
-                query, key, value, block_mask=mask, scale=config.scale, enable_gqa=grouped
+                query, key, value, block_mask=mask, scale=attention.scale, enable_gqa=grouped
             )
             return mixed
         return functional.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=mask is None, scale=config.scale, enable_gqa=grouped
+            query,
+            key,
+            value,
+            mask,
+            is_causal=mask is None,
+            scale=attention.scale,
+            enable_gqa=grouped,
         )
 
 
@@ -167,7 +173,7 @@ def _attend(
     config = attention.config
     group = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, 1) for part in (key, value))
-    scores = (query @ key.transpose(-1, -2)).float() * config.scale
+    scores = (query @ key.transpose(-1, -2)).float() * attention.scale
     if config.attention_softcap:
         scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
     if mask is None:

@@ -1,0 +1,278 @@
+"""Every setting of transformers' configuration classes is honoured, irrelevant, or refused; and a
+value of a wrong type, in any file that is read, is an error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from tiny_gguf import write_tiny
+from tokenizers import Tokenizer, models
+from transformers import CONFIG_MAPPING
+
+import tiny_masked
+from adapter_support import random_adapter
+from unspool.errors import ModelFileError, UnspoolError
+from unspool.model.adapters import read_adapter, write_adapter
+from unspool.model.config_gguf import config_from_gguf
+from unspool.model.config_hf import config_from_hf
+from unspool.model.families import _ALL, family_of_model_type
+from unspool.model.family import Family
+from unspool.model.gguf import GGUFFile
+from unspool.model.today_families import ALIASES
+from unspool.text.tokenizer.tokenizer_json import read_tokenizer_json
+
+_BASE = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
+_TRAINING = "only training"
+_TOKENS = "a token's number: the tokenizer's business"
+_OTHER_HEAD = "of heads for other tasks than language modelling"
+_HOW = "how it is computed, not what"
+_OUTPUT = "what is returned beside the logits"
+_DRAFTS = "of layers that draft, which are not loaded"
+
+# Fields that do not change the logits of a text, each with the reason.
+IRRELEVANT: dict[str, str] = {
+    "initializer_range": _TRAINING,
+    "initializer_cutoff_factor": _TRAINING,
+    "rescale_prenorm_residual": _TRAINING,
+    "router_aux_loss_coef": _TRAINING,
+    "router_jitter_noise": _TRAINING,
+    "time_step_min": _TRAINING,
+    "time_step_max": _TRAINING,
+    "time_step_floor": _TRAINING,
+    "expand": "mamba_num_heads and mamba_head_dim say it",
+    "sparse_prediction": _TRAINING,
+    "sparse_pred_ignore_index": _TRAINING,
+    "bos_token_id": _TOKENS,
+    "pad_token_id": _TOKENS,
+    "cls_token_id": _TOKENS,
+    "sep_token_id": _TOKENS,
+    "use_cache": _HOW,
+    "pretraining_tp": _HOW,
+    "reorder_and_upcast_attn": _HOW,
+    "deterministic_flash_attn": _HOW,
+    "use_mamba_kernels": _HOW,
+    "residual_in_fp32": _HOW,
+    "mamba_ssm_cache_dtype": _HOW,
+    "mamba_chunk_size": _HOW,
+    "chunk_size": _HOW,
+    "moe_shared_expert_overlap": _HOW,
+    "num_logits_to_keep": _OUTPUT,
+    "output_router_logits": _OUTPUT,
+    "classifier_pooling": _OTHER_HEAD,
+    "summary_type": _OTHER_HEAD,
+    "summary_use_proj": _OTHER_HEAD,
+    "summary_activation": _OTHER_HEAD,
+    "summary_proj_to_labels": _OTHER_HEAD,
+    "num_mtp_layers": _DRAFTS,
+    "mtp_layer_types": _DRAFTS,
+    "mtp_mlp_layer_types": _DRAFTS,
+    "num_nextn_predict_layers": _DRAFTS,
+    "mtp_layers_block_type": _DRAFTS,
+    "type_vocab_size": "the table's shape says it, and a text is of one type",
+}
+# The same for one kind of model only: transformers itself does not read these there.
+IRRELEVANT_IN = {
+    ("nemotron_h", "sliding_window"): "no layer has a window",
+    ("nemotron_h", "attention_bias"): "its projections never have one",
+    ("gemma3_text", "attn_logit_softcapping"): "its attention never caps scores",
+    ("gpt_neox", "is_decoder"): "attention is causal in any case",
+}
+# Sizes without which a config.json is incomplete; transformers makes some up.
+SIZES = {"vocab_size", "width", "layers", "heads", "context"}
+TYPES = sorted({*(family.model_type for family in _ALL), *ALIASES} & set(CONFIG_MAPPING))
+TEXT_TYPES = [name for name in TYPES if "text_config" not in CONFIG_MAPPING[name].__annotations__]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def fields_of(model_type: str) -> dict[str, Any]:
+    """Settings of a model's own class in transformers, with what they are by default."""
+    fields = dataclasses.fields(CONFIG_MAPPING[model_type])
+    return {field.name: default_of(field) for field in fields if field.name not in _BASE}
+
+
+@pytest.mark.parametrize("model_type", TEXT_TYPES)
+def test_every_field_is_classified(model_type: str) -> None:
+    family = family_of_model_type(model_type)
+    unknown = [
+        name
+        for name in fields_of(model_type)
+        if name not in family.settings
+        and name not in IRRELEVANT
+        and (family.model_type, name) not in IRRELEVANT_IN
+        and not name.endswith(("dropout", "pdrop", "_dropout_prob"))
+    ]
+    assert not unknown, f"honour these, refuse them, or say why they are irrelevant: {unknown}"
+
+
+@pytest.mark.parametrize("model_type", TEXT_TYPES)
+def test_silence_means_what_it_means_in_transformers(model_type: str) -> None:
+    family = family_of_model_type(model_type)
+    theirs = fields_of(model_type)
+    sizes = {family.keys[name] for name in SIZES}
+    differing = {
+        name: (value, family.defaults.get(name))
+        for name, value in theirs.items()
+        if name in family.settings
+        and not (name in sizes and name not in family.defaults)
+        and not same(family, name, value, family.defaults.get(name))
+    }
+    assert not differing, f"(transformers' default, ours): {differing}"
+
+
+def same(family: Family, name: str, theirs: Any, ours: Any) -> bool:
+    if name == "rope_parameters":  # the default is made by code there
+        return True
+    if name in ("eos_token_id", "time_step_limit", "intermediate_size"):
+        return True  # nothing is made up
+    wanted = family.required.get(name, ours)
+    return (theirs or None) == ((wanted if ours is None else ours) or None)
+
+
+# -- wrong types ----------------------------------------------------------------------------
+
+WRONG: list[Any] = [
+    None, "x", [], ["x"], [[]], {}, {"full_attention": 5}, 0, -1, 10**30, 1e300, math.nan, 1.5,
+    True,
+]  # fmt: skip
+
+
+def changed(raw: dict[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same with one value after the other changed, also within objects."""
+    for key in keys:
+        yield from ((f"{key}: {value!r}", {**raw, key: value}) for value in WRONG)
+        inner = raw.get(key)
+        if isinstance(inner, dict):
+            for where, other in changed(inner, inner):
+                yield f"{key}, {where}", {**raw, key: other}
+
+
+def plain(model_type: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    return found
+
+
+_QWEN = plain("qwen3")
+FAMILIES = {
+    **{family.name: plain(family.model_type) for family in _ALL if family.model_type in TEXT_TYPES},
+    "llada": tiny_masked.LLADA_CONFIG,
+    **{t: {**_QWEN, "model_type": t, "mask_token_id": 5} for t in ("Dream", "sdar", "a2d-qwen3")},
+}
+OTHERS = {
+    "multimodal": {"model_type": "gemma3", "text_config": plain("gemma3_text")},
+    "unspool": {
+        "model_type": "unspool",
+        "settings": json.loads(json.dumps(config_from_hf(plain("phi3")).to_dict())),
+    },
+    "fp8": {**_QWEN, "quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
+    "gptq": {**_QWEN, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "compressed": {
+        **_QWEN,
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_any_value_is_read_or_refused(name: str) -> None:
+    raw = {**FAMILIES, **OTHERS}[name]
+    config_from_hf(raw)
+    keys = {"model_type", "quantization_config", "quantization", "text_config", "settings"}
+    if name in FAMILIES:
+        keys |= family_of_model_type(raw["model_type"]).settings
+    for where, other in changed(raw, sorted(keys)):
+        try:
+            config_from_hf(other)
+        except UnspoolError as error:
+            assert "cannot be understood as" not in str(error), f"{where} is not named: {error}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": ["llama"]}, r"model_type must be a string, got \["),
+        ({"eos_token_id": "x"}, "eos_token_id must be a whole number or a list of them, got"),
+        ({"quantization_config": "x"}, "quantization_config must be an object, got"),
+        ({"text_config": 5}, "text_config must be an object, got 5"),
+        ({"num_hidden_layers": "12"}, 'num_hidden_layers must be a whole number, got "12"'),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number, got null"),
+        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),
+    ],
+)
+def test_a_wrong_type_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        config_from_hf({**plain("llama"), **changes})
+
+
+def test_any_gguf_metadata_is_read_or_refused(tmp_path: Path) -> None:
+    file = GGUFFile(write_tiny(tmp_path / "m.gguf"))
+    config_from_gguf(file)
+    optional = (
+        "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.original_context_length", "attention.sliding_window", "attention.causal",
+        "attention.key_length", "attention.value_length", "expert_count", "expert_used_count",
+    )  # fmt: skip
+    arrays = [np.array(["x"]), np.array([], np.int64), np.array([1, 2]), np.array([math.nan])]
+    metadata = dict(file.metadata)
+    for key in (*metadata, *(f"llama.{key}" for key in optional)):
+        for value in (*WRONG, *arrays):
+            file.metadata = {**metadata, key: value}
+            with contextlib.suppress(UnspoolError):
+                config_from_gguf(file)
+    file.metadata = {**metadata, "llama.block_count": "x"}
+    with pytest.raises(ModelFileError, match="block_count is 'x', not a number"):
+        config_from_gguf(file)
+
+
+def test_any_adapter_config_is_read_or_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = config_from_hf({**plain("llama"), **sizes, **heads})
+    write_adapter(random_adapter(config, 2, seed=0), tmp_path, config)
+    file = tmp_path / "adapter_config.json"
+    raw = json.loads(file.read_text())
+    for _, other in changed(raw, raw):
+        file.write_text(json.dumps(other))
+        with contextlib.suppress(UnspoolError):
+            read_adapter(tmp_path, config)
+    file.write_text(json.dumps({**raw, "lora_alpha": "x", "alpha_pattern": {}}))
+    with pytest.raises(ModelFileError, match="lora_alpha must be a number, got 'x'"):
+        read_adapter(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be a whole number"),
+        ("generation_config.json", {"eos_token_id": [True]}, "eos_token_id must be a whole number"),
+        ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
+        ("tokenizer_config.json", {"eos_token": 5}, "eos_token must be a string, got 5"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be a string, got 5"),
+    ],
+)
+def test_a_wrong_type_beside_the_vocabulary_is_named(
+    file: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    read_tokenizer_json(tmp_path / "tokenizer.json")
+    (tmp_path / file).write_text(json.dumps(changes))
+    with pytest.raises(ModelFileError, match=message):
+        read_tokenizer_json(tmp_path / "tokenizer.json")
