@@ -43,6 +43,7 @@ from functools import cached_property
 
 from unspool import __version__
 from unspool.errors import UnspoolError
+from unspool.model.memory import release_memory
 from unspool.serve.core.adapters import AdapterEntry, AdapterFolder
 from unspool.serve.http.errors import ApiError, shutting_down
 from unspool.serve.http.logs import log_event
@@ -438,7 +439,7 @@ class ModelRegistry:
 
     async def _close(self, served: ServedModel) -> None:
         try:
-            await asyncio.wrap_future(self._threads.submit(served.lm.close))
+            await asyncio.wrap_future(self._threads.submit(_close_model, served.lm))
         except Exception as error:
             log_event("close_failed", logging.ERROR, exc_info=error, model=served.name)
         finally:
@@ -457,9 +458,9 @@ class ModelRegistry:
         """Close models that were idle for their `keep_alive`. Runs as long as the server does."""
         while True:
             self._released.clear()
-            for served in list(self.loaded.values()):
-                if served.due <= time.monotonic():
-                    self._begin_close(served)
+            for due_now in [each for each in self.loaded.values() if each.due <= time.monotonic()]:
+                self._begin_close(due_now)
+                del due_now  # or it would be held while this waits
             due = min((served.due for served in self.loaded.values()), default=math.inf)
             with suppress(TimeoutError):
                 remaining = None if due == math.inf else max(0.0, due - time.monotonic())
@@ -566,6 +567,12 @@ def _as_exception(error: BaseException) -> Exception:
     return wrapped.with_traceback(error.__traceback__)
 
 
+def _close_model(lm: Session) -> None:
+    lm.close()
+    del lm
+    release_memory()
+
+
 def _close_result(result: Future[ServedModel | Exception]) -> None:
     if not result.cancelled() and isinstance(outcome := result.result(), ServedModel):
-        outcome.lm.close()
+        _close_model(outcome.lm)
