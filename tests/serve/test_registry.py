@@ -214,6 +214,38 @@ def test_closing_takes_away_only_the_model_it_closes():
     run(check())
 
 
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("smollm2-135m-instruct:poet", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("smollm2-135m:poet", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("SmolLM2:Poet", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("smollm2:poet:latest", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("smollm2:clerk", None),
+        ("qwen3:poet", None),  # adapters belong to the first model
+        ("smol:poet", None),
+        (":poet", None),
+        ("poet", None),
+        ("smollm2:", None),
+        ("smollm2", "SmolLM2-135M-Instruct.Q4"),
+    ],
+)
+def test_adapters_have_short_names_as_models_do(tmp_path: Path, name: str, meaning: str | None):
+    write_adapter(tmp_path / "poet", "poems")
+    machine = Machine(room=10)
+    entries = [machine.entry("SmolLM2-135M-Instruct.Q4", 1), machine.entry("Qwen3-0.6B", 1)]
+    registry = ModelRegistry(entries, room=10, adapters=AdapterFolder(tmp_path))
+    if meaning is not None:
+        assert registry.entry(name).name == meaning
+        return
+    with pytest.raises(ApiError, match="there is no model") as refusal:
+        registry.entry(name)
+    assert refusal.value.status == 404
+
+
 # -- waiting: fair, bounded, cancellable -------------------------------------------------------
 
 

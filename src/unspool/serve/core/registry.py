@@ -196,13 +196,20 @@ class ModelRegistry:
             return ephemeral
         if name in self.loaded:  # an ephemeral model outlives its files
             return self.loaded[name].entry
-        matches = self._match_models(name)
+        matches = self._match_models(name) or self._match_adapters(name, adapters)
         if len(matches) != 1:
             known = ", ".join(matches or [*self.entries, *adapters])
             wrong = "several models are" if matches else "there is no model"
             message = f"{wrong} {name[:100]!r}; there is {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return self.entries[matches[0]]
+        return self.entries.get(matches[0]) or adapters[matches[0]]
+
+    def _match_adapters(self, name: str, adapters: dict[str, AdapterEntry]) -> list[str]:
+        """Adapters of which the model's part is a shorter name: `smollm2:poet`."""
+        model, _, short = name.lower().removesuffix(":latest").rpartition(":")
+        bases = self._match_models(model) if model else []
+        entries = adapters.values()
+        return [each.name for each in entries if each.base in bases and each.short.lower() == short]
 
     def _match_models(self, name: str) -> list[str]:
         """Models that a shorter name may mean, or one as Ollama writes it: `name:tag`."""
