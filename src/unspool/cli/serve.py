@@ -67,6 +67,12 @@ def serve(
     deadline: Annotated[
         float, typer.Option(help="Seconds for a request.", rich_help_panel=_LIMITS)
     ] = 600.0,
+    write_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds before a client that reads nothing is dropped.", rich_help_panel=_LIMITS
+        ),
+    ] = 60.0,
     drain: Annotated[
         float,
         typer.Option(
@@ -180,6 +186,7 @@ def serve(
         max_branches=max_branches,
         deadline=deadline,
         drain=drain,
+        write_seconds=write_timeout,
         log_prompts=log_prompts,
         runs=runs,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import re
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from unspool.errors import SettingsError
@@ -31,6 +35,16 @@ def free_memory() -> int:
         return max(0, min(free, limit - used))
     except (OSError, ValueError, LookupError):  # no limit, or "max"
         return free
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system, which allocators would keep for themselves."""
+    gc.collect()  # errors and views make cycles
+    if "torch" in sys.modules and (torch := sys.modules["torch"]).cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _modest_guess() -> int:

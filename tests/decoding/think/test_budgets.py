@@ -111,7 +111,9 @@ def test_one_that_the_budget_cuts_short_does_not_win(tiny_lm):
 def test_what_a_device_begins_ahead_is_counted_too(tiny_lm, policy):
     """Steps that overlap run a token of a text that has ended already, as nobody knew."""
     lm = copy.copy(tiny_lm)
-    lm._engine = Engine(NullModel(overlaps=True, vocab_size=lm.vocab_size, context=128, pages=200))
+    null = NullModel(overlaps=True, vocab_size=lm.vocab_size, context=128, pages=200)
+    lm._shared = copy.copy(tiny_lm._shared)
+    lm._shared.engine = Engine(null)
     lm.end_ids = frozenset(range(0, lm.vocab_size, 9))
     step = {} if policy in ("best-of", "restarts") else {"step": "tokens", "tokens": 3}
     for budget in (60, 150, 400):
@@ -122,7 +124,7 @@ def test_what_a_device_begins_ahead_is_counted_too(tiny_lm, policy):
         assert meter.tokens <= thought.spent.total <= budget
         assert thought.spent.written <= written + len(texts)
     assert pages_left(lm) == 0
-    lm._engine.close()
+    lm.engine.close()
 
 
 def test_arithmetic():

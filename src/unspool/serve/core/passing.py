@@ -21,15 +21,24 @@ _KEYS_MEMORY = 256 << 20
 
 def passing_entry(name: str, folder: Path, source: str) -> ModelEntry:
     """A model by its name and its folder."""
-    made = [file.stat().st_mtime_ns for file in folder.glob("*.safetensors")]
     load = partial(_load, folder)
-    return ModelEntry(name, load, _size(folder), source=source, made=max(made, default=0))
+    return ModelEntry(name, load, _size(folder), source=source, stamp=_file_stamps(folder))
 
 
 def shipped_entry(name: str) -> ModelEntry | None:
     """A model that came with Unspool; nothing else is ever found here."""
     folder = shipped_models().get(name)
     return None if folder is None else passing_entry(name, folder, "shipped")
+
+
+def _file_stamps(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """What changes when one of a model's files is rewritten, added or removed."""
+    stamps = []
+    for file in sorted(folder.glob("*")):
+        with suppress(OSError):  # removed meanwhile
+            stat = file.stat()
+            stamps.append((file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return tuple(stamps)
 
 
 def _size(model: Path) -> int:

@@ -1,33 +1,52 @@
-"""The models a server has: loaded when first asked for, put back when memory is needed.
+"""The models of a server: loaded on demand, evicted when memory is needed.
 
-    registry = ModelRegistry([ModelEntry("smollm", load_it)], room=8 << 30)
+    registry = ModelRegistry([ModelEntry("smollm", load_it, size)], room=8 << 30)
     async with registry.use("smollm") as served:
         served.lm.begin(...)
 
-One model is loaded at a time. Room for it is made by closing models that nobody uses, the one
-that was used longest ago first. A model that is in use is never closed.
+A small state machine, all of it on the event loop; threads only load and close:
 
-Beside the models that are listed there are passing ones, found by their names when somebody asks
-(`find`): checkpoints of trainings, puzzle solvers. Of these only so many are in memory at once.
+    absent -> loading -> loaded <-> draining -> closing -> absent
+
+Every request takes a ticket and is a user of its model from the moment the ticket is granted.
+Tickets are served in the order of asking. A ticket for a loaded model is granted at once. The first
+ticket whose model does not fit makes the least recently used models leave: idle ones are closed,
+busy ones drain (new requests for them queue up behind that ticket). Models are loaded one at a
+time, and a loaded model is granted to all who wait for it before anything else happens. So a model
+that is in use is never closed, and a steady stream of requests for one model starves no other.
+
+`_advance` takes all these decisions, without waiting, whenever something has changed. Nothing is
+locked. A waiting request may be cancelled at any time.
+
+A model whose files were rewritten gets a new version. The old one is retired: it answers those who
+use it already, and nobody else.
+
+Beside the models that are listed there are ephemeral ones (`passing`), found by name (`find`):
+checkpoints of training runs, puzzle solvers. At most MAX_PASSING of these are in memory at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
+import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import traceback
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from unspool import __version__
 from unspool.errors import UnspoolError
+from unspool.model.memory import release_memory
 from unspool.serve.core.adapters import AdapterEntry, AdapterFolder
-from unspool.serve.http.errors import ApiError
-from unspool.serve.http.threads import in_thread
+from unspool.serve.http.errors import ApiError, shutting_down
+from unspool.serve.http.logs import log_event
 from unspool.session import Session
 from unspool.text.tools.formats import ToolFormat, tool_format
 
@@ -38,24 +57,28 @@ class ModelEntry:
 
     name: str
     load: Callable[[], Session]
-    size: int  # bytes it is expected to take, keys and values not counted
-    source: str = ""  # whose store it was found in
-    made: int = 0  # tells its files from others that have its name later
+    size: int  # bytes of its weights; the KV cache is not counted
+    source: str = ""  # the store it was found in
+    stamp: Hashable = 0  # changes when its files are rewritten
 
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model in memory."""
+    """A model in memory, or a view of one with an adapter."""
 
     name: str
     lm: Session
-    fingerprint: str  # `system_fingerprint`: the same one, the same seed, the same text
+    fingerprint: str  # `system_fingerprint`: equal fingerprint and seed give equal text
     tools: ToolFormat
-    keep_alive: float | None  # seconds it stays when nobody uses it; None: until room is needed
-    users: int = 0
-    used: float = field(default_factory=time.monotonic)
-    adapted: dict[str, ServedModel] = field(default_factory=dict)  # the same with adapters
+    keep_alive: float | None  # seconds an idle model stays; None: until its memory is needed
+    entry: ModelEntry
+    version: int  # grows each time its files are rewritten
+    users: int = 0  # requests that hold it
+    used: float = field(default_factory=time.monotonic)  # when its last user left
+    adapted: dict[str, ServedModel] = field(default_factory=dict)  # views, by `model:adapter`
+    adapting: dict[str, tuple[int, asyncio.Task[ServedModel]]] = field(default_factory=dict)
     stamp: int = 0  # of an adapter: when its weights were written
+    base: ServedModel | None = None  # of an adapter: the model itself
 
     @property
     def is_alive(self) -> bool:
@@ -64,7 +87,7 @@ class ServedModel:
 
     @property
     def due(self) -> float:
-        """When it is to go, by time.monotonic()."""
+        """When to close it, by time.monotonic()."""
         forever = self.users or self.keep_alive is None
         return math.inf if forever else self.used + (self.keep_alive or 0.0)
 
@@ -75,11 +98,31 @@ class ServedModel:
         return max(map(len, map(tokenizer.token_bytes, range(len(tokenizer)))))
 
 
-MAX_PASSING = 8  # as many as are looked at side by side, and two more
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """A request that waits for a model."""
+
+    entry: ModelEntry
+    version: int
+    turn: asyncio.Future[ServedModel]
+    beside: ServedModel | None  # a model that the request holds already
+
+
+@dataclass(eq=False, slots=True)
+class _Loading:
+    """The model that is being loaded."""
+
+    entry: ModelEntry
+    version: int
+    task: asyncio.Task[None] | None = None
+
+
+MAX_PASSING = 8  # as many as are compared side by side, and two more
+_THREADS = 8  # that load and close; a load must not wait for requests that fill other pools
 
 
 class ModelRegistry:
-    """All models of one server."""
+    """All models of one server. Every method runs on the event loop, except `add`."""
 
     def __init__(
         self,
@@ -98,21 +141,36 @@ class ModelRegistry:
         self.room, self.idle = room, idle
         self._adapters = adapters
         self.find: Callable[[str], ModelEntry | None] = lambda _: None
-        self.passing: dict[str, ModelEntry] = {}  # that were found so
         self.loaded: dict[str, ServedModel] = {}
         self.created = int(time.time())
-        self._loading = asyncio.Lock()
-        self._tasks: dict[str, asyncio.Future[None]] = {}  # of models that are being loaded
-        self._freed = asyncio.Event()  # a model lost its last user: for who waits for room ...
-        self._released = asyncio.Event()  # ... and for who lets unused models go
+        self._tickets: list[_Ticket] = []  # waiting; those of requests that hold a model first
+        self._loading: _Loading | None = None
+        self._draining: set[ServedModel] = set()  # of `loaded`; decided anew by `_advance`
+        self._retired: set[ServedModel] = set()  # in use, and replaced by a newer version
+        self._closing: dict[ServedModel, asyncio.Task[None]] = {}
+        self._versions = itertools.count(1)
+        self._released = asyncio.Event()  # a model became idle, or is to be unloaded
+        self._is_stopped = False
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="unspool-models")
 
     def add(self, entries: Sequence[ModelEntry]) -> None:
-        """More models, found later; on any thread. A name that is taken keeps its model."""
+        """Add models that were found later, from any thread. A name that is taken keeps its
+        model."""
         new = {entry.name: entry for entry in entries if entry.name not in self.entries}
         self.entries = {**self.entries, **new}
 
+    # -- names ---------------------------------------------------------------------------------
+
+    @property
+    def passing(self) -> dict[str, ModelEntry]:
+        """The ephemeral models in memory."""
+        loaded = self.loaded.values()
+        return {each.name: each.entry for each in loaded if each.name not in self.entries}
+
     def is_loading(self, name: str) -> bool:
-        return name in self._tasks
+        """Whether the model is being loaded, or waits for its turn."""
+        is_waiting = any(ticket.entry.name == name for ticket in self._tickets)
+        return is_waiting or (self._loading is not None and self._loading.entry.name == name)
 
     def adapters(self) -> dict[str, AdapterEntry]:
         """The adapters of the first model that are there now, by `model:adapter`."""
@@ -134,155 +192,394 @@ class ModelRegistry:
         adapters = self.adapters()
         if name in adapters:
             return adapters[name]
-        if (passing := self._passing(name)) is not None:
-            return passing
-        found = self._meant_by(name.lower())
-        if len(found) != 1:
-            known = ", ".join(found or [*self.entries, *adapters])
-            wrong = "several models are" if found else "there is no model"
+        if (ephemeral := self.find(name)) is not None:
+            return ephemeral
+        if name in self.loaded:  # an ephemeral model outlives its files
+            return self.loaded[name].entry
+        matches = self._match_models(name) or self._match_adapters(name, adapters)
+        if len(matches) != 1:
+            known = ", ".join(matches or [*self.entries, *adapters])
+            wrong = "several models are" if matches else "there is no model"
             message = f"{wrong} {name[:100]!r}; there is {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        return self.entries[found[0]]
+        return self.entries.get(matches[0]) or adapters[matches[0]]
 
-    def _passing(self, name: str) -> ModelEntry | None:
-        """A model that is not listed; one in memory stays known when its files are gone."""
-        found = self.find(name)
-        if found is None:
-            return self.passing.get(name) if name in self.loaded else None
-        served = self.loaded.get(found.name)
-        is_stale = served is not None and self.passing[found.name].made != found.made
-        if served is not None and is_stale and not served.users:  # its files are others now
-            del self.loaded[found.name]
-            asyncio.get_running_loop().run_in_executor(None, served.lm.close)
-        self.passing[found.name] = found
-        return found
+    def _match_adapters(self, name: str, adapters: dict[str, AdapterEntry]) -> list[str]:
+        """Adapters of which the model's part is a shorter name: `smollm2:poet`."""
+        model, _, short = name.lower().removesuffix(":latest").rpartition(":")
+        bases = self._match_models(model) if model else []
+        entries = adapters.values()
+        return [each.name for each in entries if each.base in bases and each.short.lower() == short]
 
-    def _meant_by(self, name: str) -> list[str]:
+    def _match_models(self, name: str) -> list[str]:
         """Models that a shorter name may mean, or one as Ollama writes it: `name:tag`."""
-        wanted = re.sub("[:.]", "-", name.removesuffix(":latest"))
-        known = {own: re.sub("[:.]", "-", own.lower()) for own in self.entries}
-        same = [own for own, spelled in known.items() if spelled == wanted]
+        pattern = re.sub("[:.]", "-", name.lower().removesuffix(":latest"))
+        spellings = {known: re.sub("[:.]", "-", known.lower()) for known in self.entries}
+        same = [known for known, spelling in spellings.items() if spelling == pattern]
         return same or [
-            own
-            for own, spelled in known.items()
-            if re.match(re.escape(wanted) + "[^a-z0-9]", spelled)
+            known
+            for known, spelling in spellings.items()
+            if re.match(re.escape(pattern) + "[^a-z0-9]", spelling)
         ]
 
+    # -- using a model -------------------------------------------------------------------------
+
     @asynccontextmanager
-    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """A model for as long as it is needed; loaded first if it is not."""
+    async def use(
+        self, name: str | None, *, beside: ServedModel | None = None
+    ) -> AsyncIterator[ServedModel]:
+        """Hold a model; it is loaded first if it is not in memory.
+
+        Args:
+            name: The model, or `model:adapter`; None for the first model.
+            beside: The model that the request holds already. Such a request goes first, and fails
+                at once where waiting could not help: both do not fit together, or all that could
+                make room is held by requests that wait for room themselves.
+        """
         entry = self.entry(name)
         if isinstance(entry, AdapterEntry):
-            async with self.use(entry.base) as base:
-                yield await self._adapted(base, entry)
+            async with self.use(entry.base, beside=beside) as base:
+                yield await self._adapt(base, entry)
             return
-        served = await self._loaded(entry)
-        served.users += 1
+        served = await self._acquire(entry, beside)
         try:
             yield served
         finally:
-            served.users -= 1
-            served.used = time.monotonic()
-            if not served.users:
-                self._freed.set()
-                self._released.set()
+            self._release(served)
 
-    async def _adapted(self, base: ServedModel, entry: AdapterEntry) -> ServedModel:
-        """The model with an adapter, which is loaded if it is not, or if it has changed."""
-        async with self._loading:
-            known = base.adapted.get(entry.name)
-            if known is None or known.stamp != entry.stamp:
-                known = base.adapted[entry.name] = await in_thread(_load_adapter, base, entry)
-        return known
-
-    async def _loaded(self, entry: ModelEntry) -> ServedModel:
-        while (served := self.loaded.get(entry.name)) is None:
-            if entry.name not in self._tasks:
-                self._tasks[entry.name] = asyncio.ensure_future(self._load(entry))
-            # Who asked for it may leave; the model is loaded all the same, for the next one.
-            await asyncio.shield(self._tasks[entry.name])
-        return served
-
-    async def _load(self, entry: ModelEntry) -> None:
+    async def _acquire(self, entry: ModelEntry, beside: ServedModel | None) -> ServedModel:
+        """Wait for a model, and count as its user."""
+        holding = None if beside is None else beside.base or beside
+        turn: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
+        ticket = _Ticket(entry, self._current_version(entry), turn, holding)
+        if holding is None:
+            self._tickets.append(ticket)
+        else:
+            others = sum(other.beside is not None for other in self._tickets)
+            self._tickets.insert(others, ticket)
+        self._advance()
         try:
-            async with self._loading:
-                await self._make_room(entry)
-                self.loaded[entry.name] = await in_thread(_load_model, entry, self.idle)
-        finally:
-            del self._tasks[entry.name]
+            return await turn
+        except BaseException:
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
+                self._advance()  # what stood behind it may go on
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._release(turn.result())  # it was granted just then
+            raise
 
-    async def _make_room(self, entry: ModelEntry) -> None:
-        """Close models that nobody uses until this one fits; wait for those that are in use."""
-        while among := self._too_many(entry):
-            unused = [served for served in among if not served.users]
-            if unused:
-                await self.close(min(unused, key=lambda served: served.used))
+    def _current_version(self, entry: ModelEntry) -> int:
+        """The newest known version of a model; a new one if its files were rewritten since."""
+        known: list[_Ticket | _Loading | ServedModel] = [
+            ticket for ticket in self._tickets if ticket.entry.name == entry.name
+        ]
+        if self._loading is not None and self._loading.entry.name == entry.name:
+            known.append(self._loading)
+        if entry.name in self.loaded:
+            known.append(self.loaded[entry.name])
+        newest = max(known, key=lambda each: each.version, default=None)
+        is_same = newest is not None and newest.entry.stamp == entry.stamp
+        return newest.version if newest is not None and is_same else next(self._versions)
+
+    def _release(self, served: ServedModel) -> None:
+        served.users -= 1
+        served.used = time.monotonic()
+        if served.users:
+            return
+        if served in self._retired:
+            self._begin_close(served)
+        self._released.set()
+        self._advance()
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Grant, load and close whatever can be by now, in the order of the tickets."""
+        if self._is_stopped:
+            self._fail(self._tickets, shutting_down())
+            return
+        self._refuse_deadlocks()
+        self._draining.clear()
+        is_blocked = self._loading is not None
+        for ticket in list(self._tickets):
+            served = self.loaded.get(ticket.entry.name)
+            if served is not None and served.version < ticket.version:
+                self._retire(served)
+                served = None
+            if served is not None:
+                if served not in self._draining or ticket.beside is not None:
+                    self._grant(ticket, served)
+            elif not is_blocked:
+                is_blocked = True
+                self._load_or_make_room(ticket)
+
+    def _grant(self, ticket: _Ticket, served: ServedModel) -> None:
+        self._tickets.remove(ticket)
+        if not ticket.turn.done():  # done: cancelled, and not yet out of the list
+            served.users += 1
+            ticket.turn.set_result(served)
+
+    def _fail(self, tickets: Iterable[_Ticket], error: Exception) -> None:
+        for ticket in list(tickets):
+            self._tickets.remove(ticket)
+            if not ticket.turn.done():
+                ticket.turn.set_exception(error)
+
+    def _retire(self, served: ServedModel) -> None:
+        """Take a model out of use: no new users, closed when the last one leaves."""
+        del self.loaded[served.name]
+        self._retired.add(served)
+        if not served.users:
+            self._begin_close(served)
+
+    def _load_or_make_room(self, ticket: _Ticket) -> None:
+        """Begin to load a ticket's model, or have others leave until it fits."""
+        leaving = self._leaving_for(ticket.entry, self._in_memory())
+        assert leaving is not None  # everything else may leave
+        # An instance of the same model that is being closed goes first: never two of them at once.
+        leaving += [served for served in self._closing if served.name == ticket.entry.name]
+        if not leaving:
+            same = [each for each in self._tickets if each.entry.name == ticket.entry.name]
+            newest = max(same, key=lambda each: each.version)
+            self._loading = _Loading(newest.entry, newest.version)
+            self._loading.task = asyncio.ensure_future(self._load(self._loading))
+        for served in leaving:
+            if self.loaded.get(served.name) is not served:
+                continue  # on its way out already
+            if served.users:
+                self._draining.add(served)
+            else:
+                self._begin_close(served)
+
+    def _in_memory(self) -> list[ServedModel]:
+        """All models in memory, those first that should leave first."""
+        return [
+            *self._closing,
+            *self._retired,
+            *sorted(self.loaded.values(), key=lambda served: (served.users > 0, served.used)),
+        ]
+
+    def _leaving_for(
+        self, entry: ModelEntry, candidates: Sequence[ServedModel]
+    ) -> list[ServedModel] | None:
+        """Choose which of the candidates must leave before a model fits; None: not even all of
+        them would do. A model larger than all the memory for models is loaded alone."""
+        staying = dict.fromkeys(self._in_memory())
+
+        def is_crowded() -> bool:
+            ephemeral = sum(served.name not in self.entries for served in staying)
+            return entry.name not in self.entries and ephemeral >= MAX_PASSING
+
+        def is_full() -> bool:
+            sizes = [served.entry.size for served in staying]
+            return bool(sizes) and sum(sizes) + entry.size > self.room
+
+        for served in candidates:
+            if is_crowded() and served.name not in self.entries:
+                del staying[served]
+        for served in candidates:
+            if is_full() and served in staying:
+                del staying[served]
+        if is_crowded() or is_full():
+            return None
+        return [served for served in self._in_memory() if served not in staying]
+
+    def _refuse_deadlocks(self) -> None:
+        """Fail requests that hold a model and wait for room that cannot come: what they need is
+        held by requests that wait for room as well. The youngest goes first."""
+        for ticket in [each for each in reversed(self._tickets) if each.beside is not None]:
+            entry, holding, served = ticket.entry, ticket.beside, self.loaded.get(ticket.entry.name)
+            if holding is None or (served is not None and served.version >= ticket.version):
                 continue
-            self._freed.clear()
-            await self._freed.wait()
+            if self._loading is not None and self._loading.entry.name == entry.name:
+                continue
+            waiting = {each.beside for each in self._tickets}
+            free = [served for served in self._in_memory() if served not in waiting]
+            if self._leaving_for(entry, free) is not None:
+                continue
+            sizes = f"{entry.name} has {entry.size:,} bytes of weights"
+            if entry.size + holding.entry.size > self.room:
+                message = (
+                    f"there is no room for {entry.name} beside {holding.name}: {sizes}, "
+                    f"{holding.name} {holding.entry.size:,}, and --model-memory is {self.room:,}"
+                )
+                error = ApiError(400, message, code="models_do_not_fit")
+            else:
+                message = f"there is no room for {entry.name} now; {sizes}"
+                error = ApiError(503, message, code="overloaded", retry_after=1)
+            self._fail([ticket], error)
 
-    def _too_many(self, entry: ModelEntry) -> list[ServedModel]:
-        """Of which models one must go before this one fits; none: it does."""
-        passing = [served for name, served in self.loaded.items() if name in self.passing]
-        if entry.name in self.passing and len(passing) >= MAX_PASSING:
-            return passing
-        known = {**self.entries, **self.passing}
-        taken = sum(known[name].size for name in self.loaded)
-        return list(self.loaded.values()) if taken + entry.size > self.room else []
+    # -- loading and closing -------------------------------------------------------------------
 
-    async def close(self, served: ServedModel) -> None:
-        """Stop a model's engine and let its memory go."""
-        self.loaded.pop(served.name, None)
-        await in_thread(served.lm.close)
+    async def _load(self, loading: _Loading) -> None:
+        entry = loading.entry
+        result = self._threads.submit(_load_model, entry, loading.version, self.idle)
+        try:
+            outcome = await asyncio.wrap_future(result)
+        except asyncio.CancelledError:  # the server has stopped; close what comes all the same
+            result.add_done_callback(_close_result)
+            raise
+        finally:
+            self._loading = None
+        # Whoever waits for this very version, or an older one.
+        waiting = [
+            ticket
+            for ticket in self._tickets
+            if ticket.entry.name == entry.name and ticket.version <= loading.version
+        ]
+        if isinstance(outcome, ServedModel):
+            self.loaded[entry.name] = outcome
+            for ticket in waiting:  # they count as users before anything else is decided
+                self._grant(ticket, outcome)
+            if not outcome.users:
+                self._released.set()  # it may be due at once
+        else:
+            self._fail(waiting, outcome)
+        self._advance()
+
+    def _begin_close(self, served: ServedModel) -> None:
+        """Close a model on a thread. Its memory counts until it is closed."""
+        self._retired.discard(served)
+        if self.loaded.get(served.name) is served:  # not one that was loaded under its name since
+            del self.loaded[served.name]
+        self._closing[served] = asyncio.ensure_future(self._close(served))
+
+    async def _close(self, served: ServedModel) -> None:
+        try:
+            await asyncio.wrap_future(self._threads.submit(_close_model, served.lm))
+        except Exception as error:
+            log_event("close_failed", logging.ERROR, exc_info=error, model=served.name)
+        finally:
+            del self._closing[served]
+        self._advance()
 
     def unload(self, name: str) -> None:
-        """Have a model closed as soon as nobody uses it."""
-        served = self.loaded.get(self.entry(name).name)
+        """Have a model closed as soon as it is idle; of an adapter, the model it belongs to."""
+        entry = self.entry(name)
+        served = self.loaded.get(entry.base if isinstance(entry, AdapterEntry) else entry.name)
         if served is not None:
             served.keep_alive = 0.0
             self._released.set()
 
     async def close_idle(self) -> None:
-        """Close what has not been used for its time; for ever, as long as the server runs."""
+        """Close models that were idle for their `keep_alive`. Runs as long as the server does."""
         while True:
             self._released.clear()
-            for served in list(self.loaded.values()):
-                if served.due <= time.monotonic():
-                    await self.close(served)
+            for due_now in [each for each in self.loaded.values() if each.due <= time.monotonic()]:
+                self._begin_close(due_now)
+                del due_now  # or it would be held while this waits
             due = min((served.due for served in self.loaded.values()), default=math.inf)
             with suppress(TimeoutError):
-                left = None if due == math.inf else max(0.0, due - time.monotonic())
-                async with asyncio.timeout(left):
+                remaining = None if due == math.inf else max(0.0, due - time.monotonic())
+                async with asyncio.timeout(remaining):
                     await self._released.wait()
 
     async def close_all(self) -> None:
-        for served in list(self.loaded.values()):
-            await self.close(served)
+        """Close every model; requests that wait for one fail. The end of a registry."""
+        self._is_stopped = True
+        self._advance()
+        if self._loading is not None and self._loading.task is not None:
+            self._loading.task.cancel()
+        for served in [*self.loaded.values(), *self._retired]:
+            self._begin_close(served)
+        await asyncio.gather(*self._closing.values())
+
+    # -- adapters ------------------------------------------------------------------------------
+
+    async def _adapt(self, base: ServedModel, entry: AdapterEntry) -> ServedModel:
+        """A view of the model with an adapter, which is loaded unless it is there unchanged.
+
+        The versions of one adapter are loaded one after the other: the engine keeps the last.
+        """
+        while True:
+            known = base.adapted.get(entry.name)
+            if known is not None and known.stamp == entry.stamp:
+                return known
+            if entry.name not in base.adapting:
+                task = asyncio.ensure_future(self._load_adapter(base, entry))
+                base.adapting[entry.name] = entry.stamp, task
+            stamp, task = base.adapting[entry.name]
+            if stamp == entry.stamp:
+                return await asyncio.shield(task)
+            await asyncio.wait((task,))
+
+    async def _load_adapter(self, base: ServedModel, entry: AdapterEntry) -> ServedModel:
+        try:
+            outcome = await asyncio.wrap_future(self._threads.submit(_load_adapter, base, entry))
+        finally:
+            del base.adapting[entry.name]
+        if not isinstance(outcome, ServedModel):
+            raise outcome
+        base.adapted[entry.name] = outcome
+        return outcome
 
 
-def _load_model(entry: ModelEntry, keep_alive: float | None) -> ServedModel:
-    lm = entry.load()
-    lm.engine  # noqa: B018  starts the engine, so that the first request need not wait for it
-    source = lm.tokenizer.chat_template
-    print_of = f"{__version__} {lm.model.fingerprint()} {lm.model.precision} {lm.model.device}"
-    return ServedModel(
-        entry.name,
-        lm,
-        fingerprint="fp_" + hashlib.sha256(print_of.encode()).hexdigest()[:12],
-        tools=tool_format(source, lm.tokenizer),
-        keep_alive=keep_alive,
-    )
+# -- on threads --------------------------------------------------------------------------------
 
 
-def _load_adapter(served: ServedModel, entry: AdapterEntry) -> ServedModel:
-    """The model with an adapter, taken into memory; it shares everything else with the model."""
-    served.lm.load_adapter(entry.short, entry.folder)
-    seen = f"{served.fingerprint} {entry.short} {entry.stamp}"
-    return replace(
-        served,
-        name=entry.name,
-        lm=served.lm.adapted(entry.short),
-        fingerprint="fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12],
-        stamp=entry.stamp,
-        adapted={},
-    )
+def _load_model(
+    entry: ModelEntry, version: int, keep_alive: float | None
+) -> ServedModel | Exception:
+    """Load a model; errors are returned, for not every one can pass through a future."""
+    lm: Session | None = None
+    try:
+        lm = entry.load()
+        lm.engine  # noqa: B018  starts the engine, so that the first request need not wait for it
+        source = lm.tokenizer.chat_template
+        identity = f"{__version__} {lm.model.fingerprint()} {lm.model.precision} {lm.model.device}"
+        return ServedModel(
+            entry.name,
+            lm,
+            fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+            tools=tool_format(source, lm.tokenizer),
+            keep_alive=keep_alive,
+            entry=entry,
+            version=version,
+        )
+    except BaseException as error:
+        if lm is not None:
+            lm.close()
+        return _as_exception(error)
+
+
+def _load_adapter(base: ServedModel, entry: AdapterEntry) -> ServedModel | Exception:
+    """Load an adapter; the view shares everything else with the model."""
+    try:
+        base.lm.load_adapter(entry.short, entry.folder)
+        identity = f"{base.fingerprint} {entry.short} {entry.stamp}"
+        return replace(
+            base,
+            name=entry.name,
+            lm=base.lm.adapted(entry.short),
+            fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+            stamp=entry.stamp,
+            base=base,
+            adapted={},
+            adapting={},
+        )
+    except BaseException as error:
+        return _as_exception(error)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """An error that a future may carry, neither StopIteration nor what ends the process; without
+    the values in its frames, which may be weights."""
+    inner: BaseException | None = error
+    while inner is not None:
+        traceback.clear_frames(inner.__traceback__)
+        inner = inner.__cause__ or inner.__context__
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    wrapped = RuntimeError(f"loading ended with {type(error).__name__}: {error}")
+    return wrapped.with_traceback(error.__traceback__)
+
+
+def _close_model(lm: Session) -> None:
+    lm.close()
+    del lm
+    release_memory()
+
+
+def _close_result(result: Future[ServedModel | Exception]) -> None:
+    if not result.cancelled() and isinstance(outcome := result.result(), ServedModel):
+        _close_model(outcome.lm)

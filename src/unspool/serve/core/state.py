@@ -135,7 +135,8 @@ class Call:
         """What a request says beside what is to be written."""
         ignore(self.request, *body.ignored)
         if body.keep_alive is not None:
-            self.served.keep_alive = keep_alive_seconds(body.keep_alive)
+            model = self.served.base or self.served  # an adapter stays as long as its model
+            model.keep_alive = keep_alive_seconds(body.keep_alive)
 
     def note(self, *notes: str) -> None:
         """Tell the client something beside the answer: in a header."""
@@ -144,6 +145,11 @@ class Call:
     async def hold(self, resource: AbstractAsyncContextManager[Held]) -> Held:
         """Enter a context that is left with the call."""
         return await self._resources.enter_async_context(resource)
+
+    async def hold_model(self, name: str) -> ServedModel:
+        """Hold another model beside the call's own, until the call is left."""
+        async with asyncio.timeout_at(self.until):
+            return await self.hold(self.state.registry.use(name, beside=self.served))
 
     def hold_texts(self, texts: Texts) -> None:
         """Texts that are stopped with the call, if they still run; and what they came to."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,8 +108,7 @@ async def begin_search(
     call.check_prompt(len(ids))
     other: ServedModel | None = None
     if judge is not None and judge.model is not None:
-        using: AbstractAsyncContextManager[ServedModel] = call.state.registry.use(judge.model)
-        other = await call.hold(using)
+        other = await call.hold_model(judge.model)
 
     def begun() -> ThoughtStream:
         lm = call.served.lm

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,7 +27,6 @@ from unspool.serve.http.later import LATER, Later
 from unspool.serve.http.middleware import Middleware
 from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
-from unspool.serve.http.threads import in_thread
 from unspool.serve.openai import chat, completions, models
 
 _ABOUT = """The APIs of OpenAI, Anthropic, Ollama and llama.cpp for local models, and a tree of
@@ -45,31 +46,38 @@ _KNOWN = (
 
 
 class _Api(FastAPI):
-    """Routes of which most are imported when one of them is first asked for: a server that is asked
-    for chats need not wait until it knows all other APIs too."""
+    """Imports most routes when one of them is first asked for, so that a server starts quickly.
+
+    Imports and the OpenAPI document are made on a thread of their own: neither the event loop nor
+    the pools that requests fill delay them, and requests for other paths do not wait.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._later = list(LATER)
-        self._importing = asyncio.Lock()
+        self._missing = list(LATER)  # parts without routes yet
+        self._including = threading.Lock()  # never taken on the event loop
+        self._importer = ThreadPoolExecutor(1, thread_name_prefix="unspool-import")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            async with self._importing:
-                for part in [part for part in self._later if scope["path"].startswith(part.paths)]:
-                    await in_thread(part.routers)
-                    self._include(part)
+            loop, path = asyncio.get_running_loop(), scope["path"]
+            if path == self.openapi_url and self.openapi_schema is None:
+                await loop.run_in_executor(self._importer, self.openapi)
+            elif parts := [part for part in self._missing if path.startswith(part.paths)]:
+                await loop.run_in_executor(self._importer, self._include, parts)
         await super().__call__(scope, receive, send)
 
-    def _include(self, part: Later) -> None:
-        self._later.remove(part)
-        for router in part.routers():
-            self.include_router(router)
+    def _include(self, parts: Iterable[Later]) -> None:
+        """Import the routes of these parts. Safe on any thread; each part is included once."""
+        with self._including:
+            for part in [part for part in parts if part in self._missing]:
+                for router in part.routers():
+                    self.include_router(router)
+                self._missing.remove(part)  # last: until then requests for it wait
 
     def openapi(self) -> dict[str, Any]:
         """The document. FastAPI promises 422 where this server, as OpenAI, answers 400."""
-        for part in list(self._later):
-            self._include(part)
+        self._include(LATER)
         document = super().openapi()
         for path in document["paths"].values():
             for operation_json in path.values():

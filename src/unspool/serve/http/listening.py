@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
+from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.serve.http.settings import ServeSettings
+
+# Errors of the system when there is nothing left to accept a connection with.
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE_SECONDS = 0.5  # less than asyncio waits before it tries again
+
+
+class ListeningSocket(socket.socket):
+    """A socket that fails once, and then pauses, when the system has no file descriptors left.
+
+    asyncio tries to accept `backlog` connections in a row and schedules a retry for every one that
+    fails: thousands of errors a second, and more each second.
+    """
+
+    _paused_until = 0.0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if time.monotonic() < self._paused_until:
+            raise BlockingIOError
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno in NO_RESOURCES:
+                self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            raise
 
 
 def bound_socket(settings: ServeSettings) -> socket.socket:
     """The socket, bound; or an error that names the host or the port, whichever is to blame."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Named as TCP: else asyncio does not know that it is, and leaves small answers waiting 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found = ListeningSocket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((settings.host, settings.port))

@@ -8,6 +8,8 @@ first model is still loading there is nothing to finish, and both end the proces
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
 import signal
 import socket
@@ -24,6 +26,7 @@ from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from unspool.serve.http.listening import NO_RESOURCES
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.wire import NAME as WIRE
@@ -38,15 +41,20 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # That what runs has to finish after Ctrl-C.
 _INTERRUPT_SECONDS = 1.0
 
+_ACCEPT_LOG_SECONDS = 60.0
+
 # For a client to finish a body that was answered before all of it came; then it is cut off.
 _LINGER_SECONDS = 2.0
 
 
 class _Protocol(H11Protocol):
-    """HTTP, but not for a client that never says what it wants, or never stops saying it."""
+    """HTTP, but not for a client that never says what it wants, or never stops saying it, or never
+    reads what it is sent."""
 
     head_seconds = 30.0
+    write_seconds = 60.0
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -69,6 +77,37 @@ class _Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._expect_request(_LINGER_SECONDS if self.conn.their_state is h11.SEND_BODY else None)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def _expect_reading(self) -> None:
+        """Drop the connection unless the client reads something within `write_seconds`."""
+        unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(
+            self.write_seconds, self._drop_unless_read, unsent_bytes
+        )
+
+    def _drop_unless_read(self, unsent_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < unsent_bytes:
+            self._expect_reading()
+            return
+        log_event("write_timeout", logging.WARNING, unsent_bytes=unsent_bytes)
+        self.transport.abort()  # which ends the request as if the client had left
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _expect_request(self, seconds: float | None) -> None:
         """Hang up unless there is a new request by then; None: no hurry."""
@@ -95,7 +134,11 @@ class Server(uvicorn.Server):
         stopping: Callable[[], None],
         started: Callable[[str], bool],
     ) -> None:
-        protocol = type("Protocol", (_Protocol,), {"head_seconds": settings.body_seconds})
+        seconds = {
+            "head_seconds": settings.body_seconds,
+            "write_seconds": settings.write_seconds,
+        }
+        protocol = type("Protocol", (_Protocol,), seconds)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -115,14 +158,29 @@ class Server(uvicorn.Server):
         self._stopping, self._on_started = stopping, started
         self._drain = settings.drain
         self._hurry = asyncio.Event()  # set: what runs is to end now
+        self._accept_logged_at = -math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             if not self._on_started(address):  # a signal that comes meanwhile is not forgotten
                 self.should_exit = True
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log errors of the event loop; once a minute if connections cannot be accepted, which is
+        tried again every second."""
+        error = context.get("exception")
+        if self.should_exit and "_start_serving" in context["message"]:
+            return  # such a retry, and the socket is closed
+        if not isinstance(error, OSError) or error.errno not in NO_RESOURCES:
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._accept_logged_at + _ACCEPT_LOG_SECONDS:
+            self._accept_logged_at = loop.time()
+            advice = "raise the limit of open files (ulimit -n), or send fewer requests at once"
+            log_event("accept_failed", logging.ERROR, error=str(error), advice=advice)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

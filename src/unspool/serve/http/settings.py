@@ -30,6 +30,7 @@ class ServeSettings:
     deadline: float = 600.0  # seconds for a request, waiting included
     drain: float = 30.0  # seconds that running requests have to finish once asked to stop
     body_seconds: float = 30.0  # in which a request's head, and then its body, must have come
+    write_seconds: float = 60.0  # in which a client must read some of what waits for it
     log_prompts: bool = False
     runs: Path | None = None  # where training runs lie; None: UNSPOOL_RUNS, or `runs` here
     replica: str = ""  # the server's name among several: a part of the ids of what it keeps
@@ -46,7 +47,7 @@ class ServeSettings:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")
         if self.max_queued < 0:
             raise SettingsError(f"max_queued is {self.max_queued}; it may be 0 or more")
-        for name in ("deadline", "drain", "body_seconds"):
+        for name in ("deadline", "drain", "body_seconds", "write_seconds"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}; it must be above 0 seconds")
         for key in self.api_keys:

@@ -12,6 +12,7 @@ from unspool.errors import UnspoolError
 from unspool.serve.core.adapters import AdapterEntry
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.core.state import ServerState, state_of
+from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.routes import JsonReply, new_router
 
@@ -41,9 +42,13 @@ async def load_model(model: str, request: Request) -> Response:
     state = state_of(request)
     entry = state.registry.entry(model)
     try:
-        async with state.registry.use(model):
+        async with (
+            CancelOnDisconnect(request.receive),
+            asyncio.timeout(state.settings.deadline),
+            state.registry.use(model),
+        ):
             return JsonReply(_model_json(state, entry))
-    except (ApiError, UnspoolError, asyncio.CancelledError):
+    except (ApiError, UnspoolError, TimeoutError, ConnectionResetError, asyncio.CancelledError):
         raise
     except Exception as error:  # a damaged file can break anything
         raise ApiError(500, f"{model} cannot be loaded: {error}") from error

@@ -6,6 +6,7 @@ and so need one of two things: that only programs on this machine reach the serv
 
 from __future__ import annotations
 
+import asyncio
 import re
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastapi import Query, Request
 from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
+from unspool.errors import UnspoolError
 from unspool.serve.core.schema import Seed, Strict
 from unspool.serve.core.state import ServerState, state_of
 from unspool.serve.http.disconnect import CancelOnDisconnect
@@ -25,7 +27,7 @@ from unspool.serve.http.threads import in_thread
 from unspool.serve.runs.library import is_there
 from unspool.serve.runs.run_json import drawable, run_json, summary
 from unspool.serve.runs.trainer import GOING
-from unspool.serve.runs.watching import Watcher, run_error, watch
+from unspool.serve.runs.watching import Watcher, find_run, run_error, watch
 from unspool.train.running.runs import KINDS, Run
 
 router = new_router("Training", "/v1/runs")
@@ -75,7 +77,8 @@ async def list_runs(request: Request) -> Response:
 
 @router.post("", summary="Start a small training")
 async def start(body: StartRequest, request: Request) -> Response:
-    """Answers with its name at once; `events` then tells how it goes, or why it could not begin."""
+    """Answers with its name once the data is there; `events` then tells how it goes, or why it
+    could not begin."""
     state = state_of(request)
     _check_may_start(state)
     if not body.source.isprintable():
@@ -87,14 +90,22 @@ async def start(body: StartRequest, request: Request) -> Response:
     name = Run.free_folder(body.name or _name_of(body), state.runs.root).name
     options = ["new", "--depth", str(body.depth), "--minutes", f"{body.minutes:g}"]
     options += ["--seed", str(body.seed), "--name", name, "--", body.source]
+    await in_thread(state.trainer.check_free)
+    async with CancelOnDisconnect(request.receive), asyncio.timeout(state.settings.deadline):
+        try:
+            await in_thread(state.trainer.check_source, body.source)
+        except UnspoolError as error:
+            raise bad_request(str(error), "source", "data_not_found") from None
     await in_thread(state.trainer.start, name, options)
-    return JsonReply({"name": name, "object": "training.run", "state": "starting"})
+    return JsonReply(_starting_json(name))
 
 
 @router.get("/{name}", summary="One run: its settings, its checkpoints, its log")
 async def get_run(name: str, request: Request, since: Since = 0) -> Response:
     state = state_of(request)
-    run = state.runs.get(name)
+    run = await in_thread(find_run, name, state.trainer)
+    if run is None:
+        return JsonReply(_starting_json(name))
 
     def found() -> JsonReply:
         log = run.log(since)
@@ -134,6 +145,11 @@ async def events(name: str, request: Request, since: Since = 0, samples: Since =
 
     pieces = watch(name, state.trainer, Watcher(since, samples), lambda: state.admission.refusing)
     return EventStream(pouring(pieces), until=None, failed=run_error)
+
+
+def _starting_json(name: str) -> dict[str, Any]:
+    """A run whose process has begun, and has written nothing yet."""
+    return {"name": name, "object": "training.run", "state": "starting"}
 
 
 def _check_may_start(state: ServerState) -> None:

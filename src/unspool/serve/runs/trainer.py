@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from threading import Lock, Thread
 from typing import IO
 
+from unspool.errors import DataError, UnspoolError
 from unspool.serve.http.errors import ApiError
 from unspool.serve.runs.library import RunLibrary
 
@@ -49,6 +50,20 @@ class Trainer:
         if going:
             message = f"{going[0]} is being trained; stop it, or wait until it is done"
             raise ApiError(409, message, code="training_busy")
+
+    @staticmethod
+    def check_source(source: str) -> None:
+        """Raise if there is no such data. The default data set is downloaded here, so that an
+        unreachable network is an error; a data set of the hub is downloaded by the training."""
+        from unspool.train.data.sources import DEFAULT_SOURCE, source_files
+
+        try:
+            source_files(source, offline=True)
+        except DataError:
+            raise
+        except UnspoolError:  # not on this machine yet
+            if source in (DEFAULT_SOURCE, "default"):
+                source_files(source)
 
     def start(self, name: str, options: Sequence[str]) -> None:
         """Start a run of this name, or go on with it."""

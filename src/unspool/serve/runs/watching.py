@@ -82,7 +82,7 @@ async def watch(
 ) -> AsyncGenerator[bytes, None]:
     """Events until the run is over."""
     while not is_stopping():
-        run = await in_thread(_find, name, trainer)
+        run = await in_thread(find_run, name, trainer)
         if run is not None:
             events, is_over = await in_thread(watcher.look, run, trainer)
             if events:
@@ -93,8 +93,8 @@ async def watch(
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _find(name: str, trainer: Trainer) -> Run | None:
-    """The run; of one that is only starting, nothing yet."""
+def find_run(name: str, trainer: Trainer) -> Run | None:
+    """The run; None while it is starting. Raises if it could not begin, with the reason."""
     is_starting, fault = trainer.trains(name), trainer.fault(name)
     try:
         return trainer.runs.get(name)

@@ -86,7 +86,7 @@ async def _twin(call: Call, body: DoubtRequest) -> MaskedModel | None:
         if body.by in ("masked", "both"):
             raise bad_request(f"by={body.by!r} asks a masked model; name one", "twin")
         return None
-    served = await call.hold(call.state.registry.use(body.twin))
+    served = await call.hold_model(body.twin)
     return masked_model(served.lm)
 
 

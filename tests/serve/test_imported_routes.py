@@ -1,0 +1,129 @@
+"""Routes that are imported when they are first asked for: once, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import APIRouter
+
+from unspool.serve.core.registry import ModelEntry, ModelRegistry
+from unspool.serve.http import app as apps
+from unspool.serve.http import threads
+from unspool.serve.http.app import create_app
+from unspool.serve.http.later import Later
+from unspool.serve.http.settings import ServeSettings
+
+PATIENCE = 60.0
+
+
+class SlowPart:
+    """A part of the API whose import takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.is_begun, self.is_ready, self.imports = threading.Event(), threading.Event(), 0
+
+    def routers(self) -> list[APIRouter]:
+        self.imports += 1
+        self.is_begun.set()
+        assert self.is_ready.wait(PATIENCE)
+        router = APIRouter()
+        router.get("/slow/route")(lambda: {"slow": True})
+        return [router]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowPart]:
+    part = SlowPart()
+    monkeypatch.setattr(apps, "LATER", (Later(("/slow",), part.routers),))
+    yield part
+    part.is_ready.set()
+
+
+def new_app() -> Any:
+    registry = ModelRegistry([ModelEntry("none", lambda: None, 1)], room=1)  # type: ignore
+    return create_app(ServeSettings(), registry)[0]
+
+
+def client(app: Any) -> httpx.AsyncClient:
+    url = "http://localhost"
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=url)
+
+
+def run(work: Any) -> None:
+    asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def test_health_does_not_wait_for_an_import(slow: SlowPart):
+    async def check() -> None:
+        async with client(new_app()) as http:
+            first = [asyncio.ensure_future(http.get("/slow/route")) for _ in range(3)]
+            await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/v1/models")).status_code == 200
+            assert not any(task.done() for task in first)
+            slow.is_ready.set()
+            assert [(await task).json() for task in first] == [{"slow": True}] * 3
+        assert slow.imports == 1
+
+    run(check())
+
+
+def test_an_import_does_not_wait_for_threads_that_requests_fill(slow: SlowPart):
+    async def check() -> None:
+        busy = threading.Event()
+        work = [asyncio.ensure_future(threads.in_thread(busy.wait, PATIENCE)) for _ in range(64)]
+        await asyncio.sleep(0)  # so that they are there before the request
+        slow.is_ready.set()
+        try:
+            async with client(new_app()) as http:
+                assert (await http.get("/slow/route")).status_code == 200
+                assert (await http.get("/health")).status_code == 200
+        finally:
+            busy.set()
+            await asyncio.gather(*work)
+
+    run(check())
+
+
+def test_the_document_and_a_first_request_at_once(slow: SlowPart):
+    async def check() -> None:
+        app = new_app()
+        async with client(app) as http:
+            first = asyncio.ensure_future(http.get("/slow/route"))
+            await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
+            whole = asyncio.ensure_future(http.get("/openapi.json"))
+            other = asyncio.ensure_future(asyncio.to_thread(app.app.openapi))
+            assert (await http.get("/health")).status_code == 200
+            slow.is_ready.set()
+            assert (await first).json() == {"slow": True}
+            assert "/slow/route" in (await whole).json()["paths"]
+            assert "/slow/route" in (await other)["paths"]
+        assert slow.imports == 1
+
+    run(check())
+
+
+def test_an_import_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    attempts: list[int] = []
+
+    def routers() -> list[APIRouter]:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise OSError("too many open files")
+        router = APIRouter()
+        router.get("/slow/route")(lambda: {"slow": True})
+        return [router]
+
+    monkeypatch.setattr(apps, "LATER", (Later(("/slow",), routers),))
+
+    async def check() -> None:
+        async with client(new_app()) as http:
+            assert (await http.get("/slow/route")).status_code == 500
+            assert (await http.get("/slow/route")).json() == {"slow": True}
+
+    run(check())

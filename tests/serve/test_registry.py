@@ -1,0 +1,470 @@
+"""The registry of models, on models that are made up: no deadlock, no livelock, nothing stale."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unspool.model.adapters import WEIGHTS
+from unspool.serve.core import registry as registries
+from unspool.serve.core.adapters import AdapterFolder
+from unspool.serve.core.registry import ModelEntry, ModelRegistry
+from unspool.serve.http.errors import ApiError
+
+PATIENCE = 60.0  # seconds: nothing takes a tenth of a second unless it hangs
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_tools():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registries, "tool_format", lambda *_: None)
+        yield
+
+
+class FakeModel:
+    """As much of a session as the registry needs; knows what was done to it."""
+
+    def __init__(self, machine: Machine, name: str, content: int, size: int) -> None:
+        self.machine, self.name, self.content, self.size = machine, name, content, size
+        self.is_closed, self.adapters = False, {}
+        self.tokenizer = SimpleNamespace(chat_template=None)
+        self.model = SimpleNamespace(fingerprint=lambda: name, precision="", device="")
+        self.engine = SimpleNamespace(loop=SimpleNamespace(alive=True))
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        time.sleep(self.machine.delay)
+        weights = (folder / WEIGHTS).read_text()
+        if weights == "damaged":
+            raise OSError(f"{name} cannot be read")
+        self.adapters[name] = weights
+
+    def adapted(self, name: str) -> Any:
+        return SimpleNamespace(content=self.adapters[name], close=self.close, base=self)
+
+    def close(self) -> None:
+        assert not self.is_closed, f"{self.name} is closed twice"
+        self.is_closed = True
+        time.sleep(self.machine.delay)
+        self.machine.free(self)
+
+
+@dataclass
+class Machine:
+    """The memory that models take while they are loaded, in use and being closed."""
+
+    room: int
+    delay: float = 0.0
+    models: list[FakeModel] = field(default_factory=list)
+    contents: dict[str, int] = field(default_factory=dict)  # what a model's files hold now
+    broken: set[str] = field(default_factory=set)  # models that cannot be loaded now
+    peak: int = 0
+    loads: Counter[str] = field(default_factory=Counter)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def entry(self, name: str, size: int, stamp: int = 0) -> ModelEntry:
+        def load() -> Any:
+            with self._lock:
+                assert not [m for m in self.models if m.name == name and m.content == stamp]
+                model = FakeModel(self, name, self.contents.get(name, stamp), size)
+                self.models.append(model)
+                self.loads[name] += 1
+                self.peak = max(self.peak, sum(each.size for each in self.models))
+            time.sleep(self.delay)
+            if name in self.broken:
+                self.free(model)
+                raise StopIteration(f"{name} is damaged")  # the worst to pass through a future
+            return model
+
+        return ModelEntry(name, load, size, stamp=stamp)
+
+    def find(self, name: str, size: int) -> ModelEntry:
+        return self.entry(name, size, self.contents.setdefault(name, 0))
+
+    def free(self, model: FakeModel) -> None:
+        with self._lock:
+            self.models.remove(model)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def until(is_true: Callable[[], Any]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.001)
+
+
+async def answer(registry: ModelRegistry, name: str, seconds: float = 0.0) -> Any:
+    """A request: gives the content of the model, or of the adapter, that answered it."""
+    async with registry.use(name) as served:
+        model = getattr(served.lm, "base", served.lm)
+        assert not model.is_closed, f"{name} was closed while in use"
+        await asyncio.sleep(seconds)
+        assert not model.is_closed, f"{name} was closed while in use"
+        return served.lm.content
+
+
+def write_adapter(folder: Path, content: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    fresh = folder / "fresh"
+    fresh.write_text(content)
+    fresh.replace(folder / WEIGHTS)
+
+
+# -- what went wrong once ----------------------------------------------------------------------
+
+
+def test_two_models_that_do_not_fit_together_are_both_answered():
+    async def check() -> None:
+        machine = Machine(room=10, delay=0.01)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        await asyncio.gather(*(answer(registry, name) for name in "abab"))
+        assert machine.loads == {"a": 1, "b": 1} and machine.peak == 7
+        await registry.close_all()
+
+    run(check())
+
+
+def test_an_adapter_of_a_model_that_another_waits_for(tmp_path: Path):
+    """The request for the adapter is a user of A, and B waits until A is idle."""
+
+    async def check() -> None:
+        write_adapter(tmp_path / "poet", "poems")
+        machine = Machine(room=10, delay=0.01)
+        entries = [machine.entry("a", 7), machine.entry("b", 7)]
+        registry = ModelRegistry(entries, room=10, adapters=AdapterFolder(tmp_path))
+        async with registry.use("a"):
+            other = asyncio.ensure_future(answer(registry, "b"))
+            await until(lambda: registry.is_loading("b"))
+            await asyncio.sleep(0.01)
+            adapted = asyncio.ensure_future(answer(registry, "a:poet"))
+            await asyncio.sleep(0.01)
+        assert await asyncio.gather(other, adapted) == [0, "poems"]
+        await registry.close_all()
+
+    run(check())
+
+
+def test_a_checkpoint_rewritten_while_in_use_is_loaded_anew():
+    async def check() -> None:
+        machine = Machine(room=100)
+        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+        registry.find = lambda name: machine.find(name, 5) if name == "run@1" else None
+        async with registry.use("run@1") as old:
+            assert old.lm.content == 0
+            machine.contents["run@1"] = 1
+            assert await answer(registry, "run@1") == 1
+            assert not old.lm.is_closed
+            assert await answer(registry, "run@1") == 1
+        await until(lambda: old.lm.is_closed)
+        assert await answer(registry, "run@1") == 1
+        assert machine.loads["run@1"] == 2
+        await registry.close_all()
+        assert not machine.models
+
+    run(check())
+
+
+def test_a_checkpoint_rewritten_while_it_is_loaded():
+    async def check() -> None:
+        machine = Machine(room=100, delay=0.05)
+        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+        registry.find = lambda name: machine.find(name, 5) if name == "run@1" else None
+        early = asyncio.ensure_future(answer(registry, "run@1"))
+        await until(lambda: machine.loads["run@1"])
+        machine.contents["run@1"] = 1
+        assert await answer(registry, "run@1") == 1
+        assert await early == 0
+        await registry.close_all()
+
+    run(check())
+
+
+def test_closing_takes_away_only_the_model_it_closes():
+    """The old instance is being closed while a new one has its name already."""
+
+    async def check() -> None:
+        machine = Machine(room=100, delay=0.05)
+        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+        registry.find = lambda name: machine.find(name, 5) if name == "run@1" else None
+        async with registry.use("run@1") as old:
+            machine.contents["run@1"] = 1
+            await answer(registry, "run@1")
+            new = registry.loaded["run@1"]
+        await until(lambda: not [m for m in machine.models if m is old.lm])
+        assert registry.loaded["run@1"] is new and not new.lm.is_closed
+        await registry.close_all()
+
+    run(check())
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("smollm2-135m-instruct:poet", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("smollm2-135m:poet", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("SmolLM2:Poet", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("smollm2:poet:latest", "SmolLM2-135M-Instruct.Q4:poet"),
+        ("smollm2:clerk", None),
+        ("qwen3:poet", None),  # adapters belong to the first model
+        ("smol:poet", None),
+        (":poet", None),
+        ("poet", None),
+        ("smollm2:", None),
+        ("smollm2", "SmolLM2-135M-Instruct.Q4"),
+    ],
+)
+def test_adapters_have_short_names_as_models_do(tmp_path: Path, name: str, meaning: str | None):
+    write_adapter(tmp_path / "poet", "poems")
+    machine = Machine(room=10)
+    entries = [machine.entry("SmolLM2-135M-Instruct.Q4", 1), machine.entry("Qwen3-0.6B", 1)]
+    registry = ModelRegistry(entries, room=10, adapters=AdapterFolder(tmp_path))
+    if meaning is not None:
+        assert registry.entry(name).name == meaning
+        return
+    with pytest.raises(ApiError, match="there is no model") as refusal:
+        registry.entry(name)
+    assert refusal.value.status == 404
+
+
+# -- waiting: fair, bounded, cancellable -------------------------------------------------------
+
+
+def test_a_steady_stream_for_one_model_starves_no_other():
+    async def check() -> None:
+        machine = Machine(room=10)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        is_over = False
+
+        async def stream() -> None:
+            while not is_over:
+                await answer(registry, "a", 0.002)
+
+        streams = [asyncio.ensure_future(stream()) for _ in range(3)]
+        await until(lambda: "a" in registry.loaded and registry.loaded["a"].users == 3)
+        assert await answer(registry, "b") == 0
+        is_over = True
+        await asyncio.gather(*streams)
+        await registry.close_all()
+
+    run(check())
+
+
+def test_an_error_in_loading_reaches_all_who_wait_and_the_next_may_try_again():
+    async def check() -> None:
+        machine = Machine(room=10, delay=0.01, broken={"b"})
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        waiting = [answer(registry, name) for name in "abba"]
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert found[0] == found[3] == 0
+        assert all("b is damaged" in str(error) for error in found[1:3]) and machine.loads["b"] == 1
+        machine.broken.clear()
+        assert await answer(registry, "b") == 0
+        await registry.close_all()
+
+    run(check())
+
+
+def test_who_gives_up_makes_way_for_those_behind():
+    async def check() -> None:
+        machine = Machine(room=10)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        async with registry.use("a"):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await answer(registry, "b")
+            assert await answer(registry, "a") == 0  # it need not drain any more
+        assert not registry.is_loading("b") and machine.loads == {"a": 1}
+        await registry.close_all()
+
+    run(check())
+
+
+def test_a_second_model_for_one_request_never_deadlocks():
+    """Requests that hold a model and ask for another: told at once where waiting is no use."""
+
+    async def check() -> None:
+        machine = Machine(room=10, delay=0.005)
+        entries = [
+            machine.entry(name, size) for name, size in zip("abcd", (5, 5, 5, 7), strict=True)
+        ]
+        registry = ModelRegistry(entries, room=10)
+
+        async def nested(first: str, second: str, together: asyncio.Barrier) -> Any:
+            async with registry.use(first) as held:
+                await together.wait()
+                async with registry.use(second, beside=held) as served:
+                    return served.lm.content
+
+        # Both models are held, and both requests want a third: one fails, the other is answered.
+        together = asyncio.Barrier(2)
+        crossed = [nested("a", "c", together), nested("b", "c", together)]
+        found = await asyncio.gather(*crossed, return_exceptions=True)
+        assert sorted(isinstance(each, ApiError) for each in found) == [False, True]
+        (error,) = (each for each in found if isinstance(each, ApiError))
+        assert error.status == 503
+        with pytest.raises(ApiError, match="no room for d beside a") as refusal:
+            await nested("a", "d", asyncio.Barrier(1))
+        assert refusal.value.status == 400
+        # The same model once more is there already, also while others wait for it to leave.
+        async with registry.use("a") as held:
+            other = asyncio.ensure_future(answer(registry, "d"))
+            await until(lambda: registry.is_loading("d"))
+            async with registry.use("a", beside=held) as again:
+                assert again is held
+        await other
+        await registry.close_all()
+
+    run(check())
+
+
+def test_a_server_that_stops_fails_those_who_wait():
+    async def check() -> None:
+        machine = Machine(room=10, delay=0.02)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        waiting = [asyncio.ensure_future(answer(registry, name)) for name in "ab"]
+        await until(lambda: machine.models)
+        await registry.close_all()
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(each, ApiError) and each.status == 503 for each in found)
+        await until(lambda: not machine.models)  # also what was still being loaded
+
+    run(check())
+
+
+# -- anything, in any order --------------------------------------------------------------------
+
+SIZES = {"a": 6, "b": 5, "c": 3, "run@1": 4, "run@2": 2}
+ROOM = 10
+NAMES = [*SIZES, "a:poet", "a:clerk"]
+times = st.integers(0, 4).map(lambda count: count / 1000)
+requests = st.tuples(
+    st.just("request"),
+    st.sampled_from(NAMES),
+    st.none() | st.sampled_from(NAMES),  # asked for while the first is held
+    times,  # how long it is used
+    st.none() | st.none() | times,  # when it is cancelled
+)
+others = st.one_of(
+    st.tuples(st.just("wait"), times),
+    st.tuples(st.just("rewrite"), st.sampled_from(["run@1", "run@2"])),
+    st.tuples(st.just("adapt"), st.sampled_from(["poet", "clerk"])),
+    st.tuples(st.just("unload"), st.sampled_from(NAMES)),
+    st.tuples(st.just("damage"), st.sampled_from(list(SIZES))),
+    st.tuples(st.just("mend"), st.none()),
+)
+
+
+class Visitors:
+    """Requests of all kinds; each knows the least content that may answer it."""
+
+    def __init__(self, folder: Path, delay: float) -> None:
+        self.folder, self.written = folder, Counter[str]()
+        self.machine = Machine(room=ROOM, delay=delay)
+        for name in ("poet", "clerk"):
+            self.adapt(name)
+        listed = [self.machine.entry(name, SIZES[name]) for name in "abc"]
+        self.registry = ModelRegistry(listed, room=ROOM, adapters=AdapterFolder(folder))
+        self.registry.find = self.find
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def find(self, name: str) -> ModelEntry | None:
+        return self.machine.find(name, SIZES[name]) if name.startswith("run@") else None
+
+    def adapt(self, name: str) -> None:
+        self.written[name] += 1
+        write_adapter(self.folder / name, str(self.written[name]))
+
+    async def request(
+        self, name: str, second: str | None, seconds: float, beside: Any = None
+    ) -> None:
+        adapter = name.partition(":")[2]
+        least = self.written[adapter] if adapter else self.machine.contents.get(name, 0)
+        async with self.registry.use(name, beside=beside) as served:
+            model = getattr(served.lm, "base", served.lm)
+            content = int(served.lm.content)
+            assert content >= least, f"{name} is stale"
+            assert not model.is_closed
+            if second is not None:
+                await self.request(second, None, seconds, beside=served)
+            await asyncio.sleep(seconds)
+            assert not model.is_closed, f"{name} was closed while in use"
+
+    def begin(self, name: str, second: str | None, seconds: float, cancel: float | None) -> None:
+        task = asyncio.ensure_future(self.request(name, second, seconds))
+        self.tasks.append(task)
+        if cancel is not None:
+            asyncio.get_running_loop().call_later(cancel, task.cancel)
+
+    async def end(self) -> None:
+        """All requests are answered, or told why not; then nothing is left."""
+        for outcome in await asyncio.gather(*self.tasks, return_exceptions=True):
+            if isinstance(outcome, ApiError):
+                assert "no room for" in outcome.message
+            elif isinstance(outcome, RuntimeError):
+                assert "is damaged" in str(outcome)
+            else:
+                assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+        assert self.machine.peak <= ROOM
+        assert not self.registry._tickets and not self.registry._retired
+        assert not any(served.users for served in self.registry.loaded.values())
+        self.machine.broken.clear()
+        for name in NAMES:  # nothing is stuck
+            await self.request(name, None, 0.0)
+        await self.registry.close_all()
+        assert not self.machine.models
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(requests | requests | others, min_size=2, max_size=40),
+    st.sampled_from([0.0, 0.001]),
+    st.sampled_from([1, 8]),
+)
+def test_whatever_is_asked_in_whatever_order(
+    tmp_path_factory: pytest.TempPathFactory, script: list[Any], delay: float, limit: int
+):
+    async def check() -> None:
+        visitors = Visitors(tmp_path_factory.mktemp("adapters"), delay)
+        machine, registry = visitors.machine, visitors.registry
+        idle = asyncio.ensure_future(registry.close_idle())
+        for kind, *details in script:
+            if kind == "request":
+                visitors.begin(*details)
+            elif kind == "wait":
+                await asyncio.sleep(details[0])
+            elif kind == "rewrite":
+                machine.contents[details[0]] = machine.contents.get(details[0], 0) + 1
+            elif kind == "adapt":
+                visitors.adapt(details[0])
+            elif kind == "unload":
+                registry.unload(details[0])
+            elif kind == "damage":
+                machine.broken.add(details[0])
+            else:
+                machine.broken.clear()
+        await visitors.end()
+        idle.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registries, "MAX_PASSING", limit)
+        run(check())
