@@ -215,6 +215,7 @@ class Session:
         request = self.request(prompt, dict(options))
         reason = "length" if request.limits.max_tokens == 0 else "context"
         self.config.check_left_to_right()
+        self.config.check_head()
         return Generation(request, empty_reason=reason, source=self)
 
     def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
@@ -328,7 +329,9 @@ class Session:
                     raise UnspoolError("this model was closed; load it again: unspool.load()")
                 if self._engine is None:
                     backend = self.model.backend(memory=self._memory, context=self.context)
-                    self._engine = Engine(backend, self._token_bytes)
+                    self._engine = Engine(
+                        backend, self._token_bytes, check_head=self.config.check_head
+                    )
                     # Its thread knows nothing of this object, so that both can go together.
                     weakref.finalize(self, self._engine.close)
                 engine = self._engine

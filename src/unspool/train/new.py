@@ -341,7 +341,9 @@ def _model(settings: NewSettings, config: ModelConfig) -> Transformer:
     if settings.start is None:
         return new_model(config, settings.seed)
     path = _model_path(settings.start, offline=False)
-    return load_transformer(open_checkpoint(path)).requires_grad_(True)
+    checkpoint = open_checkpoint(path)
+    checkpoint.config.check_head()
+    return load_transformer(checkpoint).requires_grad_(True)
 
 
 def _objective(settings: NewSettings, config: ModelConfig) -> Objective:
