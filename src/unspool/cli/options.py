@@ -50,6 +50,15 @@ Chat = Annotated[
     bool | None,
     typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
 ]
+RunMaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        help="The most tokens to write. Default: 256; with --diffuse the model's own number of "
+        "places, if it has one.",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")]
 System = Annotated[
     str | None, typer.Option("--system", "-s", help="A system message for the chat template.")

@@ -144,6 +144,7 @@ class ModelConfig:
     sight: Literal["causal", "whole", "block"] = "causal"  # back; the whole text; its block's end
     block: int = 0  # tokens of a block, where sight is "block"; a request may choose another
     mask_id: int | None = None  # the token that stands for "not known yet"; None: it has none
+    canvas_length: int = 0  # places of a canvas, if the model always fills so many; 0: any number
     shifted: bool = False  # the vector at place p guesses the token at p + 1, also in a canvas
 
     def __post_init__(self) -> None:
