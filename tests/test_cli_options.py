@@ -15,7 +15,7 @@ from unspool.errors import UnspoolError, UnspoolWarning
 
 USUAL = {
     "context": None, "backend": "auto", "device": "auto", "dtype": "auto", "quantize": None,
-    "kv_bits": 16, "threads": None, "exact": False, "tensor_parallel": None, "devices": None,
+    "kv_bits": None, "threads": None, "exact": False, "tensor_parallel": None, "devices": None,
     "offline": False,
 }  # fmt: skip
 

@@ -144,13 +144,15 @@ def test_torch_that_is_not_there(options: dict[str, Any]):
         ({"device": "cuda", "backend": "native"}, "runs on the cpu, not on 'cuda'"),
         ({"quantize": 5}, "quantize is 5; it may be 4, 8"),
         ({"quantize": 4, "dtype": "float16"}, "quantize is 4 and dtype is float16"),
-        ({"kv_bits": 4}, "kv_bits is 4; it may be 8, 16"),
+        ({"kv_bits": 4}, "kv_bits is 4; it may be 8, 16, 32"),
         ({"threads": 0}, "threads is 0"),
         ({"threads": True}, "threads is True"),
         ({"exact": 1}, "exact is 1"),
         ({"exact": True, "backend": "torch"}, "plain torch cannot be exact"),
         ({"quantize": 4, "backend": "torch"}, "quantize is for the native CPU backend"),
-        ({"kv_bits": 8, "backend": "torch"}, "kv_bits is for the native CPU backend"),
+        ({"kv_bits": 8, "backend": "torch"}, "kv_bits must be 32 on cpu, got 8"),
+        ({"kv_bits": 16, "backend": "torch"}, r"the precision of dtype \(float32\)"),
+        ({"kv_bits": 32, "backend": "torch", "dtype": "bfloat16"}, "must be 16 on cpu, got 32"),
         ({"threads": 2, "backend": "torch"}, "threads is for the native CPU backend"),
     ],
 )
@@ -162,8 +164,10 @@ def test_impossible_wishes_are_told_before_anything_is_read(options: dict[str, A
 
 @pytest.mark.parametrize(
     ("options", "store"),
-    [({}, None), ({"dtype": "bfloat16"}, "bfloat16"), ({"quantize": 8, "threads": 3}, "8")],
-)
+    [({}, None), ({"dtype": "bfloat16"}, "bfloat16"), ({"quantize": 8, "threads": 3}, "8"),
+     ({"dtype": "float32"}, "float32"), ({"kv_bits": 32}, None),
+     ({"dtype": "float32", "kv_bits": 16}, "float32")],
+)  # fmt: skip
 def test_what_the_native_backend_is_asked_for(
     options: dict[str, Any], store: str | None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -172,7 +176,8 @@ def test_what_the_native_backend_is_asked_for(
     module.load_cpu = lambda checkpoint, **given: asked.update(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unspool.backends.cpu.loaded", module)
     load_weights(SimpleNamespace(), Placement(**options), Choice("native", "cpu"))  # type: ignore[arg-type]
-    assert asked == {"store": store, "threads": options.get("threads"), "kv_bits": 16}
+    bits = options.get("kv_bits", 32 if store == "float32" else 16)
+    assert asked == {"store": store, "threads": options.get("threads"), "kv_bits": bits}
 
 
 def test_a_native_model_has_no_transformer_but_can_be_saved(tiny_lm: Any, tmp_path: Path):

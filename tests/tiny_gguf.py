@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -20,9 +21,19 @@ _NORMS = ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")
 
 
 def write_tiny(
-    path: Path, *, architecture: str = "llama", file_type: int = 0, seed: int = 0, parts: int = 1
+    path: Path,
+    *,
+    architecture: str = "llama",
+    file_type: int = 0,
+    seed: int = 0,
+    parts: int = 1,
+    surplus: Mapping[str, tuple[int, ...]] | None = None,
+    numbers: Mapping[str, int] | None = None,
 ) -> Path:
-    """The file; with `parts` above 1 several of them, as llama.cpp splits models."""
+    """The file; with `parts` above 1 several of them, as llama.cpp splits models.
+
+    `surplus`: shapes of further tensors. `numbers`: further settings, or others instead.
+    """
     rng = np.random.default_rng(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     count = len(_MATRICES) + len(_NORMS)
@@ -33,6 +44,7 @@ def write_tiny(
     sizes = {
         "context_length": 256, "embedding_length": _WIDTH, "block_count": 1,
         "feed_forward_length": _INNER, "attention.head_count": 4, "attention.head_count_kv": 2,
+        **(numbers or {}),
     }  # fmt: skip
     for name, value in sizes.items():
         writer.add_uint32(f"{architecture}.{name}", value)
@@ -49,6 +61,8 @@ def write_tiny(
         writer.add_tensor(f"{name}.weight", values.astype(np.float32))
     for name in _NORMS:
         writer.add_tensor(f"{name}.weight", np.ones(_WIDTH, np.float32))
+    for name, shape in (surplus or {}).items():
+        writer.add_tensor(name, np.ones(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -44,7 +44,7 @@ def load(
     context: int | None = None,
     memory: int | None = None,
     quantize: int | None = None,
-    kv_bits: int = 16,
+    kv_bits: int | None = None,
     threads: int | None = None,
     exact: bool = False,
     tensor_parallel: int | None = None,
@@ -68,7 +68,8 @@ def load(
     memory     bytes that keys and values of all texts, and recurrent states, may take; by default a
                share of what is free.
     quantize   4 or 8: pack the weights into so many bits while loading (native and cuda).
-    kv_bits    16, or 8: of a number in keys and values (native backend).
+    kv_bits    bits of a number in the KV cache: 32, 16 or 8 (native backend). By default 16, and 32
+               with dtype float32. On other backends the KV cache has the precision of dtype.
     threads    how many work; by default one for each core (native backend).
     exact      on a GPU: sums in one order whatever the batch, so that a text is the same alone and
                among others, to the last bit. The native backend always does that.
@@ -162,10 +163,10 @@ def load_weights(
         store = None if wanted.dtype == "auto" else wanted.dtype
         if wanted.quantize is not None:
             store = str(wanted.quantize)
-        return load_cpu(checkpoint, store=store, threads=wanted.threads, kv_bits=wanted.kv_bits)
-    dtype = wanted.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if choice.device.startswith("cuda") else "float32"
+        return load_cpu(
+            checkpoint, store=store, threads=wanted.threads, kv_bits=wanted.native_kv_bits
+        )
+    dtype = wanted.plain_dtype(choice.device)
     loaded: Loaded
     if choice.backend == "cuda" and _fits_kernels(checkpoint, wanted):
         loaded = _on_gpu(checkpoint, wanted, choice.device, dtype, progress)

@@ -217,6 +217,7 @@ class Session:
         request = self.request(prompt, dict(options))
         reason = "length" if request.limits.max_tokens == 0 else "context"
         self.config.check_left_to_right()
+        self.config.check_head()
         return Generation(request, empty_reason=reason, source=self)
 
     def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
@@ -331,7 +332,9 @@ class Session:
                     raise UnspoolError(_CLOSED)
                 if shared.engine is None:
                     backend = shared.model.backend(memory=self._memory, context=self.context)
-                    shared.engine = Engine(backend, self._token_bytes)
+                    shared.engine = Engine(
+                        backend, self._token_bytes, check_head=self.config.check_head
+                    )
                     # The engine's thread holds no session, so that both can go together.
                     owner = self.seen_of or self
                     shared.finalizer = weakref.finalize(owner, shared.engine.close)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config_hf import config_from_hf
 
@@ -189,3 +189,115 @@ def test_fuzzed_safetensors_never_crash(data: st.DataObject, tmp_path_factory):
         load_transformer(open_checkpoint(folder))
     except ModelFileError as error:
         assert "\n" not in str(error)
+
+
+# -- tensors that are missing, that differ from the settings, or that nothing reads ---------------
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors; "__" stands for a dot."""
+    file = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file)
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def logits_of_both(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """What we and transformers compute from a folder."""
+    import transformers
+
+    tokens = torch.arange(3, 20)[None]
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    with torch.no_grad():
+        return load_transformer(open_checkpoint(folder))(tokens), oracle(tokens).logits
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_head_that_differs_from_the_embedding_is_used(tmp_path: Path, silent: bool):
+    """The settings say that the two are tied, or are silent where the family ties them."""
+    tiny.save("smollm3", tmp_path)
+    change_tensors(tmp_path, lm_head__weight=torch.randn(259, 48))
+    change_config(tmp_path, tie_word_embeddings="gone" if silent else True)
+    ours, theirs = logits_of_both(tmp_path)
+    assert not open_checkpoint(tmp_path).config.tied
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_a_head_that_is_the_embedding_stays_tied(tmp_path: Path):
+    tiny.save("llama-tied-bias", tmp_path)
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(tmp_path, lm_head__weight=table.clone())
+    assert open_checkpoint(tmp_path).config.tied
+    change_tensors(tmp_path, model__embed_tokens__weight=None)  # saved under one of its two names
+    ours, theirs = logits_of_both(tmp_path)
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_a_checkpoint_without_a_head_gives_vectors_and_no_text(tmp_path: Path):
+    import transformers
+
+    import unspool
+
+    config = transformers.LlamaConfig(**tiny._SHAPE, num_labels=1)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as lm:
+        assert lm.embed([1, 2, 3]).shape == (48,)
+        for use in (
+            lambda: lm.generate([1, 2, 3], max_tokens=2),
+            lambda: lm.score([1, 2, 3]),
+            lambda: lm.look([1, 2, 3]),
+            lambda: lm.choices([1, 2, 3], 2),
+            lambda: lm.save(tmp_path / "saved"),
+        ):
+            with pytest.raises(UnspoolError, match=r"no output head \(lm_head\.weight\)"):
+                use()
+
+
+def test_missing_tensors_are_counted_and_named(folder: Path):
+    change_config(folder, num_hidden_layers=6)
+    refused(
+        folder, r"lacks model\.layers\.4\..*, .* and 14 more, which a llama model with 6 layers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("model__layers__1__self_attn__q_proj__bias", 48, "does not use: .*q_proj.bias"),
+        ("model__layers__1__self_attn__q_norm__weight", 48, "does not use: .*q_norm"),
+        ("model__layers__1__self_attn__surprise", 3, "does not use: .*surprise"),
+        ("model__layers__7__surprise", 3, "4 layers, and the file has more: .*layers.7"),
+    ],
+)
+def test_a_layer_holds_nothing_that_the_model_would_not_use(
+    folder: Path, name: str, shape: int, words: str
+):
+    change_tensors(folder, **{name: torch.ones(shape)})
+    refused(folder, words)
+
+
+def test_more_layers_than_the_settings_say(folder: Path):
+    change_config(folder, num_hidden_layers=3)
+    refused(folder, r"3 layers, and the file has more: model\.layers\.3\..* and 5 more")
+
+
+def test_harmless_tensors_are_left_out(folder: Path, recwarn: pytest.WarningsRecorder):
+    change_tensors(
+        folder,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
+        model__layers__0__self_attn__q_proj__bias=torch.zeros(48),  # as some quantizers write it
+        model__visual__patch_embed__weight=torch.ones(4, 4),
+        mtp__layers__0__self_attn__q_proj__weight=torch.ones(4, 4),
+        score__weight=torch.ones(1, 48),
+    )
+    load_transformer(open_checkpoint(folder))
+    assert not recwarn.list
+
+
+def test_unknown_tensors_outside_the_layers_are_named(folder: Path):
+    change_tensors(folder, something__weight=torch.ones(4))
+    with pytest.warns(UnspoolWarning, match=r"not used: something\.weight"):
+        load_transformer(open_checkpoint(folder))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tiny_gguf import write_tiny
 
 from unspool.errors import ModelFileError
 from unspool.model.checkpoint import open_checkpoint
@@ -143,6 +144,33 @@ def test_unsupported_architecture_is_named(tmp_path: Path):
     writer.close()
     with pytest.raises(ModelFileError, match=r"'mamba' are not supported; these are: .*llama"):
         open_checkpoint(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("surplus", "numbers", "words"),
+    [
+        ({"blk.1.attn_q.weight": (32, 32)}, {}, r"1 layers, and the file has more: blk\.1\.attn_q"),
+        ({"blk.0.attn_q_norm.weight": (32,)}, {}, r"does not use: blk\.0\.attn_q_norm"),
+        ({}, {"block_count": 3}, r"lacks blk\.1\.attn_norm\.weight, .* and 14 more"),
+    ],
+)
+def test_tensors_and_settings_belong_together(
+    tmp_path: Path, surplus: dict[str, tuple[int, ...]], numbers: dict[str, int], words: str
+):
+    path = write_tiny(tmp_path / "a.gguf", surplus=surplus, numbers=numbers)
+    with pytest.raises(ModelFileError, match=words) as caught:
+        open_checkpoint(path)
+    assert str(path) in str(caught.value)
+
+
+def test_drafting_layers_and_rotary_factors_are_left_out(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    surplus = {"blk.1.attn_q.weight": (32, 32), "blk.1.nextn.eh_proj.weight": (32, 64),
+               "rope_freqs.weight": (4,)}  # fmt: skip
+    numbers = {"block_count": 2, "nextn_predict_layers": 1}
+    path = write_tiny(tmp_path / "a.gguf", surplus=surplus, numbers=numbers)
+    assert open_checkpoint(path).config.layers == 1 and not recwarn.list
 
 
 HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)

@@ -7,6 +7,7 @@ asked for.
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 import unspool
 from unspool.cli.main import _exit_code
+from unspool.decoding.diffusion_options import plan_of
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import open_checkpoint
 from unspool.model.glance import glance
@@ -98,6 +100,33 @@ def test_the_command_line_runs_one(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["run", "--model", "countdown-causal", "-n", "35", "-t", "0", "-q", "--raw", prompt]
     assert _exit_code(asked) == 0
     assert 0 < len(capsys.readouterr().out.rstrip("\n")) <= 35
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_are_as_many_as_the_model_fills(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being told how many; a line end behind a piped puzzle is no part of it."""
+    (prompt,) = made(kind, 1)
+    with unspool.load(kind, memory=MEMORY) as lm:
+        assert plan_of(lm, prompt, {}).length == puzzle_named(kind).answer
+        assert plan_of(lm, prompt, {"max_tokens": 7}).length == 7
+    command = ["run", "--model", kind, "--diffuse", "--steps", "1", "-q", "--raw"]
+    assert _exit_code([*command, prompt]) == 0
+    answer = capsys.readouterr().out
+    assert 0 < len(answer.rstrip("\n")) <= puzzle_named(kind).answer
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{prompt}\n".encode())))
+    assert _exit_code([*command, "-"]) == 0
+    assert capsys.readouterr().out == answer
+
+
+def test_a_character_that_no_puzzle_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    (prompt,) = made("sudoku", 1)
+    zeros = prompt.replace(".", "0")
+    assert _exit_code(["run", "--model", "sudoku", "--diffuse", "-q", "--raw", zeros]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the character '0' is not in the model's vocabulary" in told
+    assert "allowed are: . 1 2 3 4 5 6 7 8 9" in told
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -135,7 +135,7 @@ def test_another_command_is_refused(
         "temperature None (now 0.3)": (rows, "--temperature", "0.3"),
         "seed 7 (now 8)": (rows, "--seed", "8"),
         "an input of another content": (other,),
-        "kv_bits 16 (now 8)": (rows, "--kv-bits", "8"),
+        "kv_bits None (now 8)": (rows, "--kv-bits", "8"),
     }.items():
         assert batch(chatty, given[0], output, *map(str, given[1:])) == 2
         said = capsys.readouterr().err

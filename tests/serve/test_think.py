@@ -124,7 +124,7 @@ def test_streamed_with_and_without_its_search(client: httpx.Client):
 
 @pytest.mark.parametrize(
     "judge", ["regex:[aeiou]", "ask", "vote", "vote:(\\w+)", "vote+ask", "reward:rewarder",
-              "process:rewarder", "ask:rewarder", "vote+reward:rewarder", "certainty"]
+              "process:rewarder", "vote+reward:rewarder", "certainty"]
 )  # fmt: skip
 def test_judges_by_name(client: httpx.Client, judge: str):
     found = chat(client, {**THINK, "judge": judge, "n": 2})
@@ -142,6 +142,7 @@ def test_judges_by_name(client: httpx.Client, judge: str):
         ({"judge": "regex:("}, "not a regular expression"),
         ({"judge": "ask:/etc"}, "no model '/etc'"),
         ({"judge": "reward:chatty"}, "no score head"),
+        ({"judge": "ask:rewarder"}, "no output head"),
         ({"policy": "magic"}, "no policy 'magic'"),
         ({"budget": 5000}, "at most 1,000"),
         ({"budget": 0}, "budget"),

@@ -281,7 +281,8 @@ def test_merges_that_lead_nowhere_are_let_be() -> None:
 def test_without_types_the_end_token_is_still_control() -> None:
     coded = Tokenizer.from_gguf(tiny(token_type=None))
     assert coded.special_ids == {3}
-    assert 3 not in coded.encode("<|im_end|>")
+    with pytest.raises(UnspoolError, match="the character '<'"):  # text, and not the token
+        coded.encode("<|im_end|>")
 
 
 @pytest.mark.parametrize("ids", [[5], [-1], [0, 10**9]])

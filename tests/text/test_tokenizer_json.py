@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -233,3 +233,41 @@ def test_many_threads_share_one_tokenizer(folder: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# -- characters that a small vocabulary lacks ------------------------------------------------------
+
+
+def small(folder: Path, unknown: str | None = None) -> Tokenizer:
+    """A vocabulary of a, b, é's first byte and a control token."""
+    vocab = {"<end>": 0, "a": 1, "b": 2, "ab": 3, "Ã": 4}
+    if unknown is not None:
+        vocab[unknown] = len(vocab)
+    library = Library(models.BPE(vocab, [("a", "b")], unk_token=unknown))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.add_special_tokens(["<end>"])
+    library.save(str(folder / "tokenizer.json"))
+    return Tokenizer.from_file(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "character"), [("ab0", "0"), ("a b", " "), ("aé", "é"), ("ab<end>", "<")]
+)
+def test_a_character_without_a_token_is_refused(tmp_path: Path, text: str, character: str):
+    tokenizer = small(tmp_path)
+    assert tokenizer.missing_character(text) == character
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["ab", text])):
+        with pytest.raises(UnspoolError, match=f"the character '{character}' .*allowed are: a b"):
+            encode(text)
+
+
+def test_known_characters_and_control_tokens_are_not(tmp_path: Path):
+    tokenizer = small(tmp_path)
+    assert tokenizer.encode("abba") == [3, 2, 1]
+    assert tokenizer.encode("ab<end>", specials=True) == [3, 0]
+
+
+def test_an_unknown_token_stands_for_the_rest(tmp_path: Path):
+    tokenizer = small(tmp_path, "<unk>")
+    assert tokenizer.missing_character("a0b") is None
+    assert tokenizer.encode("a0b") == [1, 5, 2]

@@ -37,7 +37,7 @@ class Placement:
     device: str = "auto"
     dtype: str = "auto"
     quantize: int | None = None  # bits that weights are packed into while loading
-    kv_bits: int = 16  # of a number in keys and values
+    kv_bits: int | None = None  # of a number in the KV cache; None: as `dtype` says
     threads: int | None = None
     exact: bool = False  # a text is the same in any batch
     tensor_parallel: int | None = None  # processes that hold the model together
@@ -48,7 +48,7 @@ class Placement:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("quantize", self.quantize, (None, 4, 8))
-        _one_of("kv_bits", self.kv_bits, (8, 16))
+        _one_of("kv_bits", self.kv_bits, (None, 8, 16, 32))
         threads = self.threads
         if threads is not None and (type(threads) is not int or threads < 1):
             raise SettingsError(f"threads is {threads!r}; it may be a whole number from 1 up")
@@ -93,6 +93,17 @@ class Placement:
         return self.tensor_parallel or 1
 
     @property
+    def native_kv_bits(self) -> int:
+        """Bits of a number in the native backend's KV cache: float32 means 32, else 16."""
+        return self.kv_bits or (32 if self.dtype == "float32" else 16)
+
+    def plain_dtype(self, device: str) -> str:
+        """The precision of activations and of the KV cache on the torch and cuda backends."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if device.startswith("cuda") else "float32"
+
+    @property
     def named_devices(self) -> list[str]:
         given = self.devices or ()
         return [one.strip() for one in given.split(",")] if isinstance(given, str) else list(given)
@@ -111,7 +122,7 @@ class Placement:
         if self.backend == "native":
             raise UnspoolError(f"the native backend cannot be used here: {reason}")
         self._refuse_what_only_native_has(
-            f"that cannot be used here: {reason}", quantize=self.quantize is not None
+            f"that cannot be used here: {reason}", device, quantize=self.quantize is not None
         )
         try:
             check_torch(device)
@@ -131,7 +142,9 @@ class Placement:
 
             reason = missing(device)
             if reason is None:
-                self._refuse_what_only_native_has(f"this would run on {device}: leave it out")
+                self._refuse_what_only_native_has(
+                    f"this would run on {device}: leave it out", device
+                )
                 return Choice("cuda", device)
             if self.backend == "cuda":
                 raise UnspoolError(f"the kernels for GPUs cannot be used here: {reason}")
@@ -139,6 +152,7 @@ class Placement:
                 remark = f"running on plain torch, which is slower: {reason}"
         self._refuse_what_only_native_has(
             f"this would run on torch ({device}): leave it out, or give backend native",
+            device,
             quantize=self.quantize is not None,
         )
         if self.exact:
@@ -167,6 +181,7 @@ class Placement:
             check_torch(device)
         self._refuse_what_only_native_has(
             "a model in several places runs on torch: leave it out",
+            named[0],
             quantize=self.quantize is not None,
         )
         if self.exact:
@@ -191,13 +206,19 @@ class Placement:
             return "cuda" if torch.cuda.is_available() else "cpu"
         return "cpu"
 
-    def _refuse_what_only_native_has(self, why: str, *, quantize: bool = False) -> None:
+    def _refuse_what_only_native_has(
+        self, why: str, device: str, *, quantize: bool = False
+    ) -> None:
         """`quantize`: whether packing the weights cannot be done there either."""
-        given = {
-            "quantize": quantize,
-            "kv_bits": self.kv_bits != 16,
-            "threads": self.threads is not None,
-        }
+        dtype = self.plain_dtype(device)
+        bits = 32 if dtype == "float32" else 16
+        if self.kv_bits not in (None, bits):
+            raise SettingsError(
+                f"kv_bits must be {bits} on {device}, got {self.kv_bits}: there the KV cache has "
+                f"the precision of dtype ({dtype}), and only the native CPU backend has another; "
+                f"{why}"
+            )
+        given = {"quantize": quantize, "threads": self.threads is not None}
         for name in (name for name, set_ in given.items() if set_):
             raise SettingsError(f"{name} is for the native CPU backend; {why}")
 

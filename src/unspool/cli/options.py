@@ -50,6 +50,15 @@ Chat = Annotated[
     bool | None,
     typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
 ]
+RunMaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        help="The most tokens to write. Default: 256; with --diffuse the model's own number of "
+        "places, if it has one.",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")]
 System = Annotated[
     str | None, typer.Option("--system", "-s", help="A system message for the chat template.")
@@ -183,7 +192,10 @@ _MODEL: dict[str, tuple[Any, Any, str]] = {
     "device": (str, "auto", "cpu, cuda, or auto."),
     "dtype": (str, "auto", "float32, bfloat16, float16, or auto."),
     "quantize": (int | None, None, "Pack the weights into 4 or 8 bits while loading."),
-    "kv_bits": (int, 16, "Bits of a number in keys and values: 16 or 8 (native)."),
+    "kv_bits": (
+        int | None, None,
+        "Bits of a number in the KV cache: 8, 16 or 32; 32 with --dtype float32, else 16 (native).",
+    ),
     "threads": (int | None, None, "How many threads work; by default one a core (native)."),
     "exact": (bool, False, "On a GPU: the same text alone and in any batch, a little slower."),
     "tensor_parallel": (

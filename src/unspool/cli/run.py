@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _MANY, _FORM = "Several texts", "What the text must be"
 _LONG = "Texts longer than the context"
+_USUAL_LENGTH = 256  # tokens
 
 
 @o.diffusion_options
@@ -34,7 +35,7 @@ def run(
     ] = None,
     chat: o.Chat = None,
     system: o.System = None,
-    max_tokens: o.MaxTokens = 256,
+    max_tokens: o.RunMaxTokens = None,
     probs: o.Probs = False,
     top: Annotated[int, typer.Option(help="Show this many candidates of each step.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Steps as JSON lines.")] = False,
@@ -130,7 +131,7 @@ def run(
             raise SettingsError("a trace holds no adapter; leave --trace or --adapter out")
     whole = as_json or trace is not None
     options: dict[str, Any] = {
-        "max_tokens": max_tokens,
+        "max_tokens": _USUAL_LENGTH if max_tokens is None else max_tokens,
         "stop": (),
         **sampling,
         "top": max(top, 5) if whole and top >= 0 else top,
@@ -164,9 +165,13 @@ def run(
         raise SettingsError("thoughts come with the chat template; leave --raw out")
     else:
         ids = text
+        if text.endswith("\n") and lm.tokenizer.missing_character("\n"):
+            ids = text.rstrip("\n")  # a pipe's last line end is no part of a puzzle
     if filling is not None:
         from unspool.cli.diffuse import fill
 
+        if max_tokens is None and lm.config.canvas_length:
+            filling["max_tokens"] = lm.config.canvas_length
         fill(lm, ids, filling, as_json=as_json, probs=probs, top=top, quiet=quiet)
         return
     show = _bars if top else show_colours if probs else show_plain

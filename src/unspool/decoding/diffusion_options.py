@@ -28,7 +28,7 @@ class DiffusionOptions(SamplingOptions, total=False):
     """Everything that can be asked of a diffusion; how a token is picked is as in `lm.generate`,
     but for the temperature, which is 0 unless it is given."""
 
-    max_tokens: Annotated[int | None, "how many places there are (128)"]
+    max_tokens: Annotated[int | None, "how many places there are (the model's own number, or 128)"]
     given: Annotated[
         Sequence[int | None] | None, "tokens that stand on the canvas from the start; None: masked"
     ]
@@ -111,7 +111,8 @@ def plan_of(lm: Session, prompt: Prompt, options: dict[str, Any]) -> DiffusionPl
     kind = canvas_kind(lm, given)
     request = lm.request(prompt, {"temperature": 0, **_of_a_text(given)})
     start = _start(lm, kind, given.get("given", ()))
-    length = _length(lm, request, given.get("max_tokens", len(start) or None))
+    own_length = len(start) or lm.config.canvas_length or None
+    length = _length(lm, request, given.get("max_tokens", own_length))
     if len(start) > length:
         raise SettingsError(f"given names {len(start)} places, and there are {length}")
     plan = DiffusionPlan(

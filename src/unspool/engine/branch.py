@@ -27,7 +27,7 @@ class Branch:
 
     __slots__ = (
         "adapter", "block", "borrowed", "closed", "computed", "length", "node", "owner", "pages",
-        "provisional", "reused", "slot", "start", "state", "tabled", "tail", "twin",
+        "private", "provisional", "reused", "slot", "start", "state", "tabled", "tail", "twin",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +46,8 @@ class Branch:
         self.provisional: int | None = None  # from which position on tokens may still change
         self.reused = 0  # tokens that were found computed when the branch was opened
         self.closed = False
+        # A number of its own if hooks changed what it computed, so that nobody finds it; else 0.
+        self.private = 0
         self.slot = -1  # its line of the block table
         self.tabled = 0  # how many pages that line has right
         self.state = Standing(self) if stateful else None  # where its recurrent state is

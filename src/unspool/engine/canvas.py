@@ -57,6 +57,7 @@ class Snapshot:
 
 def open_canvas(engine: Engine, text: Sequence[int], length: int, kind: CanvasKind) -> Canvas:
     """So many masked places behind a text."""
+    engine.check_head()
     _check_room(engine, len(text), length)
     if engine.tree.states is not None and kind.sight != "causal":
         raise SettingsError(

@@ -68,8 +68,11 @@ class Engine:
         token_bytes: Callable[[int], bytes] = lambda token: b"",
         *,
         max_waiting: int = 1024,
+        check_head: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_head` raises if the model has no output head, so that its logits mean nothing."""
         self.backend, self.token_bytes = backend, token_bytes
+        self.check_head = check_head
         self.max_waiting = max_waiting  # requests without a token yet
         self.loop = Loop(backend)
         self.adapters = EngineAdapters(self.loop)
@@ -110,6 +113,7 @@ class Engine:
     ) -> list[Logits]:
         """`extend` for several branches, computed in the same steps; of each, as many logits as
         wanted, or as `wanted` says of it."""
+        self.check_head()
         return [seen.logits for seen in self._compute(additions, wanted, frozenset(), False)]
 
     def look(
@@ -189,6 +193,7 @@ class Engine:
 
     def submit(self, request: Request) -> StepStream:
         """Start writing; steps come as they are made."""
+        self.check_head()
         limits = request.limits
         length = len(request.prompt)
         self.scheduler.check_fits(min(length + limits.room(length), limits.context))

@@ -47,6 +47,8 @@ class Loop(SupervisedThread):
             backend.state_count, backend.state_bytes, backend.page_bytes, backend.page_size
         )
         self.tree = Tree(backend.page_count, backend.page_size, states)
+        # Only torch has modules that hooks can be set on.
+        self.tree.is_hooked = getattr(backend, "is_hooked", self.tree.is_hooked)
         self.scheduler = Scheduler(self.tree, backend.limits, echoes=backend.echoes)
         self.steps = 0  # settled so far
         self._batches = BatchBuilder(self.tree)
@@ -82,7 +84,12 @@ class Loop(SupervisedThread):
         try:
             batch, shares = self._batches.build(rows)
             layers = batch.look.layers if batch.look else None
-            return Flight(shares, self.backend.launch(batch), layers)
+            hooked = self.tree.is_hooked()
+            flight = Flight(shares, self.backend.launch(batch), layers)
+            if hooked or self.tree.is_hooked():  # or set by another thread meanwhile
+                for share in shares:
+                    self.tree.make_private(share.task.branch)
+            return flight
         except BaseException as error:  # those in this step fail, and nobody else
             self._lose(rows, error)
             return None

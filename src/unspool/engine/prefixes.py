@@ -26,7 +26,7 @@ class Node:
     page: int
     parent: Node | None
     depth: int  # pages from the root to here, this one included
-    # By their first token, then by all of them.
+    # By their first token (see `bucket`), then by all of them.
     children: dict[int, dict[tuple[int, ...], Node]] = field(default_factory=dict)
     live: int = 0  # branches that stand here, and children that are live
     used: int = 0  # when it was last live
@@ -36,6 +36,12 @@ class Node:
     # Of models with recurrent layers: the states in this page that are kept, by how many tokens of
     # the text they have read.
     states: dict[int, State] = field(default_factory=dict)
+    owner: int = 0  # the private branch that computed it; 0: any branch may use it
+
+    @property
+    def bucket(self) -> int:
+        """Where the parent has it: private pages where no search for tokens comes."""
+        return -self.owner or self.tokens[0]
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -103,14 +109,20 @@ class PrefixIndex:
         return -(-end // block) * block if block else end
 
     def insert(
-        self, parent: Node, chunk: tuple[int, ...], page: int, ahead: tuple[int, ...] = ()
+        self,
+        parent: Node,
+        chunk: tuple[int, ...],
+        page: int,
+        ahead: tuple[int, ...] = (),
+        owner: int = 0,
     ) -> Node:
         """The node for a page behind `parent`; the page is the index's from now on. `ahead` are
-        tokens behind the page that its numbers depend on.
+        tokens behind the page that its numbers depend on. A page with an `owner` (from 1 up) is
+        found by nobody else.
 
         If all of its tokens are known already, the page is given back, and the known one serves.
         """
-        siblings = parent.children.setdefault(chunk[0], {})
+        siblings = parent.children.setdefault(-owner or chunk[0], {})
         known = siblings.get(chunk + ahead)
         if known is None and len(chunk) < self._size:  # perhaps as the beginning of another
             known = next((n for n in siblings.values() if n.tokens[: len(chunk)] == chunk), None)
@@ -125,7 +137,7 @@ class PrefixIndex:
                 child.page, child.tokens = page, chunk
                 siblings[chunk] = child
                 return child
-        node = Node(chunk, page, parent, parent.depth + 1, ahead=ahead)
+        node = Node(chunk, page, parent, parent.depth + 1, ahead=ahead, owner=owner)
         siblings[node.key] = node
         self.pages += 1
         self._cached(node)
@@ -176,10 +188,10 @@ class PrefixIndex:
         """Remove a leaf; its page is the caller's."""
         parent = node.parent
         assert parent is not None and not node.children
-        siblings = parent.children[node.tokens[0]]
+        siblings = parent.children[node.bucket]
         del siblings[node.key]
         if not siblings:
-            del parent.children[node.tokens[0]]
+            del parent.children[node.bucket]
         node.removed = True
         if node.states and self._states is not None:
             self._states.leave_page(node)

@@ -15,7 +15,8 @@ takes it back takes it to the last state before that place, and the rest is comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 
 from unspool.engine.branch import Branch
 from unspool.engine.pages import OutOfPagesError, PagePool
@@ -34,6 +35,9 @@ class Tree:
         if states is not None:
             states.lost = self._fall_back
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step is run
+        # Whether somebody changes what the model computes, so that it is of use only to them.
+        self.is_hooked: Callable[[], bool] = lambda: False
+        self._owners = count(1)
         self._slots: list[int] = []  # lines of the block table that were given back
         self._slot_count = 0
 
@@ -49,14 +53,23 @@ class Tree:
         branch = self._new(self.index.root(adapter, block), adapter, block)
         self.index.attach(branch.node)
         branch.tail, branch.length = list(tokens), len(tokens)
+        if self.is_hooked():
+            self.make_private(branch)
         if cached:
             self.adopt(branch)
         branch.reused = branch.computed
         return branch
 
+    def make_private(self, branch: Branch) -> None:
+        """Let what is computed of the branch from now on be found by nobody, and let it use nothing
+        that others compute. It stays so: its past may be changed. What it shares is unchanged."""
+        branch.private = branch.private or next(self._owners)
+
     def adopt(self, branch: Branch) -> None:
         """Take over stored pages for a branch of which nothing is computed."""
         assert branch.computed == 0 and not branch.pages
+        if branch.private or self.is_hooked():
+            return
         # The last token is always computed: somebody wants to know what follows it. So are those
         # that may still change, as they see each other.
         known = branch.length - 1
@@ -117,6 +130,8 @@ class Tree:
         other.start, other.length = branch.start, branch.length
         other.tail = branch.tail.copy()
         other.provisional, other.twin = branch.provisional, branch.twin
+        if branch.private:
+            self.make_private(other)
         known = branch.start if branch.borrowed is None else branch.computed
         other.computed = other.reused = min(branch.computed, known)
         other.owner = branch.owner
@@ -132,6 +147,8 @@ class Tree:
         other = self._new(branch.node, branch.adapter)
         self.index.attach(other.node)
         other.start, other.computed = branch.start, branch.computed
+        if branch.private:
+            self.make_private(other)
         other.tail = [*branch.tail[: branch.computed - branch.start], *tokens]
         other.length = branch.computed + len(tokens)
         try:
@@ -272,7 +289,7 @@ class Tree:
             chunk = tuple(branch.tail[number * size : (number + 1) * size])
             seen = self.index.reach(first + number * size, block) - first
             ahead = tuple(branch.tail[(number + 1) * size : seen])
-            node = self.index.insert(branch.node, chunk, page, ahead)
+            node = self.index.insert(branch.node, chunk, page, ahead, branch.private)
             if node.page != page:  # somebody else had computed the same
                 branch.tabled = min(branch.tabled, branch.node.depth)
             self._move(branch, node)
@@ -365,7 +382,7 @@ class Tree:
         if filled <= 0 or not branch.pages or (branch.block and self.page_size % branch.block):
             return
         chunk = tuple(branch.tail[: min(filled, self.page_size)])
-        node = self.index.insert(branch.node, chunk, branch.pages[0])
+        node = self.index.insert(branch.node, chunk, branch.pages[0], owner=branch.private)
         self._borrow(branch, node)
         if self.states is not None:
             self.states.hand_over(branch, node, branch.start + len(chunk))

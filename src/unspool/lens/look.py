@@ -143,6 +143,7 @@ class Look:
 
 def look(lm: Session, text: Text, position: int = -1) -> Look:
     """Look inside at one position of a text; a negative one counts from the end."""
+    lm.config.check_head()
     tokens = tokens_of(lm, text)
     if isinstance(position, bool) or not isinstance(position, int):
         raise SettingsError(f"position is {position!r}; it must be a whole number")

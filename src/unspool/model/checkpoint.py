@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,7 +37,16 @@ from unspool.model.quantized import scheme_of
 from unspool.model.recurrent_config import only_ours
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.stored import Stored
-from unspool.model.weights import Rule, parameter_count, read_weights, shapes, write_weights
+from unspool.model.weights import (
+    Rule,
+    check_tensors,
+    is_in_file,
+    is_same,
+    parameter_count,
+    read_weights,
+    shapes,
+    write_weights,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -130,18 +140,44 @@ class SafetensorsCheckpoint:
         self.config = config_from_hf(raw)
         self._block = block_of(raw.get("quantization_config") or {})
         self._scheme = scheme_of(raw)
+        self._embedding_name = ""  # of a head that is the embedding, where only it is in the file
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in map(SafetensorsFile, files):
             self._file_of.update(dict.fromkeys(file.tensors, file))
-        if not self.config.tied and not self._has("head.weight"):
-            self.config = replace(self.config, tied=True)
+        self._choose_head()
         if self.config.sight != "causal" and not says_mask(raw):
             known = mask_id_in(folder)
             self.config = replace(self.config, mask_id=known) if known is not None else self.config
+        rules = self._named_rules(self.rules)
+        with _naming(folder):
+            check_tensors(self.config, rules, self._file_of.keys(), self._fetch)
+
+    def _choose_head(self) -> None:
+        """Decide whether the head is the embedding, as transformers does.
+
+        A head in the file that differs from the embedding is used whatever the settings say. An
+        untied model without a head has none.
+        """
+        embedding, head = self._tensor_of("embed.weight"), self._tensor_of("head.weight")
+        if not self.config.tied:
+            if head is None:
+                self.config = replace(self.config, tied=True, headless=True)
+            return
+        if head is None:
+            return
+        if embedding is None:  # one of two names of the same tensor was saved
+            self._embedding_name = head
+            return
+        stored, table = self._fetch(head), self._fetch(embedding)
+        if stored is None or table is None or not is_same(stored, table):
+            self.config = replace(self.config, tied=False)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        return rules_for_hf(self.config)
+        own = rules_for_hf(self.config)
+        if self._embedding_name:
+            return (*own, Rule(self._embedding_name, ("embed.weight",)))
+        return own
 
     def _prefix(self) -> str:
         for prefix in prefixes_for_hf(self.config):
@@ -150,26 +186,33 @@ class SafetensorsCheckpoint:
                 return prefix
         return ""
 
-    def _has(self, ours: str) -> bool:
-        found = (rule.theirs for rule in self.rules if ours in rule.ours)
-        names = [name.replace("{p}", self._prefix()) for name in found]
-        names += [f"{name}_packed" for name in names]  # what stands for it if it is quantized
-        names += [f"{name.removesuffix('weight')}qweight" for name in names]
-        return any(name in self._file_of for name in names)
+    def _named_rules(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        """The rules with the prefix that this file has."""
+        prefix = self._prefix()
+        return tuple(
+            replace(
+                rule,
+                theirs=rule.theirs.replace("{p}", prefix),
+                plus=rule.plus.replace("{p}", prefix),
+            )
+            for rule in rules
+        )
+
+    def _tensor_of(self, ours: str) -> str | None:
+        """What the file calls a weight of ours; None: it does not have it."""
+        names = (rule.theirs for rule in self._named_rules(self.rules) if ours in rule.ours)
+        return next((name for name in names if is_in_file(name, self._file_of)), None)
+
+    def _fetch(self, name: str) -> Stored | None:
+        if self._scheme is not None:
+            quantized = self._scheme.stored(name, _Tensors(self._file_of))
+            if quantized is not None:
+                return quantized
+        file = self._file_of.get(name)
+        return None if file is None else file.stored(name, self._scales(name), self._block)
 
     def weights(self) -> Iterator[tuple[str, Stored]]:
-        prefix = self._prefix()
-
-        def fetch(name: str) -> Stored | None:
-            full = name.replace("{p}", prefix)
-            if self._scheme is not None:
-                quantized = self._scheme.stored(full, _Tensors(self._file_of))
-                if quantized is not None:
-                    return quantized
-            file = self._file_of.get(full)
-            return None if file is None else file.stored(full, self._scales(full), self._block)
-
-        return read_weights(self.config, self.rules, fetch)
+        return read_weights(self.config, self._named_rules(self.rules), self._fetch)
 
     def _scales(self, name: str) -> Stored | None:
         """The scales of a tensor of FP8 numbers."""
@@ -217,23 +260,43 @@ class GGUFCheckpoint:
         self.file = GGUFFile(self.path)
         self.config = config_from_gguf(self.file)
         self.losses = ""
+        architecture = self.file.metadata.get("general.architecture")
+        drafting = self.file.metadata.get(f"{architecture}.nextn_predict_layers", 0)
+        with _naming(self.path):
+            check_tensors(
+                self.config,
+                rules_for_gguf(self.config),
+                self.file.tensors.keys(),
+                self._fetch,
+                spare_layers=int(drafting),  # heads that draft stand behind the layers
+            )
+
+    def _fetch(self, name: str) -> Stored | None:
+        return self.file.stored(name) if name in self.file.tensors else None
 
     def weights(self) -> Iterator[tuple[str, Stored]]:
-        def fetch(name: str) -> Stored | None:
-            return self.file.stored(name) if name in self.file.tensors else None
-
-        return read_weights(self.config, rules_for_gguf(self.config), fetch)
+        return read_weights(self.config, rules_for_gguf(self.config), self._fetch)
 
     def bits_per_weight(self) -> float:
         used = [t for name, t in self.file.tensors.items() if not name.startswith("rope_")]
         return sum(t.nbytes for t in used) * 8 / sum(t.elements for t in used)
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the path before an error that does not name it."""
+    try:
+        yield
+    except ModelFileError as error:
+        raise ModelFileError(f"{path}: {error}") from error
+
+
 def rules_for_hf(config: ModelConfig) -> tuple[Rule, ...]:
     """The family's tables; a model of our own is stored under our own names."""
     if config.family in FAMILIES and not only_ours(config):
         return FAMILIES[config.family].rules
-    patterns = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.{i}", n) for n in shapes(config))
+    names = {**shapes(config), **shapes(replace(config, tied=not config.tied))}
+    patterns = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.{i}", n) for n in names)
     return tuple(Rule(pattern, (pattern,)) for pattern in patterns)
 
 

@@ -138,6 +138,7 @@ class ModelConfig:
     layer_scale: bool = False  # each layer's outcome is multiplied by one number of its own
     token_width: int = 0  # each layer gets so many numbers of the token itself; 0: none
     tied: bool = False  # the output head is the embedding table
+    headless: bool = False  # the checkpoint has no output head: hidden states, but no logits
     head_bias: bool = False
     head_transform: bool = False  # a matrix and the activation before the last norm (BERT)
     head_transform_bias: bool = False
@@ -146,6 +147,7 @@ class ModelConfig:
     sight: Literal["causal", "whole", "block"] = "causal"  # back; the whole text; its block's end
     block: int = 0  # tokens of a block, where sight is "block"; a request may choose another
     mask_id: int | None = None  # the token that stands for "not known yet"; None: it has none
+    canvas_length: int = 0  # places of a canvas, if the model always fills so many; 0: any number
     shifted: bool = False  # the vector at place p guesses the token at p + 1, also in a canvas
 
     def __post_init__(self) -> None:
@@ -262,6 +264,16 @@ class ModelConfig:
             f"both ways, {far}: lm.diffuse(prompt) writes with it, and lm.fill(before, gap, after) "
             "fills gaps"
         )
+
+    def check_head(self) -> None:
+        """Refuse to compute logits with a checkpoint that has no output head."""
+        if self.headless:
+            raise UnspoolError(
+                f"this {self.family} checkpoint has no output head (lm_head.weight), and its "
+                "settings do not tie the head to the embedding, so it cannot write or score text. "
+                "It can embed text, and as a sequence-classification checkpoint it can be a "
+                "reward model (--judge reward:MODEL). Load the ...ForCausalLM checkpoint to write"
+            )
 
     # -- what a layer needs to know ---------------------------------------------------------
 

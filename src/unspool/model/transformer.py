@@ -15,6 +15,7 @@ Training goes through the same layers with an `Attend` of its own: see `train/le
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -238,6 +239,22 @@ class Attention(nn.Module):
 Attend = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
 
 
+class StepRun(ABC):
+    """An `Attend` of a backend: one step of many texts, whose pasts the backend keeps."""
+
+    @abstractmethod
+    def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep new keys and values, and give what the queries find in each text's past."""
+
+    @abstractmethod
+    def recur(self, layer: int, mixer: Mixer, x: Tensor) -> Tensor:
+        """What a recurrent layer adds, from the state that each text is in."""
+
+    @abstractmethod
+    def note_attended(self, x: Tensor) -> None:
+        """Called with the vectors between attention and feed-forward, for those who look inside."""
+
+
 def attention_weights(
     config: ModelConfig,
     window: int,
@@ -309,19 +326,25 @@ class Layer(nn.Module):
         shared: Shared | None = None,
         token: Tensor | None = None,
     ) -> Tensor:
-        if not self.mixes:
-            return self.with_fed(x, x, token)
-        normed = self.attention_norm(x)
-        if self.mixer is not None:
-            attended = self._recurred(self.mixer, normed, cache, attend)
-        else:
-            attended = self.attention(normed, angles, cache, attend, shared)
-        between = self.with_attended(x, attended)
+        between = x
+        if self.mixes:
+            normed = self.attention_norm(x)
+            if self.mixer is not None:
+                attended = self.mixer(
+                    normed, lambda mixer, inputs: self._recurred(mixer, inputs, cache, attend)
+                )
+            else:
+                attended = self.attention(normed, angles, cache, attend, shared)
+            between = self.with_attended(x, attended)
+        if isinstance(attend, StepRun):
+            attend.note_attended(between)
         return self.with_fed(x, between, token)
 
     def _recurred(
         self, mixer: Mixer, x: Tensor, cache: Cache | None, attend: Attend | None
     ) -> Tensor:
+        if isinstance(attend, StepRun):
+            return attend.recur(self.layer, mixer, x)
         if attend is not None:  # whole rows of text, some of several documents
             return mixer.whole(x, getattr(attend, "documents", None))
         parts = mixer.project(x)
@@ -379,9 +402,19 @@ class Transformer(nn.Module):
         return Cache(self.config, capacity, batch, weight.dtype, str(weight.device))
 
     def forward(
-        self, tokens: Tensor, cache: Cache | None = None, *, last_only: bool = False
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        *,
+        last_only: bool = False,
+        step: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits for `tokens` [batch, count], which continue what the cache holds."""
+        """Logits for `tokens` [batch, count], which continue what the cache holds.
+
+        A backend gives a `step`, which runs the layers over the pasts that it keeps.
+        """
+        if step is not None:
+            return step(tokens)
         start, count = (cache.length if cache else 0), tokens.shape[1]
         if cache is not None and start + count > cache.capacity:
             raise ValueError(f"{start + count} tokens do not fit a cache of {cache.capacity}")

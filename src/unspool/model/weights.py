@@ -8,14 +8,16 @@ can be loaded can be saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from unspool.errors import ModelFileError
+from unspool.errors import ModelFileError, UnspoolWarning
 from unspool.model.config import ModelConfig
 from unspool.model.recurrence import Recurrence
 from unspool.model.stored import Stored
@@ -231,12 +233,205 @@ def read_weights(
             )
 
 
+# Tensors that files hold beside the weights, and that do not change what the text model computes.
+UNUSED_TENSORS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\.rotary_emb\.(original_)?inv_freq$",  # computed from the settings
+        r"\.attn_rot_embd(\.|$)",  # the same in old GGUF files
+        r"^rope_(freqs|factors_long|factors_short)\.weight$",  # GGUF: read with the settings
+        r"\.(attn|attention)\.(masked_)?bias$",  # GPT-2 and GPT-NeoX: the causal mask
+        r"embeddings\.position_ids$",  # BERT: 0, 1, 2, ...
+        r"(^|\.)(pooler|cls\.seq_relationship)\.",  # BERT: heads for other tasks
+        r"^(score|classifier)\.",  # a reward model's head: read by `score_head.py`
+        r"^v_head\.",  # a value head, of use only in training
+        # Images and sound: only text is read.
+        r"^(model\.|thinker\.)?(visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector"
+        r"|embed_vision|embed_audio|image_newline|talker|token2wav|code2wav)(\.|$)",
+        r"^(model\.)?mtp(_\w+)?\.",  # multi-token prediction: drafts that are not read
+        r"\.(k|v|q|prob|input|output|input_global|output_global)_scale$",  # of 8-bit activations
+    )
+)
+# What a quantized weight is made of, behind its name and behind the name without ".weight".
+_BESIDE_WEIGHT = (
+    "_packed", "_shape", "_scale", "_scale_inv", "_scale_2", "_global_scale", "_zero_point",
+    "_g_idx",
+)  # fmt: skip
+_BESIDE_MODULE = (".qweight", ".qzeros", ".scales", ".g_idx", ".biases", ".scale", ".input_scale")
+_NAMED = 4  # tensors that a message names
+
+
+def parts_of_tensor(name: str) -> tuple[str, ...]:
+    """The names under which a file may hold a tensor: its own, and those of its quantized parts."""
+    module = name.removesuffix(".weight").removesuffix("_blocks")
+    return (
+        name,
+        *(name + ending for ending in _BESIDE_WEIGHT),
+        *(module + ending for ending in _BESIDE_MODULE if name.endswith(".weight")),
+        *([f"{module}_scales"] if name.endswith("_blocks") else []),
+    )
+
+
+def is_in_file(name: str, names: Collection[str]) -> bool:
+    """Whether a file has a tensor, as it is or quantized."""
+    packed = (name, f"{name}_packed", f"{name.removesuffix('.weight')}.qweight")
+    return any(form in names for form in packed)
+
+
+def check_tensors(
+    config: ModelConfig,
+    rules: tuple[Rule, ...],
+    names: Collection[str],
+    fetch: Fetch,
+    *,
+    spare_layers: int = 0,
+) -> None:
+    """Refuse a file that lacks weights of the model, or has weights the settings have no place for.
+
+    Args:
+        names: Every tensor of the file.
+        fetch: Reads one of them; called only for small ones and for copies of a weight.
+        spare_layers: Layers behind the model's own that are known to be no part of it.
+
+    Raises:
+        ModelFileError: A weight is missing; or the file has more layers or experts than the
+            settings say, or a tensor in a layer that the model would not use.
+
+    Warns about tensors outside the layers that are neither used nor known (`UNUSED_TENSORS`).
+    """
+    wanted = shapes(config)
+    used: dict[str, str] = {}  # our weights -> the tensor they are read from
+    read: set[str] = set()
+    missing: list[str] = []
+    for name in wanted:
+        if name in used:
+            continue
+        candidates: list[str] = []
+        for rule, theirs, parts in _fitting(rules, name, wanted):
+            experts = range(config.experts) if "{e}" in theirs else (0,)
+            tensors = [theirs.replace("{e}", str(expert)) for expert in experts]
+            candidates += tensors[:1]
+            if all(is_in_file(tensor, names) for tensor in tensors):
+                used.update(dict.fromkeys(parts, theirs))
+                read.update(form for tensor in tensors for form in parts_of_tensor(tensor))
+                read.add(rule.plus)
+                break
+        else:
+            missing.append(" or ".join(candidates) or name)
+    if missing:
+        raise ModelFileError(
+            f"the checkpoint lacks {_list_names(missing)}, which a {config.family} model with "
+            f"{config.layers} layers needs; it is incomplete, or the settings are another model's"
+        )
+    patterns = [(rule, _pattern_of(rule.theirs)) for rule in rules]
+    stems = {rule.theirs.partition("{i}")[0] for rule in rules if "{i}" in rule.theirs}
+    in_layer = re.compile(f"(?:{'|'.join(map(re.escape, sorted(stems)))})(\\d+)\\.")
+    beyond: list[str] = []
+    strange: list[str] = []
+    unknown: list[str] = []
+    for name in sorted(names):
+        if name in read or any(pattern.search(name) for pattern in UNUSED_TENSORS):
+            continue
+        layer = int(found[1]) if stems and (found := in_layer.match(name)) else -1
+        if layer >= config.layers + spare_layers:
+            beyond.append(name)
+        elif layer >= config.layers:
+            continue
+        elif known := _rules_of(name, patterns):
+            if not any(_is_redundant(name, rule, layer, config, used, fetch) for rule in known):
+                strange.append(name)
+        else:
+            (strange if layer >= 0 else unknown).append(name)
+    if beyond:
+        raise ModelFileError(
+            f"the settings say that the model has {config.layers} layers, and the file has more: "
+            f"{_list_names(beyond)}; the settings and the weights do not belong together"
+        )
+    if strange:
+        raise ModelFileError(
+            f"the file has weights that a {config.family} model with these settings does not use: "
+            f"{_list_names(strange)}; the settings and the weights do not belong together"
+        )
+    if unknown:
+        warnings.warn(
+            f"tensors of the checkpoint that are not used: {_list_names(unknown)}",
+            UnspoolWarning,
+            stacklevel=2,
+        )
+
+
+def _list_names(names: list[str]) -> str:
+    """A few names, and how many there are if those are not all."""
+    shown = ", ".join(names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+
+
+def _pattern_of(theirs: str) -> re.Pattern[str]:
+    """A rule's name as a pattern: {e} is any expert, and {i} any layer."""
+    escaped = re.escape(theirs).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+")
+    return re.compile(escaped)
+
+
+def _rules_of(name: str, patterns: list[tuple[Rule, re.Pattern[str]]]) -> list[Rule]:
+    """The rules that know a tensor, or the quantized weight that it is a part of."""
+    whole = [name]
+    for ending in _BESIDE_WEIGHT:
+        whole += [name.removesuffix(ending)] if name.endswith(ending) else []
+    for ending in _BESIDE_MODULE:
+        whole += [f"{name.removesuffix(ending)}.weight"] if name.endswith(ending) else []
+    return [rule for rule, pattern in patterns if any(map(pattern.fullmatch, whole))]
+
+
+def _is_redundant(
+    name: str,
+    rule: Rule,
+    layer: int,
+    config: ModelConfig,
+    used: Mapping[str, str],
+    fetch: Fetch,
+) -> bool:
+    """Whether the model computes the same with and without a tensor that a rule knows."""
+    parts = [part.replace("{i}", str(layer)) for part in rule.ours]
+    if parts == ["head.weight"] and config.tied:
+        return True  # checked before: the same numbers as the embedding
+    if used.keys() >= set(parts):
+        return True  # another name for a weight, of which the rules prefer the one that was read
+    if layer >= 0 and config.mixer(layer) == "attention" and config.kv_source(layer) != layer:
+        borrowed = tuple(f"layers.{layer}.attention.{part}" for part in ("k", "v"))
+        if all(part.startswith(borrowed) for part in parts):
+            return True  # the layer reads another layer's keys and values
+    if "{e}" in rule.theirs:
+        return False
+    tensor = fetch(name)
+    if tensor is None:
+        return False
+    if name.endswith(".bias") and not tensor.float32().any():
+        return True  # some quantizers write a bias of zeros for every matrix
+    if parts == ["head.bias"] and (bias := fetch(used.get("head_bias", ""))) is not None:
+        return is_same(tensor, bias)  # of a head that is the embedding
+    return False
+
+
+def is_same(tensor: Stored, other: Stored) -> bool:
+    """Whether two tensors hold the same numbers; they are read a part at a time."""
+    if tensor.shape != other.shape:
+        return False
+    size = max(1, (1 << 22) // max(1, math.prod(tensor.shape[1:])))
+    return all(
+        np.array_equal(
+            tensor.rows(start, start + size).float32(), other.rows(start, start + size).float32()
+        )
+        for start in range(0, tensor.shape[0], size)
+    )
+
+
 def write_weights(
     config: ModelConfig, rules: tuple[Rule, ...], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The same weights under their names: the first rule that fits each one."""
     import torch
 
+    config.check_head()
     wanted = shapes(config)
     found: dict[str, torch.Tensor] = {}
     done: set[str] = set()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.grammar_spec import GrammarSpec
 
 if TYPE_CHECKING:  # imported when a grammar is first used: nothing else needs it
@@ -84,7 +84,10 @@ class GrammarVocabulary:
         """Tokens whose bytes are exactly this text; of a half character at the end, none."""
         whole = text.decode("utf-8", "ignore")
         if self.encode is not None:
-            ids = self.encode(whole)
+            try:
+                ids = self.encode(whole)
+            except UnspoolError:  # a character that the vocabulary lacks
+                ids = []
             if b"".join(self.tokens[token] for token in ids) == whole.encode("utf-8"):
                 return ids  # else it begins with a space of the tokenizer's own
         return self._ready()[0].greedy_tokenize(whole)

@@ -41,7 +41,9 @@ class DiffuseRequest(Sampling):
     model: str | None = None
     prompt: str | Tokens | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    max_tokens: Count | None = Field(None, description="how many places there are (128)")
+    max_tokens: Count | None = Field(
+        None, description="how many places there are (the model's own number, or 128)"
+    )
     given: Given | None = Field(None, description="tokens that stand there already; null: masked")
     block: Count | None = Field(None, description="places that are filled before the next ones")
     steps: Count | None = Field(None, description="the most passes a block may take")

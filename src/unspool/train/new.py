@@ -330,8 +330,9 @@ def _same_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> Prepare
 def _model(settings: NewSettings, config: ModelConfig) -> Transformer:
     if settings.start is None:
         return new_model(config, settings.seed)
-    path = find_model(settings.start)
-    return load_transformer(open_checkpoint(path)).requires_grad_(True)
+    checkpoint = open_checkpoint(find_model(settings.start))
+    checkpoint.config.check_head()
+    return load_transformer(checkpoint).requires_grad_(True)
 
 
 def _objective(settings: NewSettings, config: ModelConfig) -> Objective:

@@ -37,7 +37,7 @@ KINDS = [
     ("Q6_K", 8, False),
     ("Q3_K", 16, False),
     ("BF16", 8, False),
-    ("F32", 16, True),
+    ("F32", 32, True),
 ]
 NAMES = [f"{kind}-kv{bits}{'-experts' * experts}" for kind, bits, experts in KINDS]
 # All that a layer may have beside the usual, as in Gemma 4.

@@ -52,7 +52,7 @@ def load_cpu(
     store     None keeps the file's numbers; "4" and "8" quantize floats to so many bits;
               "float32", "bfloat16" and "float16" keep them so.
     threads   how many to run on; None: as many as there are cores for us.
-    kv_bits   of a number in keys and values: 16, 8, or 32 to compare.
+    kv_bits   of a number in the KV cache: 8, 16 or 32.
     """
     return CpuModel(checkpoint, store=store, threads=choose_threads(threads), kv_bits=kv_bits)
 

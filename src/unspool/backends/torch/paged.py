@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from unspool.backends.base import StepLimits
 from unspool.backends.memory import free_memory, pages_and_states
@@ -28,11 +29,19 @@ from unspool.backends.step import (
     no_ints,
 )
 from unspool.backends.torch.adapters import TorchAdapters
-from unspool.backends.torch.states import Piece, StateLook, States, pieces_of
+from unspool.backends.torch.states import StateLook, States, pieces_of
 from unspool.model.adapters import Adapter
 from unspool.model.config import ModelConfig
+from unspool.model.layers.mixers import Mixer
 from unspool.model.memory import share_beside_torch
-from unspool.model.transformer import QUERIES_AT_ONCE, Angles, Attention, Layer, Transformer
+from unspool.model.transformer import (
+    QUERIES_AT_ONCE,
+    Attention,
+    Layer,
+    Shared,
+    StepRun,
+    Transformer,
+)
 from unspool.sampling.picker import pick
 
 PAGE_SIZE = 16
@@ -64,6 +73,7 @@ class TorchBackend:
         self._table = BlockTable()
         self._states = States(config, state_count, self._devices)
         self._adapters = TorchAdapters(model)
+        self._handles, self._hooked = -1, False  # what `is_hooked` knows
         # One long row of slots for each layer that keeps keys and values: slot = page * page_size
         # + place in the page.
         self._keys, self._values = (
@@ -94,85 +104,98 @@ class TorchBackend:
         for store in (*self._keys.values(), *self._values.values()):
             store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
 
+    def is_hooked(self) -> bool:
+        """Whether a forward hook or pre-hook is set on a module of the model, or on all modules.
+
+        What is computed then is of use to nobody else. Hooks of our own are part of the model.
+        """
+        created = RemovableHandle.next_id  # no hook can be set without a new one
+        if created != self._handles or self._hooked:
+            self._handles = created
+            every = torch.nn.modules.module
+            found = [every._global_forward_hooks, every._global_forward_pre_hooks]
+            for module in self.model.modules():
+                found += [module._forward_hooks, module._forward_pre_hooks]
+            self._hooked = any(
+                not str(getattr(hook, "__module__", "")).startswith("unspool.")
+                for hooks in found
+                for hook in tuple(hooks.values())
+            )
+        return self._hooked
+
     def _run(self, batch: StepBatch) -> StepResult:
-        model = self.model
-        plans = {
-            device: _Plan(batch, self._table, self.page_size, device)
-            for device in dict.fromkeys(self._devices)
-        }
-        pieces = pieces_of(batch, self.state_count) if self.state_bytes else []
-        angles = model.angles(batch.positions, self.context)
-        tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)[None]
-        x = model.embedded(tokens, batch.positions)
-        watch = _Watch(batch.look, x, model.config) if batch.look else None
-        told = model.told(tokens, x)
-        for number, layer in enumerate(model.layers):
-            assert isinstance(layer, Layer)
-            plan, turned, token = plans[self._devices[number]], angles[number], told[number]
-            if x.device != plan.device:  # the layers from here on lie elsewhere
-                x = x.to(plan.device)
-                moved = {one: one.to(x) for one in angles if one is not None}
-                angles = [None if one is None else moved[one] for one in angles]
-                turned = angles[number]
-            token = None if token is None else token.to(plan.device)
-            x = self._layer(layer, x, turned, token, plan, pieces, watch)
-        picked = len(batch.sampled)
-        wanted = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(x.device)
-        given = model.logits(x[0, wanted].to(model.norm.weight.device)).float()
+        run = _Step(self, batch)
+        tokens = torch.from_numpy(batch.tokens).to(self.model.embed.weight.device)[None]
+        # Called as modules, so that hooks on them fire.
+        given = self.model(tokens, step=run.compute).float()
         logits = given if given.device.type != "cpu" else given.numpy()
-        inside = watch.inside() if watch else None
+        picked, inside = len(batch.sampled), run.watch.inside() if run.watch else None
         if batch.pick is None:
             return StepResult(no_ints(), np.empty(0), logits, inside)
         found = pick(logits[:picked], batch.pick)
         return StepResult(found.tokens, found.logprobs, logits[picked:], inside, found.failures)
 
-    def _layer(
-        self,
-        layer: Layer,
-        x: Tensor,
-        angles: Angles | None,
-        token: Tensor | None,
-        plan: _Plan,
-        pieces: list[Piece],
-        watch: _Watch | None,
-    ) -> Tensor:
-        between = x
-        if layer.mixes:
-            attended = self._mixed(layer, layer.attention_norm(x), angles, plan, pieces, watch)
-            between = layer.with_attended(x, attended)
-        elif watch:
-            watch.states(plan.ends)
-        after = layer.with_fed(x, between, token)
-        if watch:
-            watch.layer(after, between.float() - x.float(), after.float() - between.float())
-        return after
 
-    def _mixed(
-        self,
-        layer: Layer,
-        normed: Tensor,
-        angles: Angles | None,
-        plan: _Plan,
-        pieces: list[Piece],
-        watch: _Watch | None,
-    ) -> Tensor:
-        """What attention, or a recurrence, adds to each token."""
-        if layer.mixer is not None:
-            look = watch.states(plan.ends) if watch else None
-            return self._states.mix(layer.layer, layer.mixer, normed, pieces, look)
-        attention = layer.attention
-        query = attention.queries(normed, angles)
-        keys, values = self._keys[attention.source], self._values[attention.source]
-        if attention.source == attention.layer:
-            key, value = attention.keys_values(normed, angles)
+class _Step(StepRun):
+    """One batch on its way through the layers."""
+
+    def __init__(self, backend: TorchBackend, batch: StepBatch) -> None:
+        self._backend, self._batch = backend, batch
+        self._plans = {
+            device: _Plan(batch, backend._table, backend.page_size, device)
+            for device in dict.fromkeys(backend._devices)
+        }
+        self._plan = next(iter(self._plans.values()))  # of the layer at hand
+        self._pieces = pieces_of(batch, backend.state_count) if backend.state_bytes else []
+        self._between: Tensor | None = None
+        self.watch: _Watch | None = None
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """Logits of the tokens [1, count] of which they are wanted."""
+        backend, batch, model = self._backend, self._batch, self._backend.model
+        angles = model.angles(batch.positions, backend.context)
+        x = model.embedded(tokens, batch.positions)
+        watch = self.watch = _Watch(batch.look, x, model.config) if batch.look else None
+        told, shared = model.told(tokens, x), Shared()
+        for number, layer in enumerate(model.layers):
+            assert isinstance(layer, Layer)
+            self._plan, token = self._plans[backend._devices[number]], told[number]
+            device = self._plan.device
+            if x.device != device:  # the layers from here on lie elsewhere
+                x = x.to(device)
+                moved = {one: one.to(x) for one in angles if one is not None}
+                angles = [None if one is None else moved[one] for one in angles]
+            token = None if token is None else token.to(device)
+            if watch and not layer.mixes:
+                watch.states(self._plan.ends)
+            after = layer(x, angles[number], None, self, shared, token)
+            if watch:
+                assert self._between is not None
+                between = self._between.float()
+                watch.layer(after, between - x.float(), after.float() - between)
+            x = after
+        wanted = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(x.device)
+        return model.logits(x[0, wanted].to(model.norm.weight.device))
+
+    def note_attended(self, x: Tensor) -> None:
+        self._between = x
+
+    def recur(self, layer: int, mixer: Mixer, x: Tensor) -> Tensor:
+        look = self.watch.states(self._plan.ends) if self.watch else None
+        return self._backend._states.mix(layer, mixer, x, self._pieces, look)
+
+    def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        plan, source = self._plan, attention.source
+        keys, values = self._backend._keys[source], self._backend._values[source]
+        if attention.own:
             keys[plan.slots], values[plan.slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
             if plan.echoed is not None:
                 keys[plan.echo_slots] = key[0, :, plan.echoed].transpose(0, 1)
                 values[plan.echo_slots] = value[0, :, plan.echoed].transpose(0, 1)
         mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
         for rows in plan.groups:
-            rows.attend(attention, query[0], keys, values, mixed, watch)
-        return attention.finish(mixed.flatten(1)[None], normed)
+            rows.attend(attention, query[0], keys, values, mixed, self.watch)
+        return mixed.transpose(0, 1)[None]
 
 
 def layer_devices(model: Transformer) -> list[torch.device]:

@@ -111,7 +111,9 @@ def _largest(row: Floats, count: int) -> list[int]:
 
 def first_token(lm: Session, text: str) -> int | None:
     """The token that a text begins with where it continues another."""
-    ids = lm.tokenizer.encode("," + text)
+    ids: list[int] = []
+    if lm.tokenizer.missing_character(",") is None:
+        ids = lm.tokenizer.encode("," + text)
     if len(ids) > 1 and lm.tokenizer.decode_bytes(ids[:1]).strip() == b",":
         return ids[1]
     alone = lm.tokenizer.encode(text)

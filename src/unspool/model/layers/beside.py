@@ -32,8 +32,8 @@ class DenseAndExperts(nn.Module):
         tokens = x.flatten(0, -2)
         routed = self.router_norm(tokens) * tokens.shape[-1] ** -0.5
         weights, chosen = self.experts.choose(routed)
-        answers = self.experts.answers(
-            self.experts_norm(tokens), weights * self.expert_scale[chosen], chosen
+        answers = self.experts(
+            self.experts_norm(tokens), (weights * self.expert_scale[chosen], chosen)
         )
         fed: Tensor = self.dense_post_norm(self.dense(self.dense_norm(x)))
         both: Tensor = fed + self.experts_post_norm(answers).view_as(x)

@@ -65,9 +65,10 @@ class Experts(nn.Module):
         if config.shared_width and config.shared_gated:
             self.shared_gate = nn.Linear(config.width, 1, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, choice: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """What the experts say to `x`: those of a `choice` (see `choose`), or the router's."""
         tokens = x.flatten(0, -2)
-        total = self.answers(tokens, *self.choose(tokens))
+        total = self.answers(tokens, *(self.choose(tokens) if choice is None else choice))
         if self.shared is not None:
             said = self.shared(tokens)
             gate = self.shared_gate

@@ -69,6 +69,10 @@ class Mixer(nn.Module, ABC):
         bias = self.recurrence.conv_bias
         self.conv = Taps(self.recurrence.conv_kernel, self.channels, bias)
 
+    def forward(self, x: Tensor, mix: Callable[[Mixer, Tensor], Tensor]) -> Tensor:
+        """What the layer adds to `x`; `mix` knows whether there is a past, and where it is."""
+        return mix(self, x)
+
     @abstractmethod
     def project(self, x: Tensor) -> Parts:
         """What the matrices make of each token by itself."""

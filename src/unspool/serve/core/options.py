@@ -29,7 +29,11 @@ def sampling_options(
     if body.stages is not None:
         given["stages"] = tuple(body.stages)
     if body.dry_sequence_breakers is not None:
-        runs = [lm.tokenizer.encode(text) for text in body.dry_sequence_breakers]
+        runs = [
+            lm.tokenizer.encode(text)
+            for text in body.dry_sequence_breakers
+            if lm.tokenizer.missing_character(text) is None  # else it never occurs
+        ]
         given["dry_breakers"] = [run for run in runs if run]
     options: dict[str, Any] = {"top": top, "explain": False, "stop": stops(body.stop)}
     options |= {name: value for name, value in given.items() if value is not None}

@@ -15,7 +15,11 @@ from threading import Lock
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Library
+from tokenizers import models
 
+from unspool.text.tokenizer.pieces import byte_characters
+
+SPACE_MARK = "▁"  # stands for a space in SentencePiece vocabularies
 _BLANKS = " \t\n\v\f\r"
 _LONG = 4_000  # characters, from which on a text is worth the way through a batch
 
@@ -28,8 +32,13 @@ class Encoder(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` without `specials` for many texts, on all cores."""
 
-    def parts(self, text: str) -> Iterator[str | int]:
-        """Plain text and the ids of user-defined tokens in it, in order."""
+    def parts(self, text: str, *, specials: bool = False) -> Iterator[str | int]:
+        """Plain text and the ids of user-defined tokens in it, in order; with `specials` also those
+        of control tokens."""
+
+    @property
+    def library(self) -> Library:
+        """The library's tokenizer for text of any kind."""
 
     @property
     def plain(self) -> Library:
@@ -92,6 +101,8 @@ class SplittingEncoder:
     def plain(self) -> Library:
         return self._plain
 
+    library = plain
+
     @property
     def cut_out(self) -> Mapping[str, int]:
         """The tokens that are cut out of the text before the library sees it."""
@@ -122,8 +133,8 @@ class SplittingEncoder:
             return [self.encode(text, specials=False) for text in texts]
         return _batch_ids(self._plain, texts)
 
-    def parts(self, text: str) -> Iterator[str | int]:
-        pattern = self._user_defined_pattern
+    def parts(self, text: str, *, specials: bool = False) -> Iterator[str | int]:
+        pattern = self._all_pattern if specials else self._user_defined_pattern
         if pattern is not None:
             yield from self._cut(text, pattern)
         elif text:
@@ -182,9 +193,10 @@ class AddedTokenEncoder:
             for text, ids in zip(texts, _batch_ids(self._library, texts), strict=True)
         ]
 
-    def parts(self, text: str) -> Iterator[str | int]:
-        added = self.plain.get_added_tokens_decoder()
-        encoding = self.plain.encode(text, add_special_tokens=False)
+    def parts(self, text: str, *, specials: bool = False) -> Iterator[str | int]:
+        library = self._library if specials else self.plain
+        added = library.get_added_tokens_decoder()
+        encoding = library.encode(text, add_special_tokens=False)
         done = 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in added and end > done:
@@ -240,3 +252,34 @@ def _ids(library: Library, text: str) -> list[int]:
 
 def _batch_ids(library: Library, texts: Sequence[str]) -> list[list[int]]:
     return [each.ids for each in library.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def drops_characters(library: Library) -> bool:
+    """Whether the library leaves out characters that have no piece, without a word: its BPE does,
+    where neither an unknown token nor all bytes are in the vocabulary."""
+    model, known = library.model, library.token_to_id
+    if not isinstance(model, models.BPE) or model.unk_token is not None:
+        return False
+    if model.byte_fallback:
+        return any(known(f"<0x{byte:02X}>") is None for byte in range(256))
+    return any(known(character) is None for character in byte_characters())
+
+
+def has_character(library: Library, character: str) -> bool:
+    """Whether a BPE vocabulary has pieces for all of a character."""
+    model, known = library.model, library.token_to_id
+    text = library.normalizer.normalize_str(character) if library.normalizer else character
+    words = [text]
+    if library.pre_tokenizer:
+        words = [word for word, _ in library.pre_tokenizer.pre_tokenize_str(text)]
+    before, behind = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
+    for symbol in "".join(words):
+        if symbol == SPACE_MARK and character not in (" ", SPACE_MARK):
+            continue  # put before the text
+        forms = (symbol, before + symbol, symbol + behind)
+        in_bytes = [known(f"<0x{byte:02X}>") for byte in symbol.encode()]
+        if all(known(form) is None for form in forms) and not (
+            model.byte_fallback and None not in in_bytes
+        ):
+            return False
+    return True

@@ -13,13 +13,14 @@ Every token has exact bytes, and a text is those bytes joined. Control tokens wr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.characters import readable
-from unspool.text.tokenizer.encoders import Encoder
+from unspool.text.tokenizer.encoders import Encoder, drops_characters, has_character
 from unspool.text.tokenizer.gguf_save import gguf_vocabulary
 from unspool.text.tokenizer.gguf_vocab import read_gguf_vocabulary
 from unspool.text.tokenizer.pieces import text_bytes
@@ -28,6 +29,8 @@ from unspool.text.tokenizer.tiktoken_ranks import read_tiktoken_vocabulary
 from unspool.text.tokenizer.tokenizer_json import read_tokenizer_json
 from unspool.text.tokenizer.vocabulary import Vocabulary
 
+_MOST_LISTED = 100  # characters that a message names
+
 
 class Tokenizer:
     """Turns text into token ids and ids into exact bytes. Safe to share between threads."""
@@ -35,6 +38,7 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._bytes: dict[int, bytes] = {}
+        self._known_characters: dict[str, bool] = {}
         self.kind: str = vocabulary.kind
         self.vocab_size: int = vocabulary.size
         self.bos_id: int | None = vocabulary.bos_id
@@ -87,6 +91,7 @@ class Tokenizer:
         if not text:
             return start
         _check_text(text)
+        self._check_characters(text, specials)
         ids = self._vocabulary.encoder.encode(text, specials=specials)
         return ids if specials and ids[:1] == start else start + ids
 
@@ -94,7 +99,39 @@ class Tokenizer:
         """The ids of many texts, encoded on all cores; control tokens in them are text."""
         for text in texts:
             _check_text(text)
+            self._check_characters(text, False)
         return self._vocabulary.encoder.encode_batch(texts)
+
+    def missing_character(self, text: str, *, specials: bool = False) -> str | None:
+        """The first character of a text that the vocabulary has no token for, and that would be
+        left out; None: there is none, or an unknown token stands for it."""
+        if not self._drops_characters:
+            return None
+        encoder, known = self._vocabulary.encoder, self._known_characters
+        for part in encoder.parts(text, specials=specials):
+            for character in part if isinstance(part, str) else ():
+                if character not in known:
+                    known[character] = has_character(encoder.library, character)
+                if not known[character]:
+                    return character
+        return None
+
+    @cached_property
+    def _drops_characters(self) -> bool:
+        return drops_characters(self._vocabulary.encoder.library)
+
+    def _check_characters(self, text: str, specials: bool) -> None:
+        missing = self.missing_character(text, specials=specials)
+        if missing is None:
+            return
+        single = {self.token_text(n) for n in range(self.vocab_size) if n not in self.special_ids}
+        listed = sorted(piece for piece in single if len(piece) == 1)
+        shown = " ".join(repr(piece)[1:-1] if piece != " " else "' '" for piece in listed)
+        allowed = f"allowed are: {shown}" if len(listed) <= _MOST_LISTED else "it has no such token"
+        raise UnspoolError(
+            f"the character {missing!r} is not in the model's vocabulary, and it has no token for "
+            f"unknown ones; {allowed}"
+        )
 
     def encode_prompt(self, text: str, *, specials: bool = False) -> list[int]:
         """The ids of a prompt: with the start token before it, if the checkpoint wants one."""

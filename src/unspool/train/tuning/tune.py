@@ -169,6 +169,7 @@ class _Tuning:
         self.base = self.base or str(path.resolve())
         checkpoint = open_checkpoint(path)
         checkpoint.config.check_left_to_right()  # each token is learned from those before it
+        checkpoint.config.check_head()
         device = str(parallel.device)
         # Frozen weights need no more than 16 bits; on a CPU those would be slower.
         narrow = bool(settings.lora) and device.startswith("cuda")

@@ -52,6 +52,7 @@ class Causal:
             raise DataError(f"{path}: has no vocabulary, so it cannot read text")
         if checkpoint.config.sight != "causal":
             raise DataError(f"{path}: does not write from left to right, so it cannot get a twin")
+        checkpoint.config.check_head()
         base = name if name and not Path(name).exists() else str(path.resolve())
         return cls(path, base, checkpoint, tokenizer)
 

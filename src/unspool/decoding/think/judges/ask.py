@@ -46,6 +46,7 @@ class AskJudge:
         question: str = QUESTION,
         asked: Messages | None = None,
     ) -> None:
+        (model or lm).config.check_head()
         self._reader, self._question = Reader(model or lm, lm, asked), question
         self._yes, self._no = (first_tokens(self._reader.lm, words) for words in (_YES, _NO))
         if self._yes & self._no:

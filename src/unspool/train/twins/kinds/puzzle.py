@@ -49,7 +49,7 @@ def puzzle_config(puzzle: Puzzle, sight: str, depth: int, width: int, heads: int
         head_width=width // heads, ff_width=-(-8 * width // 3 // 32) * 32,
         context=puzzle.prompt + puzzle.answer + 1, positions="learned", qk_norm="head", tied=True,
         end_ids=(ids[END],), sight="causal" if sight == "causal" else "whole",
-        mask_id=None if sight == "causal" else ids[MASK],
+        mask_id=None if sight == "causal" else ids[MASK], canvas_length=puzzle.answer,
     )  # fmt: skip
 
 

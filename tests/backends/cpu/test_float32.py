@@ -1,0 +1,77 @@
+"""float32 means float32: with it the native backend's logits are those of transformers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import unspool
+from unspool import native
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+TOKENS = [int(token) for token in np.random.default_rng(4).integers(3, 259, 90)]
+
+
+def read_logits(folder: Path, **options: Any) -> np.ndarray[Any, Any]:
+    """The logits of every token; a fork and a rewind must give the same bits."""
+    with unspool.load(folder, backend="native", threads=1, memory=8 << 20, **options) as lm:
+        branch = lm.engine.open(TOKENS[:1])
+        logits = np.array(lm.engine.extend(branch, TOKENS[1:], wanted=len(TOKENS)))
+        fork = lm.engine.fork(branch)
+        lm.engine.extend(fork, [5, 6, 7])
+        lm.engine.rewind(fork, 33)
+        again = lm.engine.extend(fork, TOKENS[33:], wanted=len(TOKENS) - 33)
+        assert np.array_equal(np.array(again), logits[33:])
+    return logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray[Any, Any]]:
+    """A float32 checkpoint, and what transformers computes with it."""
+    folder = tmp_path_factory.mktemp("float32")
+    model = tiny.save("llama", folder)
+    with torch.no_grad():
+        return folder, model(torch.tensor([TOKENS])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_bits": 32}], ids=str)
+def test_logits_are_those_of_transformers(
+    saved: tuple[Path, np.ndarray[Any, Any]], options: dict[str, Any]
+):
+    folder, theirs = saved
+    assert np.abs(read_logits(folder, **options) - theirs).max() < 1e-4
+
+
+def test_the_kv_cache_is_rounded_to_16_bits_by_default(saved: tuple[Path, np.ndarray[Any, Any]]):
+    folder, theirs = saved
+    assert 1e-4 < np.abs(read_logits(folder) - theirs).max() < 0.05
+
+
+def test_logits_of_plain_kernels(saved: tuple[Path, np.ndarray[Any, Any]], tmp_path: Path):
+    """In a process of its own: the instruction set is chosen once."""
+    folder, theirs = saved
+    target = tmp_path / "logits.npy"
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder), str(target)],
+        env={
+            **os.environ, "UNSPOOL_ISA": "plain",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+        },
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "plain"
+    assert np.abs(np.load(target) - theirs).max() < 1e-4
+
+
+if __name__ == "__main__":
+    print(native.instruction_set())
+    np.save(sys.argv[2], read_logits(Path(sys.argv[1]), dtype="float32"))

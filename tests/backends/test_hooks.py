@@ -1,0 +1,111 @@
+"""Hooks on `lm.transformer`: all of them fire, and what they change stays with who set them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import unspool
+
+TOKENS = [int(token) for token in np.random.default_rng(2).integers(3, 250, 45)]
+
+
+def load(name: str, folder: Path) -> Any:
+    tiny.save(name, folder)
+    return unspool.load(folder, backend="torch", memory=8 << 20)
+
+
+def read(lm: Any, tokens: list[int]) -> Any:
+    """The logits behind the tokens, and how many of these were found computed."""
+    with lm.opened(tokens) as branch:
+        return np.array(lm.engine.extend(branch)), branch.reused
+
+
+def steer(module: torch.nn.Module) -> Any:
+    def add(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1
+
+    return module.register_forward_hook(add)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4-all", "qwen3.5"])
+def test_hooks_on_every_module_fire(name: str, tmp_path: Path):
+    before: set[str] = set()
+    after: set[str] = set()
+    with load(name, tmp_path) as lm:
+        expected = {
+            path
+            for path, module in lm.transformer.named_modules()
+            if not isinstance(module, torch.nn.ModuleList)
+        }
+        for path, module in lm.transformer.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: before.add(path))
+            module.register_forward_hook(lambda *_, path=path: after.add(path))
+        lm.generate(TOKENS, max_tokens=2)
+    assert before == after == expected
+
+
+def test_what_a_hook_changes_is_gone_with_it(tmp_path: Path):
+    with load("llama", tmp_path) as lm:
+        plain, _ = read(lm, TOKENS)
+        _, reused = read(lm, TOKENS)
+        assert reused == len(TOKENS) - 1
+        for module in (lm.transformer.layers[1], lm.transformer.layers[0].attention):
+            hook = steer(module)
+            for _ in range(2):
+                steered, reused = read(lm, TOKENS)
+                assert reused == 0 and not np.allclose(steered, plain)
+            longer, _ = read(lm, [*TOKENS, 7, 8, 9])
+            hook.remove()
+            again, reused = read(lm, TOKENS)
+            assert reused == len(TOKENS) - 1 and np.allclose(again, plain, atol=1e-4)
+            found, _ = read(lm, [*TOKENS, 7, 8, 9])
+            assert not np.allclose(found, longer)
+        fresh = unspool.load(tmp_path, backend="torch", memory=8 << 20)
+        with fresh:
+            assert np.allclose(read(fresh, [*TOKENS, 7, 8, 9])[0], found, atol=1e-4)
+
+
+def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
+    """A text begun without hooks shares its past with nobody's changes, and a text that was changed
+    once is never found by others."""
+    with load("llama", tmp_path) as lm:
+        engine = lm.engine
+        begun = engine.open(TOKENS)
+        engine.extend(begun)
+        kept = engine.fork(begun)
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, _, output: output + 1 if module is lm.transformer.layers[0] else None
+        )
+        engine.extend(begun, list(range(40, 60)))  # over the border of a page
+        other = engine.fork(begun)
+        hook.remove()
+        engine.extend(begun, [3, 4])
+        engine.extend(other, [5, 6])
+        plain = np.array(engine.extend(kept, list(range(40, 60))))
+        for branch in (begun, other):
+            engine.release(branch)
+        again, reused = read(lm, [*TOKENS, *range(40, 60)])
+        assert reused == len(TOKENS) + 19 and np.allclose(again, plain, atol=1e-4)
+        engine.release(kept)
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as fresh:
+        expected, _ = read(fresh, [*TOKENS, *range(40, 60)])
+    assert np.allclose(plain, expected, atol=1e-4)
+
+
+def test_pages_of_changed_texts_are_freed(tmp_path: Path):
+    """They can be evicted like any others, and leave nothing behind."""
+    with load("llama", tmp_path) as lm:
+        hook = steer(lm.transformer.layers[2])
+        for start in range(3):
+            read(lm, TOKENS[start:])
+        hook.remove()
+        tree = lm.engine.tree
+        lm.engine.call(tree.index.clear)
+        assert tree.index.pages == 0 and tree.pool.free == tree.pool.count
+        assert not tree.index.root().children
