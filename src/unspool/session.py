@@ -330,7 +330,7 @@ class Session:
                     backend = self.model.backend(memory=self._memory, context=self.context)
                     self._engine = Engine(backend, self._token_bytes)
                     # Its thread knows nothing of this object, so that both can go together.
-                    weakref.finalize(self, self._engine.close)
+                    weakref.finalize(self, self._engine.loop.close)
                 engine = self._engine
         return engine
 
@@ -347,6 +347,8 @@ class Session:
     def close(self) -> None:
         """Stop the engine; what is being written ends, and nothing more can be. Twice is once."""
         with self._starting:
+            if self._engine is not None:
+                self._engine.loop.check_caller()
             engine, self._engine, self._closed = self._engine, None, True
         if engine is not None:
             engine.close()

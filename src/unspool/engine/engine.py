@@ -183,12 +183,13 @@ class Engine:
                 self.loop.fail(task, UnspoolError("the branch was released"))
             self.tree.close(branch)
 
-        self.call(close)
+        self.loop.clean_up(close)
 
     # -- texts that write by themselves --------------------------------------------------------
 
     def submit(self, request: Request) -> StepStream:
         """Start writing; steps come as they are made."""
+        self.loop.check_caller(allow_commands=True)  # the steps would never come
         limits = request.limits
         length = len(request.prompt)
         self.scheduler.check_fits(min(length + limits.room(length), limits.context))
@@ -230,7 +231,9 @@ class Engine:
         except UnspoolError:  # it is closed
             self._waiting.discard(queue)
             raise
-        return StepStream(queue, lambda: loop.tell(cancel, at_rest=False), loop.check_alive)
+        return StepStream(
+            queue, lambda: loop.tell(cancel, at_rest=False), loop.check_alive, loop.check_caller
+        )
 
     # -- the thread below ----------------------------------------------------------------------
 
@@ -240,6 +243,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the thread. What runs is told that the engine is closed."""
+        self.loop.check_caller()
         self.loop.close()
 
     def _check_length(self, length: int) -> None:
