@@ -24,6 +24,7 @@ from unspool.engine.engine import Engine
 from unspool.engine.request import Request
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.errors import SettingsError, UnspoolError
+from unspool.model.adapters import Adapter
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import GuardError, GuardPolicy, PredicateGuard
 
@@ -510,3 +511,95 @@ def test_cancelling_while_steps_overlap():
     assert is_idle(engine)
     engine.call(engine.tree.index.clear)
     assert engine.tree.pool.used == 0
+
+
+# -- what is acquired is released --------------------------------------------------------------
+
+
+def pages_in_use(engine: Engine) -> int:
+    """Pages that stay used when everything that no branch needs is evicted."""
+
+    def count() -> int:
+        engine.tree.index.clear()
+        return engine.tree.pool.used
+
+    return engine.call(count)
+
+
+def test_a_text_that_fails_while_it_is_set_up_keeps_no_branch(monkeypatch: pytest.MonkeyPatch):
+    engine = new_engine()
+    list(engine.submit(request([1, 2, 3, 4, 5, 6], 4)))
+
+    def broken(settings: Any) -> bool:
+        raise RuntimeError("no such setting")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("unspool.engine.sequence.sees_history", broken)
+        with pytest.raises(RuntimeError, match="no such setting"):
+            within(30, lambda: list(engine.submit(request([1, 2, 3, 4, 5, 6], 4))))
+    assert pages_in_use(engine) == 0
+    engine.close()
+
+
+def test_a_drafter_whose_properties_fail_only_stops_drafting():
+    class Shy:
+        looks = 0
+
+        @property
+        def reads(self) -> tuple[int, ...]:
+            self.looks += 1
+            if self.looks > 1:
+                raise RuntimeError("no more")
+            return (1,)
+
+        def needs(self, tokens: Any) -> int:
+            return 0
+
+        def see(self, first: int, vectors: Any) -> None: ...
+
+        def propose(self, tokens: Any, most: int) -> list[int]:
+            return []
+
+        def learn(self, *_: Any) -> None: ...
+
+    engine = new_engine()
+    plain = [step.token for step in engine.submit(request([1, 2], 6))]
+    stream = engine.submit(request([1, 2], 6, drafter=Shy()))
+    assert [step.token for step in within(30, lambda: list(stream))] == plain
+    assert any("no more" in note for note in stream.notes)
+    assert pages_in_use(engine) == 0
+    engine.close()
+
+
+def test_a_listener_that_leaves_while_it_is_called_and_fails_harms_nobody():
+    queue = StepQueue()
+
+    def listener() -> None:
+        queue.listeners.remove(listener)
+        raise RuntimeError("Event loop is closed")
+
+    queue.listeners.append(listener)
+    queue.end()
+    assert queue.ended and not queue.listeners
+
+
+def test_a_retired_adapter_is_freed_when_its_last_text_ends():
+    class Adapting(null_model.NullModel):
+        def __init__(self) -> None:
+            super().__init__(pages=2000, context=5000)
+            self.adapters: set[int] = set()
+
+        def set_adapter(self, number: int, adapter: Any) -> None:
+            (self.adapters.discard if adapter is None else self.adapters.add)(number)
+
+    backend = Adapting()
+    engine = Engine(backend, lambda token: b"x")
+    engine.adapters.load("poet", Adapter({}))
+    stream = engine.submit(request([1, 2], 4000, adapter="poet"))
+    next(stream)
+    engine.adapters.unload("poet")
+    assert backend.adapters == {1}, "a text is being written with it"
+    stream.close()
+    assert is_idle(engine)
+    assert engine.call(lambda: set(backend.adapters)) == set()
+    engine.close()

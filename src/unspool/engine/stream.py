@@ -58,7 +58,8 @@ class StepQueue:
             try:
                 listener()
             except Exception:  # its event loop is closed, say: nobody listens there any more
-                self.listeners.remove(listener)
+                with self.changed, contextlib.suppress(ValueError):  # it may have left by itself
+                    self.listeners.remove(listener)
 
 
 class StepStream(Iterator[Step]):

@@ -15,7 +15,7 @@ takes it back takes it to the last state before that place, and the rest is comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from unspool.engine.branch import Branch
 from unspool.engine.pages import OutOfPagesError, PagePool
@@ -36,6 +36,8 @@ class Tree:
         # Pages to copy before the next step is run, source by target. A source holds its content
         # before the step: no source is a target, so the copies may be made in any order.
         self.copies: dict[int, int] = {}
+        # Called with an adapter's number when the last branch with it is closed.
+        self.adapter_unused: Callable[[int], None] = lambda adapter: None
         self._slots: list[int] = []  # lines of the block table that were given back
         self._slot_count = 0
 
@@ -199,6 +201,8 @@ class Tree:
         if branch.slot >= 0:
             self._slots.append(branch.slot)
             branch.slot = -1
+        if branch.adapter and not self.index.needs(branch.adapter):
+            self.adapter_unused(branch.adapter)
 
     def slot_of(self, branch: Branch) -> int:
         """The branch's line of the block table; it gets one when it first runs."""
