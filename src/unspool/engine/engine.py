@@ -30,6 +30,7 @@ from unspool.engine.sequence import Sequence as WrittenText
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.engine.tree import Tree
 from unspool.errors import BusyError, ContextError, SettingsError, UnspoolError
+from unspool.text.tokenizer.stream import TextStream
 
 Result = TypeVar("Result")
 
@@ -198,6 +199,7 @@ class Engine:
             raise BusyError(
                 f"{len(self._waiting)} requests are waiting already, as many as may; try later"
             )
+        TextStream(limits.stop)  # checked and built here: the engine's thread finds it in a cache
         made = request.drafter
         drafter = made(request) if callable(made) else made
         if limits.endless is not None and isinstance(drafter, ReadingDrafter):
