@@ -33,8 +33,7 @@ class DeepNull(null_model.NullModel):
         if not hasattr(self, "seen"):
             self.seen = np.full(self.slots.shape, -1, np.int64)
         self.table.apply(batch.updates)
-        for source, target in batch.copies.tolist():
-            self.slots[target], self.seen[target] = self.slots[source], self.seen[source]
+        self._copy_pages(batch.copies, self.slots, self.seen)
         rows = [
             (place, self.table.pages[batch.slots[row]], int(numbers))
             for row, numbers in enumerate(

@@ -69,8 +69,7 @@ class NullModel:
 
     def _compute(self, batch: StepBatch) -> StepResult:
         self.table.apply(batch.updates)
-        for source, target in batch.copies.tolist():
-            self.slots[target] = self.slots[source]
+        self._copy_pages(batch.copies, self.slots)
         tokens = batch.tokens.copy()
         self.ahead += int((tokens < 0).sum())
         self._known(tokens)
@@ -101,6 +100,14 @@ class NullModel:
         found = pick(logits[:count], batch.pick)
         self._picked = found.tokens
         return StepResult(found.tokens, found.logprobs, logits[count:], inside, found.failures)
+
+    def _copy_pages(self, copies: Ints, *stores: np.ndarray[Any, Any]) -> None:
+        """Copy pages as a GPU may: read every source, then write every target."""
+        sources, targets = copies[:, 0].tolist(), copies[:, 1].tolist()
+        assert not set(sources) & set(targets), "a copy reads what another one writes"
+        assert len(set(targets)) == len(targets), "two copies write the same page"
+        for store in stores:
+            store[copies[:, 1]] = store[copies[:, 0]]
 
     def _inside(self, batch: StepBatch, tokens: Ints) -> Inside:
         """Vectors that say whose they are: the layer, the position, the token."""

@@ -337,7 +337,7 @@ class Session:
                     )
                     # The engine's thread holds no session, so that both can go together.
                     owner = self.seen_of or self
-                    shared.finalizer = weakref.finalize(owner, shared.engine.close)
+                    shared.finalizer = weakref.finalize(owner, shared.engine.loop.close)
                 engine = shared.engine
         return engine
 
@@ -361,6 +361,8 @@ class Session:
         with shared.lock:
             if shared.is_closed:
                 return
+            if shared.engine is not None:
+                shared.engine.loop.check_caller()
             shared.is_closed = True
             engine, shared.engine = shared.engine, None
             finalizer, shared.finalizer = shared.finalizer, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from unspool.decoding.think.judge import Verdict
+from unspool.decoding.think.judges import limited
 from unspool.decoding.think.judges.checkers import (
     FileJudge,
     PatternJudge,
@@ -391,3 +393,29 @@ def test_the_process_of_a_checker_is_another(tmp_path: Path):
     path = tmp_path / "who.py"
     path.write_text("import os\ndef check(text):\n    return os.getpid()\n")
     assert FileJudge(LM, path).judge([text("")])[0].score not in (None, float(os.getpid()))
+
+
+@pytest.mark.parametrize("broken", ["os.pipe", "subprocess.Popen"])
+def test_a_process_that_cannot_start_leaves_nothing_behind(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+):
+    pipes: list[int] = []
+
+    def pipe() -> tuple[int, int]:
+        if broken == "os.pipe":
+            raise OSError("no more files")
+        pipes.extend(real_pipe())
+        return pipes[0], pipes[1]
+
+    def start(*_: Any, **__: Any) -> Any:
+        raise OSError("no more processes")
+
+    real_pipe = os.pipe
+    monkeypatch.setattr("os.pipe", pipe)
+    monkeypatch.setattr("subprocess.Popen", start)
+    with pytest.raises(OSError, match="no more"):
+        limited.answers("pattern", "a", [("a text", "its prompt")])
+    assert not list(Path(tempfile.gettempdir()).iterdir())
+    for file in pipes:
+        with pytest.raises(OSError):
+            os.fstat(file)

@@ -17,12 +17,16 @@ import pytest
 
 import unspool
 from unspool.conversation import Conversation
+from unspool.decoding.written import Branches
+from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.request import Request
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.errors import SettingsError, UnspoolError
+from unspool.model.adapters import Adapter
 from unspool.sampling import SamplingSettings
+from unspool.sampling.guards import GuardError, GuardPolicy, PredicateGuard
 
 
 def request(prompt: list[int], count: int = 20, **more: Any) -> Request:
@@ -302,6 +306,80 @@ def test_letting_go_of_a_stream_cancels():
     assert is_idle(engine) and engine.steps < 3900
 
 
+CALLS: dict[str, Any] = {
+    "generate": lambda lm: lm.generate([1, 2], max_tokens=2),
+    "stream": lambda lm: list(lm.stream([1, 2], max_tokens=2)),
+    "score": lambda lm: lm.score([1, 2, 3]),
+    "samples": lambda lm: lm.samples([1, 2], n=2, max_tokens=2),
+    "branch": lambda lm: lm.engine.open([1, 2]),
+    "canvas": lambda lm: open_canvas(lm.engine, [1, 2], 2, CanvasKind(mask_id=0)),
+    "asynchronous": lambda lm: asyncio.run(lm.stream([1, 2], max_tokens=2).__aiter__().__anext__()),
+    "close": lambda lm: lm.close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_predicate_that_calls_its_own_model_fails_alone(tiny_lm: Any, call: Any):
+    """It would wait for itself for ever, and everybody with it."""
+    guard = GuardPolicy((PredicateGuard(lambda text, tokens: call(tiny_lm)),))
+    with pytest.raises(GuardError, match="cannot wait for the same model"):
+        within(60, lambda: tiny_lm.generate([1, 2], max_tokens=4, end=False, guard=guard))
+    assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=2, end=False)).tokens) == 2
+
+
+def test_a_stage_and_a_drafter_that_call_their_own_model_harm_nobody(tiny_lm: Any):
+    def stage(tokens: Any, logits: Any) -> Any:
+        return tiny_lm.score(tokens.tolist())
+
+    with pytest.raises(UnspoolError, match="cannot wait for the same model"):
+        within(60, lambda: tiny_lm.generate([1, 2], max_tokens=4, stages=[stage, ...]))
+
+    class Drafter:
+        def propose(self, tokens: Any, most: int) -> Any:
+            return tiny_lm.generate(list(tokens), max_tokens=most).tokens
+
+        def learn(self, proposed: int, accepted: int, seconds: float) -> None:
+            return None
+
+    options = {"temperature": 0, "max_tokens": 4, "end": False}
+    plain = within(60, lambda: tiny_lm.generate([1, 2], **options))
+    text = within(60, lambda: tiny_lm.generate([1, 2], speculate=Drafter(), **options))
+    assert text.tokens == plain.tokens
+    assert any("cannot wait for the same model" in note for note in text.notes)
+
+
+def test_reading_a_stream_on_the_thread_that_writes_it():
+    engine = new_engine(pages=2000, context=5000)
+    stream = engine.submit(request([3], 4000))
+    guard = GuardPolicy((PredicateGuard(lambda text, tokens: len(list(stream))),))
+    with pytest.raises(GuardError, match="cannot wait"):
+        within(30, lambda: list(engine.submit(request([1], 400, guards=guard))))
+    assert is_idle(engine)
+    engine.close()
+
+
+def test_what_the_garbage_collector_ends_on_the_engines_thread_is_released():
+    """A strategy's generator that is let go of there cannot wait, and gives its branches back."""
+    engine = new_engine()
+
+    def strategy() -> Any:
+        with Branches(engine) as held:
+            engine.extend(held.open([1, 2, 3, 4, 5]))
+            yield
+
+    running = [strategy()]
+    next(running[0])
+    guard = GuardPolicy((PredicateGuard(lambda text, tokens: running.clear()),))
+    assert len(within(30, lambda: list(engine.submit(request([9], 4, guards=guard))))) == 4
+
+    def pages_used() -> int:
+        engine.tree.index.clear()
+        return engine.tree.pool.used
+
+    assert engine.call(pages_used) == 0
+    engine.close()
+
+
 def test_ctrl_c_in_generate_cancels(tmp_path: Any):
     """In a process of its own, which is sent the real signal."""
     import tiny
@@ -433,3 +511,95 @@ def test_cancelling_while_steps_overlap():
     assert is_idle(engine)
     engine.call(engine.tree.index.clear)
     assert engine.tree.pool.used == 0
+
+
+# -- what is acquired is released --------------------------------------------------------------
+
+
+def pages_in_use(engine: Engine) -> int:
+    """Pages that stay used when everything that no branch needs is evicted."""
+
+    def count() -> int:
+        engine.tree.index.clear()
+        return engine.tree.pool.used
+
+    return engine.call(count)
+
+
+def test_a_text_that_fails_while_it_is_set_up_keeps_no_branch(monkeypatch: pytest.MonkeyPatch):
+    engine = new_engine()
+    list(engine.submit(request([1, 2, 3, 4, 5, 6], 4)))
+
+    def broken(settings: Any) -> bool:
+        raise RuntimeError("no such setting")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("unspool.engine.sequence.sees_history", broken)
+        with pytest.raises(RuntimeError, match="no such setting"):
+            within(30, lambda: list(engine.submit(request([1, 2, 3, 4, 5, 6], 4))))
+    assert pages_in_use(engine) == 0
+    engine.close()
+
+
+def test_a_drafter_whose_properties_fail_only_stops_drafting():
+    class Shy:
+        looks = 0
+
+        @property
+        def reads(self) -> tuple[int, ...]:
+            self.looks += 1
+            if self.looks > 1:
+                raise RuntimeError("no more")
+            return (1,)
+
+        def needs(self, tokens: Any) -> int:
+            return 0
+
+        def see(self, first: int, vectors: Any) -> None: ...
+
+        def propose(self, tokens: Any, most: int) -> list[int]:
+            return []
+
+        def learn(self, *_: Any) -> None: ...
+
+    engine = new_engine()
+    plain = [step.token for step in engine.submit(request([1, 2], 6))]
+    stream = engine.submit(request([1, 2], 6, drafter=Shy()))
+    assert [step.token for step in within(30, lambda: list(stream))] == plain
+    assert any("no more" in note for note in stream.notes)
+    assert pages_in_use(engine) == 0
+    engine.close()
+
+
+def test_a_listener_that_leaves_while_it_is_called_and_fails_harms_nobody():
+    queue = StepQueue()
+
+    def listener() -> None:
+        queue.listeners.remove(listener)
+        raise RuntimeError("Event loop is closed")
+
+    queue.listeners.append(listener)
+    queue.end()
+    assert queue.ended and not queue.listeners
+
+
+def test_a_retired_adapter_is_freed_when_its_last_text_ends():
+    class Adapting(null_model.NullModel):
+        def __init__(self) -> None:
+            super().__init__(pages=2000, context=5000)
+            self.adapters: set[int] = set()
+
+        def set_adapter(self, number: int, adapter: Any) -> None:
+            (self.adapters.discard if adapter is None else self.adapters.add)(number)
+
+    backend = Adapting()
+    engine = Engine(backend, lambda token: b"x")
+    engine.adapters.load("poet", Adapter({}))
+    stream = engine.submit(request([1, 2], 4000, adapter="poet"))
+    next(stream)
+    engine.adapters.unload("poet")
+    assert backend.adapters == {1}, "a text is being written with it"
+    stream.close()
+    assert is_idle(engine)
+    assert engine.call(lambda: set(backend.adapters)) == set()
+    engine.close()

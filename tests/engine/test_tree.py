@@ -58,8 +58,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree.reserve(branch, length)
         except OutOfPagesError:
             return
-        copies, self.tree.copies = self.tree.copies, []
-        for source, target in copies:
+        for source, target in self.tree.take_copies():
             self.memory[target] = self.memory[source]
         slot, column = self.tree.slot_of(branch), branch.tabled
         for page in branch.pages_from(column):
@@ -326,3 +325,42 @@ def test_fork_and_rewind_cost_the_same_however_long_the_text():
         tree.reserve(fork, fork.length)
         assert len(tree.copies) == 1, "one partly filled page is copied when one side writes"
     assert costs[0] == costs[1]
+
+
+def test_a_chain_of_copies_reads_its_first_page():
+    """A side row of a text whose unfinished page is itself copied in the same step."""
+    tree = Tree(32, SIZE)
+    trunk = computed(tree, [1, 2, 3, 4, 5, 6])
+    fork = tree.fork(trunk)
+    assert fork.borrowed is not None
+    lender = fork.borrowed.page
+    tree.append(fork, [7])
+    tree.reserve(fork, fork.length)
+    side = tree.twin(fork, [8], 1)
+    assert side is not None
+    copies = tree.take_copies()
+    assert sorted(copies) == sorted([(lender, fork.pages[0]), (lender, side.pages[0])])
+    assert not tree.take_copies()
+
+
+def test_no_copy_goes_to_a_page_that_another_one_reads():
+    """Not even where that page was evicted since and is the only one that is free."""
+    tree = Tree(5, SIZE)
+    tree.close(computed(tree, [1, 1, 1]))
+    tree.close(computed(tree, [2, 2, 2]))
+    ones = [tree.open([1, 1, token]) for token in (3, 4)]
+    twos = [tree.open([2, 2, token]) for token in (3, 4)]
+    assert all(branch.computed == 2 for branch in (*ones, *twos))
+    tree.reserve(ones[0], 3)
+    tree.close(ones[1])  # now nothing but the pending copy needs the page of the ones
+    held = [tree.pool.allocate() for _ in range(tree.pool.free)]
+    tree.reserve(twos[0], 3)
+    copies = tree.take_copies()
+    sources, targets = zip(*copies, strict=True)
+    assert not set(sources) & set(targets)
+    assert twos[0].computed == 0, "without a page for the copy its tokens are computed again"
+    for branch in (ones[0], *twos):
+        tree.close(branch)
+    tree.pool.release(held)
+    tree.index.clear()
+    assert tree.pool.used == 0

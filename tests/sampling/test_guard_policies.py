@@ -60,6 +60,7 @@ def test_parsing_policies():
         (["loop:stop", "ban=x:rewind"], "share one"),
         (["loop=3"], "cannot be read"),
         (["ban"], "cannot be read"),
+        (["loop"] * 65, "at most 64"),
         (["ban=|"], "needs words"),
         (["surprise=much"], "number of nats"),
         (["surprise=-1"], "above 0"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import guards as g
+from unspool.sampling import watches
 from unspool.sampling.loops import Periods
 from unspool.sampling.watches import Watched
 
@@ -331,16 +332,86 @@ def test_a_bad_pattern_is_refused(pattern: str):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(a+)+b", "(a*)*b", "(?:a|ab|b)+c", r"(\w+\s?)*x", "(.*a){20}x", "((a{1,9}){2,99})!"],
+    [
+        r"(?s).*.*.*.*.*.*ZQX", r"(?:\w{1,16}){1,16}!", "(a+)+b", "(a*)*b", "(?:a|ab|b)+c",
+        r"(\w+\s?)*#", "(.*a){20}x", "((a{1,9}){2,99})!", "(x+x+)+y",
+    ],
+)  # fmt: skip
+def test_no_pattern_takes_longer_than_its_text(pattern: str):
+    """An engine that tries one way after another would not come back from most of these."""
+    guard = g.BannedGuard(patterns=(pattern,))
+    assert first_trouble(guard, [b"aaaa aaaa"] * 120) is None
+    assert first_trouble(guard, [b"xxxxxxxx"] * 120) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"foo(?=bar)", "look-around"),
+        (r"(?<!un)sure", "look-around"),
+        (r"(a+)\1", "back references"),
+        (r"a++b", "possessive"),
+        (r"(?>a+)b", "atomic"),
+        (r"end\Z", r"write \z"),
+        (r"\pL{200}\pN{200}", "too large"),
+        (r".{1,1000}!", "instructions"),
+        (r"\bcafé\b", "not ASCII"),
+        ("a\ud800", "half a character"),
+    ],
 )
-def test_a_pattern_that_may_explode_is_refused(pattern: str):
-    with pytest.raises(SettingsError, match="might never end"):
+def test_what_cannot_run_in_linear_time_is_refused_in_words(pattern: str, reason: str):
+    with pytest.raises(SettingsError) as caught:
         g.BannedGuard(patterns=(pattern,))
+    assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("pattern", ["(foo|bar)+", "a+b+", "(?>a+)+b", r"(\w++\s)+x", "(a+b){3}"])
-def test_a_harmless_pattern_is_taken(pattern: str):
-    g.BannedGuard(patterns=(pattern,))
+def test_the_patterns_of_a_text_are_bounded_together():
+    letters = [f"pattern=\\pL{n}x" for n in range(9)]
+    assert g.GuardPolicy.parse(letters[:2])
+    with pytest.raises(SettingsError, match="at most 8,192"):
+        g.GuardPolicy.parse(letters)
+
+
+def test_banned_words_are_looked_up_however_many_there_are(monkeypatch: pytest.MonkeyPatch):
+    """Counted in characters that are compared, not in seconds."""
+    words = [f"w{number}x" for number in range(9000)]
+    many, few = g.BannedGuard(words=("ab c", "ab", *words)), g.BannedGuard(words=("ab c", "ab"))
+    compared: list[int] = []
+    real = watches._Phrases._fold
+
+    def fold(self: watches._Phrases, text: str) -> str:
+        compared.append(len(text))
+        return real(self, text)
+
+    monkeypatch.setattr(watches._Phrases, "_fold", fold)
+    for guard in (many, few):
+        trouble = first_trouble(guard, [b"to ", b"ab ", b"cd"])
+        assert trouble == g.Trouble("ban", 1, "'ab' is banned"), "the longer one has no border"
+    assert max(compared) < 20
+    with pytest.raises(SettingsError, match="at most"):
+        g.BannedGuard(words=("a" * 1001,))
+    with pytest.raises(SettingsError, match="at most"):
+        g.BannedGuard(words=tuple(f"{number:06}" for number in range(20_000)))
+
+
+@given(st.text("ab c+é_", max_size=40), st.lists(st.text("ab c+é_", min_size=1, max_size=4)))
+@settings(max_examples=200, deadline=None)
+def test_words_are_found_as_python_s_re_finds_them(text: str, words: list[str]):
+    """The leftmost, and of those the longest, between borders."""
+    words = [*words, "ab"]
+
+    def bounded(word: str) -> str:
+        before = r"(?<!\w)" if re.match(r"\w", word) else ""
+        after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
+        return before + re.escape(word) + after
+
+    ordered = sorted(words, key=len, reverse=True)
+    text += "\n"  # behind which everything is certain
+    match = re.compile("|".join(map(bounded, ordered)), re.IGNORECASE).search(text)
+    trouble = g.BannedGuard(words=tuple(words)).start().push(0, text.encode(), 0.0, 0.0)
+    assert (trouble is None) == (match is None)
+    if trouble is not None and match is not None:
+        assert trouble.reason == f"{match.group()!r} is banned"
 
 
 # -- surprise, predicates -------------------------------------------------------------------

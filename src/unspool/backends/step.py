@@ -120,7 +120,9 @@ class StepBatch:
     starts: Ints  # [rows + 1]
     slots: Ints  # [rows]: each row's line of the block table
     updates: TableUpdates = field(default_factory=TableUpdates)  # made first
-    copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))  # then: source, target
+    # Pages copied next, [n, 2]: source, target. No source is a target and no target occurs twice,
+    # so a backend may copy in any order, or all at once.
+    copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     # After which tokens the backend picks the next, in the order of the tokens.
     sampled: Ints = field(default_factory=no_ints)
     pick: PickRows | None = None  # how: one line for each of `sampled`

@@ -64,8 +64,8 @@ def run(
     guard: Annotated[
         list[str] | None,
         typer.Option(
-            help="Watch for: loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; rewinds, or "
-            "stops with :stop. Several times.",
+            help="Watch for: loop, ban=WORD|WORD, pattern=REGEX (RE2), surprise=NATS; "
+            "rewinds, or stops with :stop. Several times.",
             rich_help_panel="Repair and speed",
         ),
     ] = None,

@@ -14,15 +14,17 @@ and when to stop, is `adaptive.py`'s affair.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from unspool.backends.one_text import OneText
 from unspool.decoding.adaptive import LONGEST, Adaptive
 from unspool.decoding.draft_corpus import Corpus, CorpusDrafter, corpus_file
+from unspool.decoding.draft_texts import DraftTexts, common_length
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.errors import ModelFileError, SettingsError
 from unspool.sampling import Chain, RowInput, StageState
@@ -90,7 +92,7 @@ class PromptLookup:
         known = len(self._text)
         tail = max(0, known - _SURELY_SAME)
         if len(tokens) < known or list(tokens[tail:known]) != self._text[tail:]:
-            self._back_to(_shared(self._text, tokens))
+            self._back_to(common_length(self._text, tokens))
         for token in tokens[len(self._text) :]:
             self._enter()
             self._text.append(token)
@@ -122,8 +124,9 @@ class ModelDrafter:
     """Lets another model write on, with the same settings and the same draws as the text's own.
 
     Where the two models agree, the same draw falls on the same token, also at high temperatures.
-    It runs on pages of its own, not on an engine: nothing here can wait for the engine's thread,
-    which it runs on. A long prompt is read in pieces, one a round, so that nobody is held up.
+    It runs on the engine's thread of the text's model, and waits for no other. A long prompt is
+    read in pieces, one a round, so that no other text is held up. Drafters of one model share its
+    backend (`draft_texts.py`).
     """
 
     def __init__(self, model: Session, request: Request, *, most: int = LONGEST) -> None:
@@ -134,65 +137,58 @@ class ModelDrafter:
         longest = min(limits.context, len(request.prompt) + limits.max_tokens)
         self._capacity = min(longest, model.context)
         self._vocabulary: int = model.config.vocab_size
-        self._reader = OneText(model.model, self._capacity)
-        self._text: list[int] = []  # what the reader has read
+        self._text = _shared_texts(model).open(self._capacity)
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         most = min(most, self.most, self._capacity - len(tokens))
         if most <= 0 or max(tokens) >= self._vocabulary:
             return []
-        self._back_to(min(_shared(self._text, tokens), len(tokens) - 1))
-        behind = list(tokens[len(self._text) :])
-        at_once = self._reader.limits.prefill_tokens
-        if len(behind) > at_once:
-            self._append(behind[:at_once])
-            return []  # the rest in the rounds to come
+        text, draft = list(tokens), list[int]()
         history = np.empty(len(tokens) + most, np.int64)
         history[: len(tokens)] = tokens
         state: StageState | None = None
         for length in range(len(tokens), len(tokens) + most):
-            logits = self._append(behind)
+            logits: Any = self._text.logits(text)
+            if logits is None:
+                return []  # more of the prompt in the rounds to come
             row = RowInput(
                 history[:length], len(self._request.prompt), self._request.limits.sample,
                 state=state,
             )  # fmt: skip
             pick = self._chain.pick(logits[None], [row])[0]
-            history[length], state, behind = pick.token, pick.state, [pick.token]
+            history[length], state = pick.token, pick.state
+            draft.append(pick.token)
+            text.append(pick.token)
             if pick.token in self._request.limits.end_ids:
-                return _ints(history[len(tokens) : length + 1])
-        return _ints(history[len(tokens) :])
+                break
+        return draft
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         return None
 
-    def _append(self, tokens: list[int]) -> Any:
-        logits = self._reader.append(tokens)
-        self._text += tokens
-        return logits
 
-    def _back_to(self, length: int) -> None:
-        if length < len(self._text):
-            self._reader.rewind(length)
-            del self._text[length:]
+_draft_texts: WeakKeyDictionary[Session, weakref.ref[DraftTexts]] = WeakKeyDictionary()
+_sharing = threading.Lock()
 
 
-def _ints(array: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
-    found: list[int] = array.tolist()
-    return found
+def _shared_texts(model: Session) -> DraftTexts:
+    """The texts of a draft model: the same ones for all who draft with it at the same time. They
+    are kept by those who use them, and by what `speculate="model:PATH"` has loaded."""
+    root = _root(model)
+    with _sharing:
+        known = _draft_texts.get(root)
+        texts = None if known is None else known()
+        if texts is None:
+            texts = DraftTexts(model)
+            _draft_texts[root] = weakref.ref(texts)
+        return texts
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike; halving steps, as comparing lists is quick."""
-    low, high = 0, min(len(one), len(other))
-    if list(one[:high]) == list(other[:high]):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if list(one[low:middle]) == list(other[low:middle]):
-            low = middle
-        else:
-            high = middle
-    return low
+def _root(model: Session) -> Session:
+    """The model itself, where this is a view of it with an adapter."""
+    while model.seen_of is not None:
+        model = model.seen_of
+    return model
 
 
 def check_same_vocabulary(draft: Session, target: Session) -> None:
@@ -232,8 +228,16 @@ def _vocabulary(model: Session) -> Any:
 
 # -- from words to drafters ------------------------------------------------------------------
 
-_made: WeakKeyDictionary[Any, dict[str, DraftMaker]] = WeakKeyDictionary()
-_making = threading.Lock()
+
+@dataclass(slots=True)
+class _Loaded:
+    """What one word for `speculate` stands for, once it is loaded."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    maker: DraftMaker | None = None
+
+
+_makers: WeakKeyDictionary[Session, dict[str, _Loaded]] = WeakKeyDictionary()
 
 
 def make_drafter(
@@ -252,11 +256,18 @@ def make_drafter(
         if callable(getattr(speculate, "propose", None)) and hasattr(speculate, "learn"):
             return speculate
         raise SettingsError(f"speculate is {speculate!r}; it may be {KINDS}, or a drafter")
-    with _making:
-        known = _made.setdefault(lm, {})
-        if speculate not in known:
-            known[speculate] = drafter_from(speculate, lm, load)
-        return known[speculate]
+    root = _root(lm)
+    with _sharing:
+        loaded = _makers.setdefault(root, {}).setdefault(speculate, _Loaded())
+    with loaded.lock:  # of this word alone: loading one model holds up no other request
+        if loaded.maker is None:
+            try:
+                loaded.maker = drafter_from(speculate, lm, load)
+            finally:
+                if loaded.maker is None:
+                    with _sharing:
+                        _makers[root].pop(speculate, None)
+        return loaded.maker
 
 
 def drafter_from(
@@ -282,7 +293,12 @@ def drafter_from(
         raise SettingsError(f"speculate is {spec!r}, and there is nothing to load models with")
     model = load(what)
     check_same_vocabulary(model, lm)
-    return lambda request: Adaptive(ModelDrafter(model, request, most=most), longest=most)
+    texts = _shared_texts(model)  # kept from request to request
+
+    def make(request: Request, texts: DraftTexts = texts) -> Drafter:
+        return Adaptive(ModelDrafter(model, request, most=most), longest=most)
+
+    return make
 
 
 def check_drafter(spec: str) -> tuple[str, str, int]:

@@ -228,7 +228,7 @@ class Branches:
         trace: TracebackType | None,
     ) -> None:
         if self._held:
-            self._engine.call(self._release_all)
+            self._engine.loop.clean_up(self._release_all)
 
     def _release_all(self) -> None:
         # After an error in one branch of a batch the others may still be on their way; releasing

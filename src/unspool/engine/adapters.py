@@ -7,10 +7,11 @@ name would give. The old one's matrices are kept until the last text with it has
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from unspool.engine.loop import Loop
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
     from unspool.backends.base import Adapter, Twin
@@ -25,6 +26,7 @@ class EngineAdapters:
         self._twins: dict[str, Twin] = {}
         self._retired: set[int] = set()  # let go, and perhaps still in use
         self._count = 0
+        loop.tree.adapter_unused = self._free_unused
 
     @property
     def names(self) -> list[str]:
@@ -70,6 +72,15 @@ class EngineAdapters:
         if name in self._numbers:
             self._retired.add(self._numbers.pop(name))
             self._twins.pop(name, None)
+        self._free_retired()
+
+    def _free_unused(self, number: int) -> None:
+        """The last text with an adapter has ended: free it between two steps, if it is retired."""
+        if number in self._retired:
+            with contextlib.suppress(UnspoolError):  # the engine is being closed
+                self._loop.tell(self._free_retired)
+
+    def _free_retired(self) -> None:
         for number in sorted(self._retired):
             if self._loop.tree.index.forget(number):
                 self._loop.backend.set_adapter(number, None)

@@ -129,7 +129,7 @@ class BatchBuilder:
         states = captures = _NO_COPIES
         if tree.states is not None:
             states, captures = tree.states.rows([task.branch for task in rows], firsts, starts)
-        copies, tree.copies = tree.copies, []
+        copies = tree.take_copies() if tree.copies else None
         return StepBatch(
             tokens=np.array(tokens),
             positions=positions,

@@ -99,8 +99,14 @@ class Ending:
     def _pauses(self, piece: bytes) -> bool:
         """Whether one of the strings is complete with this piece. Space before the first word is
         no piece of text that anybody would pause behind."""
-        self._new = (self._new + piece).lstrip()
-        return any(pause.encode() in self._new for pause in self._limits.pauses)
+        pauses = [pause.encode() for pause in self._limits.pauses]
+        fresh = self._new + piece
+        if not self._new:
+            fresh = fresh.lstrip()
+        complete = any(pause in fresh for pause in pauses)
+        # Only so much is kept that a pause can be found which begins in it, but never nothing.
+        self._new = fresh[-max(map(len, pauses)) :]
+        return complete
 
     def finish(self) -> str:
         """What was held back until it was certain that the text ends here."""

@@ -30,6 +30,7 @@ from unspool.engine.sequence import Sequence as WrittenText
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.engine.tree import Tree
 from unspool.errors import BusyError, ContextError, SettingsError, UnspoolError
+from unspool.text.tokenizer.stream import TextStream
 
 Result = TypeVar("Result")
 
@@ -187,13 +188,14 @@ class Engine:
                 self.loop.fail(task, UnspoolError("the branch was released"))
             self.tree.close(branch)
 
-        self.call(close)
+        self.loop.clean_up(close)
 
     # -- texts that write by themselves --------------------------------------------------------
 
     def submit(self, request: Request) -> StepStream:
         """Start writing; steps come as they are made."""
         self.check_head()
+        self.loop.check_caller(allow_commands=True)  # the steps would never come
         limits = request.limits
         length = len(request.prompt)
         self.scheduler.check_fits(min(length + limits.room(length), limits.context))
@@ -202,6 +204,7 @@ class Engine:
             raise BusyError(
                 f"{len(self._waiting)} requests are waiting already, as many as may; try later"
             )
+        TextStream(limits.stop)  # checked and built here: the engine's thread finds it in a cache
         made = request.drafter
         drafter = made(request) if callable(made) else made
         if limits.endless is not None and isinstance(drafter, ReadingDrafter):
@@ -235,7 +238,9 @@ class Engine:
         except UnspoolError:  # it is closed
             self._waiting.discard(queue)
             raise
-        return StepStream(queue, lambda: loop.tell(cancel, at_rest=False), loop.check_alive)
+        return StepStream(
+            queue, lambda: loop.tell(cancel, at_rest=False), loop.check_alive, loop.check_caller
+        )
 
     # -- the thread below ----------------------------------------------------------------------
 
@@ -245,6 +250,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the thread. What runs is told that the engine is closed."""
+        self.loop.check_caller()
         self.loop.close()
 
     def _check_length(self, length: int) -> None:

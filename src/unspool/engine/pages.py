@@ -7,7 +7,7 @@ alone writes into it. What the pages contain is the backend's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from unspool.errors import UnspoolError
 
@@ -33,10 +33,12 @@ class PagePool:
     def used(self) -> int:
         return self.count - len(self._free)
 
-    def allocate(self) -> int:
-        if not self._free:
-            raise OutOfPagesError
-        return self._free.pop()
+    def allocate(self, excluded: Collection[int] = ()) -> int:
+        """Take a free page that is not among the `excluded` ones."""
+        for index in range(len(self._free) - 1, -1, -1):
+            if not excluded or self._free[index] not in excluded:
+                return self._free.pop(index)
+        raise OutOfPagesError
 
     def release(self, pages: Iterable[int]) -> None:
         self._free += pages

@@ -75,12 +75,15 @@ class PrefixIndex:
     def forget(self, adapter: int) -> bool:
         """Let nobody find what was computed with an adapter; False while a branch needs it. The
         pages are evicted like any others."""
-        mine = [key for key in self._roots if key[0] == adapter]
-        if any(self._roots[key].live > 1 for key in mine):
+        if self.needs(adapter):
             return False
-        for key in mine:
+        for key in [key for key in self._roots if key[0] == adapter]:
             del self._roots[key]
         return True
+
+    def needs(self, adapter: int) -> bool:
+        """Whether a branch is computed with this adapter."""
+        return any(root.live > 1 for key, root in self._roots.items() if key[0] == adapter)
 
     def match(
         self, tokens: Sequence[int], root: Node, block: int = 0

@@ -90,18 +90,28 @@ class Sequence(Task):
         seen = limits.in_view(start)
         branch = scheduler.tree.open(seen, cached=request.cached, adapter=adapter)
         super().__init__(branch, priority=request.priority)
+        try:
+            self._prepare()
+        except BaseException:
+            scheduler.tree.close(branch, store=False)
+            raise
+
+    def _prepare(self) -> None:
+        """Set how the branch is picked for, and what is watched in it."""
+        request, limits = self.request, self.request.limits
         self.cached = request.cached
         settings = request.settings
         self.sees_history = sees_history(settings)
         # A budget alone says what may come only where it closes a thought: see `by_hand`.
-        bound = self.grammar is not None and (request.grammar is not None or drafter is not None)
+        drafted = self.drafter is not None
+        bound = self.grammar is not None and (request.grammar is not None or drafted)
         watched = self.guard is not None or bound
         if not (watched or limits.top or limits.explain) and is_ordinary(settings):
             self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
             self.pick_ints[POSITION] = self.forgotten  # a draw follows from the place in the text
         self._watch_for_drafter()
-        queue.prompt_reused = min(branch.reused, self.first_needed)
-        queue.report_prompt(queue.prompt_reused)
+        self.queue.prompt_reused = min(self.branch.reused, self.first_needed)
+        self.queue.report_prompt(self.queue.prompt_reused)
         self.since = perf_counter()
 
     def _read(self, step: Step) -> None:
@@ -327,7 +337,11 @@ class Sequence(Task):
 
     def _watch_for_drafter(self) -> None:
         """Which inner vectors the next step is to give."""
-        self.watch = self.reader.reads if self.reader is not None else ()
+        try:
+            self.watch = self.reader.reads if self.reader is not None else ()
+        except Exception as error:
+            self.watch = ()
+            self._without_drafter(error)
 
     def _show_drafter(self) -> None:
         """Give the drafter the inner vectors of what stands in the text now, row by row."""

@@ -69,7 +69,8 @@ class StepQueue:
             try:
                 listener()
             except Exception:  # its event loop is closed, say: nobody listens there any more
-                self.listeners.remove(listener)
+                with self.changed, contextlib.suppress(ValueError):  # it may have left by itself
+                    self.listeners.remove(listener)
 
 
 class StepStream(Iterator[Step]):
@@ -80,8 +81,10 @@ class StepStream(Iterator[Step]):
         queue: StepQueue,
         cancel: Callable[[], object] = lambda: None,
         check_alive: Callable[[], object] = lambda: None,
+        check_caller: Callable[[], object] = lambda: None,
     ) -> None:
         self._queue, self._cancel, self._check_alive = queue, cancel, check_alive
+        self._check_caller = check_caller  # raises where waiting would wait for itself
 
     @property
     def prompt_reused(self) -> int:
@@ -151,6 +154,7 @@ class StepStream(Iterator[Step]):
 
     def _wait(self) -> None:
         """Until there is something to read."""
+        self._check_caller()
         queue = self._queue
         with queue.changed:
             queue.readers += 1
@@ -167,6 +171,7 @@ class StepStream(Iterator[Step]):
     async def _async_steps(self) -> AsyncIterator[Step]:
         import asyncio  # only who awaits needs it, and it is large
 
+        self._check_caller()
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:

@@ -29,6 +29,7 @@ class SupervisedThread:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()  # that the thread lives in
+        self._calling = False  # whether the thread carries out a command of `call`
 
     # -- what a subclass does -----------------------------------------------------------------
 
@@ -50,22 +51,33 @@ class SupervisedThread:
     # -- from any thread ---------------------------------------------------------------------
 
     def call(self, command: Callable[[], Result]) -> Result:
-        """Have a command carried out between two steps, and wait for what it gives."""
-        if threading.current_thread() is self._thread:
+        """Have a command carried out between two steps, and wait for what it gives.
+
+        A command may call others, which are carried out at once.
+
+        Raises:
+            UnspoolError: Called on the engine's thread, but not by a command.
+        """
+        if self._calling and self._is_own_thread():
             return command()
+        self.check_caller()
         future: Future[Result] = Future()
 
         def carry_out() -> None:
+            self._calling = True
             try:
                 future.set_result(command())
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                self._calling = False
 
         self.tell(carry_out)
         return self.wait_for(future)
 
     def wait_for(self, future: Future[Result]) -> Result:
         """A future's result; an error if the thread that was to give it is gone."""
+        self.check_caller()
         while True:
             try:
                 return future.result(_LOOK_UP)
@@ -91,6 +103,29 @@ class SupervisedThread:
             self._commands.append((command, at_rest))
             self._wake.notify()
 
+    def clean_up(self, command: Callable[[], object]) -> None:
+        """Carry out a command that releases something, and wait for it.
+
+        On the engine's own thread, where the garbage collector may end a generator, it is queued.
+        """
+        if self._is_own_thread() and not self._calling:  # never waits
+            self.tell(command)
+        else:
+            self.call(command)
+
+    def check_caller(self, *, allow_commands: bool = False) -> None:
+        """Refuse to wait on the engine's own thread, which would wait for itself.
+
+        Raises:
+            UnspoolError: Called on the engine's thread, and not by a command that is allowed to.
+        """
+        if self._is_own_thread() and not (allow_commands and self._calling):
+            raise UnspoolError(
+                "this model is computing the step that calls it: a guard, drafter or sampling "
+                "stage runs on the engine's thread and cannot wait for the same model; use "
+                "another model there, or call this one before or after"
+            )
+
     def check_alive(self) -> None:
         """An error if nothing that was asked for can come any more."""
         self._check_process()
@@ -110,9 +145,12 @@ class SupervisedThread:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        if self._thread is not None and not self._is_own_thread():
             self._thread.join()
             atexit.unregister(self.close)
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def _left_behind(self) -> bool:
         """Whether the thread is in another process, which has forked this one. Nothing here may be

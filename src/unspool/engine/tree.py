@@ -34,10 +34,14 @@ class Tree:
         self.index = PrefixIndex(self.pool, page_size, states)
         if states is not None:
             states.lost = self._fall_back
-        self.copies: list[tuple[int, int]] = []  # pages to copy before the next step is run
-        # Whether somebody changes what the model computes, so that it is of use only to them.
+        # Pages to copy before the next step is run, source by target. A source holds its content
+        # before the step: no source is a target, so the copies may be made in any order.
+        self.copies: dict[int, int] = {}
+        # Whether hooks change what the model computes, so that it is of use only to them.
         self.is_hooked: Callable[[], bool] = lambda: False
         self._owners = count(1)
+        # Called with an adapter's number when the last branch with it is closed.
+        self.adapter_unused: Callable[[int], None] = lambda adapter: None
         self._slots: list[int] = []  # lines of the block table that were given back
         self._slot_count = 0
 
@@ -152,6 +156,8 @@ class Tree:
         other.tail = [*branch.tail[: branch.computed - branch.start], *tokens]
         other.length = branch.computed + len(tokens)
         try:
+            if branch.computed > branch.start:
+                other.pages.append(self._copy_page(branch.pages[0]))
             self.reserve(other, other.length)
             if self.states is not None:
                 self.states.stand_beside(other, branch)
@@ -159,8 +165,6 @@ class Tree:
         except OutOfPagesError:
             self.close(other, store=False)
             return None
-        if branch.computed > branch.start:
-            self.copies.append((branch.pages[0], other.pages[0]))
         return other
 
     def rewind(self, branch: Branch, length: int, *, store: bool = True) -> None:
@@ -214,6 +218,8 @@ class Tree:
         if branch.slot >= 0:
             self._slots.append(branch.slot)
             branch.slot = -1
+        if branch.adapter and not self.index.needs(branch.adapter):
+            self.adapter_unused(branch.adapter)
 
     def slot_of(self, branch: Branch) -> int:
         """The branch's line of the block table; it gets one when it first runs."""
@@ -250,9 +256,14 @@ class Tree:
             filled = branch.computed - branch.start
             takes_over = lender.live == 1 and not lender.children and len(lender.tokens) <= filled
         missing = needed - takes_over - self.pool.free
-        if missing > 0 and self.index.evict(max(missing, self.pool.count // 64)) < missing:
-            if lender is None:
+        try:
+            if missing > 0 and self.index.evict(max(missing, self.pool.count // 64)) < missing:
                 raise OutOfPagesError
+            if lender is not None and not takes_over:
+                branch.pages.append(self._copy_page(lender.page))
+        except OutOfPagesError:
+            if lender is None:
+                raise
             self._drop_own(branch)  # the few tokens of the borrowed page are computed again
             self._fall_back(branch, store=False)
             self.reserve(branch, length)
@@ -264,9 +275,6 @@ class Tree:
                 if self.states is not None:
                     self.states.take_over(branch, lender)
                 branch.pages.append(self.index.take_out(lender))
-            else:
-                branch.pages.append(self.pool.allocate())
-                self.copies.append((lender.page, branch.pages[-1]))
             needed -= 1
         branch.pages += [self.pool.allocate() for _ in range(needed)]
 
@@ -299,7 +307,32 @@ class Tree:
             self.states.thin(branch, whole)
         del branch.pages[:whole], branch.tail[: whole * size]
 
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the pending page copies as (source, target) and clear them."""
+        copies = [(source, target) for target, source in self.copies.items()]
+        self.copies.clear()
+        return copies
+
     # -- below -------------------------------------------------------------------------------
+
+    def _copy_page(self, source: int) -> int:
+        """Allocate a page that the next step fills with a copy of `source`.
+
+        The source of a chain of copies is its first page. The target is no page that another
+        pending copy reads, though that one may be free already.
+
+        Raises:
+            OutOfPagesError: No such page is free, and none can be evicted.
+        """
+        while True:
+            try:
+                target = self.pool.allocate(excluded=self.copies.values())
+            except OutOfPagesError:
+                if not self.index.evict(1):
+                    raise
+            else:
+                self.copies[target] = self.copies.get(source, source)
+                return target
 
     def _new(self, node: Node, adapter: int, block: int = 0) -> Branch:
         return Branch(node, adapter, block, stateful=self.states is not None)

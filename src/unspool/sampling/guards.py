@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 from unspool.errors import SettingsError
 from unspool.sampling.loops import LoopGuard, repetition_rate
+from unspool.sampling.patterns import check_size
 from unspool.sampling.watches import (
     BannedGuard,
     Guard,
@@ -50,6 +51,7 @@ __all__ = [
 Action = Literal["stop", "rewind"]
 Exhausted = Literal["stop", "go on"]
 RETRIES = 16
+_MOST_GUARDS = 64  # each of them works on every token
 _FORMS = "loop, ban=word|another, pattern=regex, surprise=nats"
 
 
@@ -68,6 +70,10 @@ class GuardPolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "guards", tuple(self.guards))
+        if len(self.guards) > _MOST_GUARDS:
+            raise SettingsError(
+                f"a text has {len(self.guards):,} guards; at most {_MOST_GUARDS} are allowed"
+            )
         for name, kind in (("action", Action), ("exhausted", Exhausted)):
             if getattr(self, name) not in get_args(kind):
                 raise SettingsError(
@@ -75,6 +81,8 @@ class GuardPolicy:
                     + " or ".join(get_args(kind))
                 )
         whole_number("retries of a guard", self.retries, 0)
+        bans = [guard for guard in self.guards if isinstance(guard, BannedGuard)]
+        check_size(sum(guard.instructions for guard in bans))
 
     @classmethod
     def parse(

@@ -1,90 +1,110 @@
-"""Regular expressions from a caller, made safe to run on every token.
+r"""Regular expressions from a caller, run in linear time on the engine's thread.
 
-Python's engine tries one way after another and cannot be interrupted, so a pattern that has
-exponentially many ways to fail would freeze the engine. Those have a repeat inside a repeat, or a
-repeat over alternatives that can begin alike; both are refused before anything runs.
+Python's `re` tries one way after another and cannot be interrupted, so one pattern could freeze
+every request. RE2 reads each character once, whatever the pattern is; its memory and the size of
+its programs are bounded here.
+
+The syntax is RE2's: https://github.com/google/re2/wiki/Syntax. It differs from Python's `re`:
+no look-around, back references, atomic groups or possessive repeats; `\d`, `\w`, `\s` and `\b` know
+ASCII only (`\pL` is a letter of any script); `$` without `(?m)` and `\z` mean the end of the text.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 from unspool.errors import SettingsError
 
-_MANY = 16  # a repeat that may run more often than this counts as unbounded
+MOST_INSTRUCTIONS = 8192  # of all programs of one text together: a few milliseconds a token
 _LONGEST = 1000  # characters in a pattern
+_MEMORY = 1 << 19  # bytes for a pattern's program and its automaton
 
 
-def compile_safely(pattern: str, flags: re.RegexFlag) -> re.Pattern[str]:
-    """The compiled pattern, or a SettingsError that says what is wrong with it."""
+class PatternMatch(Protocol):
+    """What is read of a match."""
+
+    def start(self) -> int: ...
+
+    def end(self) -> int: ...
+
+    def group(self) -> str: ...
+
+
+class LinearPattern(Protocol):
+    """A compiled pattern. Safe to use from several threads."""
+
+    @property
+    def programsize(self) -> int:
+        """Instructions of the compiled program."""
+
+    def match(self, text: str) -> PatternMatch | None: ...
+
+    def finditer(self, text: str, pos: int) -> Iterator[PatternMatch]: ...
+
+
+def compile_linear(pattern: str, *, ignore_case: bool = False) -> LinearPattern:
+    """Compile a pattern in RE2's syntax.
+
+    Raises:
+        SettingsError: It is not valid, not supported, too large, or matches the empty text.
+    """
+    import re2  # only a text with a pattern needs it
+
     shown = repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
     if len(pattern) > _LONGEST:
-        raise SettingsError(f"the pattern {shown} is longer than {_LONGEST} characters")
-    try:
-        compiled = re.compile(pattern, flags)
-        empty = compiled.match("") is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise SettingsError(f"the pattern {shown} is not a regular expression: {error}") from error
-    if empty:
-        raise SettingsError(f"the pattern {shown} matches the empty text; it would ban everything")
-    if _may_explode(pattern, compiled.flags):
         raise SettingsError(
-            f"the pattern {shown} repeats something that can itself be read in many ways, and "
-            "might never end; bound one repeat, as in {1,16}, or make it possessive, as in *+"
+            f"the pattern {shown} has {len(pattern):,} characters; at most {_LONGEST:,} are allowed"
         )
+    if not pattern.isascii() and re.search(r"\\[bB]", pattern):
+        raise SettingsError(
+            f"the pattern {shown} has \\b beside letters that are not ASCII, which \\b does not "
+            r"know; use [^\pL] or $ for the border"
+        )
+    options = re2.Options()
+    options.max_mem, options.case_sensitive, options.log_errors = _MEMORY, not ignore_case, False
+    try:
+        compiled: LinearPattern = re2.compile(pattern, options)
+    except (re2.error, UnicodeEncodeError) as error:
+        raise SettingsError(
+            f"the pattern {shown} is not a regular expression that can be used: {_reason(error)}"
+        ) from error
+    finally:
+        re2.purge()  # its cache would keep the memory of 128 patterns
+    if compiled.match("") is not None:
+        raise SettingsError(f"the pattern {shown} matches the empty text; it would ban everything")
+    check_size(compiled.programsize)
     return compiled
 
 
+def check_size(instructions: int) -> None:
+    """Refuse programs that would take too long on every token."""
+    if instructions > MOST_INSTRUCTIONS:
+        raise SettingsError(
+            f"the patterns of one text compile to {instructions:,} instructions; at most "
+            f"{MOST_INSTRUCTIONS:,} are allowed: use fewer, or smaller repeats"
+        )
+
+
 def waits_for_more(pattern: str) -> bool:
-    r"""Whether a match at the end of the text may be undone by the next character (\b, $, (?!)."""
-    return re.search(r"\\[bBZ]|\$|\(\?[=!]", pattern) is not None
+    r"""Whether a match at the end of the text may be undone by the next character (\b, \z, $)."""
+    return re.search(r"\\[bBz]|\$", pattern) is not None
 
 
-def _may_explode(pattern: str, flags: int) -> bool:
-    try:
-        parser: Any = importlib.import_module("re._parser")
-    except ImportError:  # not a public module: a Python without it runs patterns unchecked
-        return False
-    return any(
-        _unbounded(node) and any(_ambiguous(inner) for inner in _nodes(node[1][2]))
-        for node in _nodes(parser.parse(pattern, flags))
-    )
-
-
-def _unbounded(node: tuple[Any, Any]) -> bool:
-    # Possessive repeats never try a second way, and are not among these.
-    return str(node[0]) in ("MAX_REPEAT", "MIN_REPEAT") and int(node[1][1]) > _MANY
-
-
-def _ambiguous(node: tuple[Any, Any]) -> bool:
-    """Whether there may be several ways to read the same text here."""
-    if str(node[0]) == "BRANCH":
-        # Alternatives that begin with different letters exclude each other. (The parser has
-        # taken out what all of them begin with.)
-        heads = [_first_letter(way) for way in node[1][1]]
-        return None in heads or len(set(heads)) < len(heads)
-    return str(node[0]) in ("MAX_REPEAT", "MIN_REPEAT") and node[1][0] != node[1][1]
-
-
-def _first_letter(way: Any) -> str | None:
-    """What an alternative begins with, whatever the case; None if that is no single letter."""
-    known = len(way) > 0 and str(way[0][0]) == "LITERAL"
-    return chr(way[0][1]).casefold() if known else None
-
-
-def _nodes(parsed: Any) -> Iterator[tuple[Any, Any]]:
-    """Every operation of a parsed pattern, depth first; what is atomic inside is left out."""
-    for node in parsed:
-        yield node
-        name, value = str(node[0]), node[1]
-        if name in ("POSSESSIVE_REPEAT", "ATOMIC_GROUP"):
-            continue
-        parts = value if isinstance(value, tuple | list) else [value]
-        if name == "BRANCH":
-            parts = value[1]
-        for part in parts:
-            if hasattr(part, "getwidth"):  # a part of the pattern, not a number or a letter
-                yield from _nodes(part)
+def _reason(error: Exception) -> str:
+    """RE2's own words, and what to write instead of what it does not support."""
+    if isinstance(error, UnicodeEncodeError):
+        return "it has half a character (a lone surrogate)"
+    words = error.args[0] if error.args else b""
+    text = words.decode("utf-8", "replace") if isinstance(words, bytes) else str(words)
+    if "too large" in text:
+        return "it is too large; use smaller repeats"
+    if text.endswith("\\Z"):
+        return f"{text}; write \\z for the end of the text"
+    if "perl operator" in text or "escape sequence" in text or "repetition operator" in text:
+        return (
+            f"{text}; look-around, back references, atomic groups and possessive repeats are not "
+            "supported (RE2 syntax)"
+        )
+    return text

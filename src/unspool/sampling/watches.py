@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import codecs
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from unspool.errors import SettingsError, UnspoolError
-from unspool.sampling.patterns import compile_safely, waits_for_more
+from unspool.sampling.patterns import LinearPattern, compile_linear, waits_for_more
 
+_LONGEST_WORD = 1000  # characters
+_MOST_WORDS = 100_000  # characters of all together
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
 Judge = Callable[[str, Sequence[int]], Any]
@@ -123,8 +124,8 @@ class BannedGuard:
     """Words, phrases and regular expressions that may not be written.
 
     They are found across the borders of tokens, as soon as they are certain: a whole word when
-    what follows it shows that it has ended. A pattern is searched for in the last `window`
-    characters before each new piece; a longer match is not seen.
+    what follows it shows that it has ended. A pattern (RE2 syntax, see `patterns.py`) is searched
+    for in the last `window` characters before each new piece; a longer match is not seen.
     """
 
     words: tuple[str, ...] = ()
@@ -133,8 +134,9 @@ class BannedGuard:
     whole_words: bool = True
     window: int = 256
     name: str = "ban"
-    # Each with how far back a match may begin, and whether the next character may undo it.
-    _searches: tuple[tuple[re.Pattern[str], int, bool], ...] = field(
+    _phrases: _Phrases = field(init=False, repr=False, compare=False)
+    # Each with whether the next character may undo a match.
+    _searches: tuple[tuple[LinearPattern, bool], ...] = field(
         default=(), init=False, repr=False, compare=False
     )
 
@@ -148,28 +150,73 @@ class BannedGuard:
         if not self.words and not self.patterns:
             raise SettingsError("a ban needs words or patterns, such as ban=foo|bar")
         whole_number("window", self.window, 1)
-        flags = re.IGNORECASE if self.ignore_case else re.NOFLAG
-        searches = []
-        if self.words:
-            longest = max(len(word) for word in self.words)
-            # Longest first: of two that begin alike, the reason names the one that is there.
-            ordered = sorted(self.words, key=len, reverse=True)
-            either = "|".join(self._bounded(word) for word in ordered)
-            searches.append((re.compile(either, flags), longest, self.whole_words))
-        for pattern in self.patterns:
-            searches.append((compile_safely(pattern, flags), self.window, waits_for_more(pattern)))
-        object.__setattr__(self, "_searches", tuple(searches))
+        phrases = _Phrases(self.words, self.ignore_case, self.whole_words)
+        object.__setattr__(self, "_phrases", phrases)
+        searches = tuple(
+            (compile_linear(pattern, ignore_case=self.ignore_case), waits_for_more(pattern))
+            for pattern in self.patterns
+        )
+        object.__setattr__(self, "_searches", searches)
 
-    def _bounded(self, word: str) -> str:
-        if not self.whole_words:
-            return re.escape(word)
-        # A border is only asked for where the phrase itself ends in a letter: "C++" has one side.
-        before = r"(?<!\w)" if re.match(r"\w", word) else ""
-        after = r"(?!\w)" if re.search(r"\w\Z", word) else ""
-        return before + re.escape(word) + after
+    @property
+    def instructions(self) -> int:
+        """The size of the compiled patterns, which bounds their work on a token."""
+        return sum(pattern.programsize for pattern, _ in self._searches)
 
     def start(self) -> BannedWatch:
         return BannedWatch(self)
+
+
+class _Phrases:
+    """Banned words and phrases, looked up by their lengths: the work on a character does not grow
+    with how many there are."""
+
+    def __init__(self, words: Sequence[str], ignore_case: bool, whole_words: bool) -> None:
+        size = sum(map(len, words))
+        if any(len(word) > _LONGEST_WORD for word in words) or size > _MOST_WORDS:
+            raise SettingsError(
+                f"the banned words have {size:,} characters, the longest {max(map(len, words)):,}; "
+                f"at most {_MOST_WORDS:,} are allowed, and {_LONGEST_WORD:,} in one of them"
+            )
+        self._ignore_case, self._whole_words = ignore_case, whole_words
+        self._words = frozenset(self._fold(word) for word in words)
+        self._lengths = sorted({len(word) for word in words}, reverse=True)
+        self.longest = max(self._lengths, default=0)
+
+    def find(self, text: str, first: int, ended: bool) -> tuple[int, int] | None:
+        """The leftmost phrase that ends at `first` or behind it, and of these the longest: where
+        it starts and ends. One whose end the next character may undo is not found yet."""
+        folded, best = self._fold(text), None
+        for end in range(max(1, first), len(text) + 1):
+            for length in self._lengths:
+                start = end - length
+                if start < 0 or folded[start:end] not in self._words:
+                    continue
+                if self._whole_words and not self._is_whole(text, start, end, ended):
+                    continue
+                if best is None or (start, -end) < (best[0], -best[1]):
+                    best = start, end
+        return best
+
+    def _is_whole(self, text: str, start: int, end: int, ended: bool) -> bool:
+        # A border is only asked for where the phrase itself ends in a letter: "C++" has one side.
+        if start and _is_letter(text[start]) and _is_letter(text[start - 1]):
+            return False
+        if not _is_letter(text[end - 1]):
+            return True
+        return ended if end == len(text) else not _is_letter(text[end])
+
+    def _fold(self, text: str) -> str:
+        """The text as it is compared: of the same length, whatever the case."""
+        if not self._ignore_case:
+            return text
+        if text.isascii():
+            return text.lower()
+        return "".join(low if len(low := one.casefold()) == 1 else one for one in text)
+
+
+def _is_letter(character: str) -> bool:
+    return character.isalnum() or character == "_"
 
 
 class BannedWatch:
@@ -187,21 +234,27 @@ class BannedWatch:
         return self._search(0, ended=True)
 
     def _search(self, fresh: int, ended: bool) -> Trouble | None:
-        found: tuple[int, str] | None = None
-        for pattern, back, waits in self._guard._searches:
-            # One more character is fetched than searched, so that ^ and \b see what is before.
-            text, begin = self._text.tail(fresh + back + 1)
-            at = max(0, self._text.length - begin - fresh - back)
+        matches: list[tuple[int, str]] = []
+        guard, known = self._guard, self._text.length - fresh
+        if guard.words:
+            # One more character is fetched than searched, to see what stands before.
+            text, begin = self._text.tail(fresh + guard._phrases.longest + 1)
+            place = guard._phrases.find(text, known - begin, ended)
+            if place is not None:
+                matches.append((begin + place[0], text[place[0] : place[1]]))
+        for pattern, waits in guard._searches:
+            text, begin = self._text.tail(fresh + guard.window + 1)
+            at = max(0, known - begin - guard.window)
             for match in pattern.finditer(text, at):
                 undecided = waits and not ended and match.end() == len(text)
                 if match.end() > match.start() and not undecided:
-                    if found is None or begin + match.start() < found[0]:
-                        found = begin + match.start(), match.group()
+                    matches.append((begin + match.start(), match.group()))
                     break
-        if found is None:
+        if not matches:
             return None
-        name = self._guard.name
-        return Trouble(name, self._text.owner(found[0]), f"{brief(found[1])} is banned")
+        start, banned = min(matches, key=lambda match: match[0])
+        reason = f"{brief(banned)} is banned"
+        return Trouble(guard.name, self._text.owner(start), reason)
 
     def rewind(self, length: int) -> None:
         self._text.rewind(length)

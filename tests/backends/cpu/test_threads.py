@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unspool.backends.cpu.loaded import CpuModel
 from unspool.backends.cpu.threads import choose_threads
 from unspool.errors import SettingsError
 
@@ -117,3 +119,24 @@ def test_numbers_that_are_none(machine: Any, wrong: Any):
 def test_one_processor_is_said_in_the_singular(machine: Any):
     with pytest.raises(SettingsError, match=r"may use 1 processor; ask for at most that many"):
         choose_threads(2, machine([(0, 0)]))
+
+
+def test_two_threads_that_wait_for_the_same_weights():
+    """One of them sees the end of the loading while the other is about to wait for it."""
+
+    class Racing(CpuModel):
+        looks = 0
+
+        @property
+        def _loading(self) -> Any:  # type: ignore[override]
+            self.looks += 1
+            return None if self.looks > 1 else ended
+
+        @_loading.setter
+        def _loading(self, thread: Any) -> None: ...
+
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    model = object.__new__(Racing)
+    model._process, model._fault = os.getpid(), None
+    assert model.wait() is model

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cuda_support import language_model, ours, plain
 from paged_texts import RandomCheckpoint, config
 
@@ -154,3 +155,24 @@ def test_what_is_read_is_what_a_look_sees(lm: Any, own: Path, device: str):
     for first, vectors in kept:  # those behind the first may be of guesses that were wrong
         there = vectors[:, 0].float().cpu().numpy()
         assert np.allclose(there, expected[:, first], atol=2e-3)
+
+
+def test_pinned_memory_is_not_written_before_it_was_read() -> None:
+    """On a GPU an event stands behind the copy; here a stand-in that only counts."""
+
+    class Event:
+        recorded = synchronized = 0
+
+        def record(self) -> None:
+            self.recorded += 1
+
+        def synchronize(self) -> None:
+            self.synchronized += 1
+
+    sent = captured.PinnedInput(4, torch.device("cpu"))
+    sent._sent = event = Event()  # type: ignore[assignment]
+    for number in range(3):
+        sent.writable()[:] = number
+        assert (event.synchronized, event.recorded) == (number + 1, number)
+        sent.send()
+        assert event.recorded == number + 1 and sent.there.tolist() == [number] * 4

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from cuda_support import language_model, ours, plain, written
 from paged_texts import RandomCheckpoint, config
 from parity import difference
 
 from adapter_support import SHAPES, all_logits, random_adapter, with_adapters
+from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.errors import UnspoolError
 
 pytest.importorskip("triton")
@@ -55,3 +57,30 @@ def test_they_come_and_go() -> None:
         assert texts[0] == texts[1]
     with pytest.raises(UnspoolError, match="no adapter 'a0'"):
         lm.generate([5], adapter="a0")
+
+
+def test_memory_is_freed_with_the_last_adapter_and_a_refusal_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = config(layers=1, context=128)
+    model = ours(RandomCheckpoint(shape))
+    adapters = CudaAdapters(model.weights, 8)
+    assert adapters.set(1, random_adapter(shape, 2, seed=1)), "graphs do not know its memory"
+    before = {matrix: beside.down.clone() for matrix, beside in adapters._beside.items()}
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    wide = random_adapter(shape, 40, seed=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaAdapters, "_room", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            adapters.set(2, wide)
+    assert adapters._beside.keys() == before.keys()
+    assert all(torch.equal(adapters._beside[matrix].down, down) for matrix, down in before.items())
+    with pytest.raises(UnspoolError, match="no adapter"):
+        adapters.slots_of(np.array([2]))
+    assert adapters.set(2, wide)
+    assert not adapters.set(1, None) and adapters._beside
+    assert adapters.set(2, None) and not adapters._beside, "graphs still know its memory"
+    assert not adapters.set(2, None)

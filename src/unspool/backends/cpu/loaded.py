@@ -78,7 +78,7 @@ class CpuModel:
         self._lens: Runner | None = None
         self._lens_turn = threading.Lock()
         # Not a daemon: a process that ends waits for it instead of pulling memory away under it.
-        self._loading: threading.Thread | None = threading.Thread(
+        self._loading = threading.Thread(
             target=self._load, args=(checkpoint, store), name="unspool-load"
         )
         self._loading.start()
@@ -89,9 +89,7 @@ class CpuModel:
         """Until the weights are there; whatever was wrong with them is raised here."""
         if os.getpid() != self._process:  # the thread that loads it may be there, but not here
             raise UnspoolError(FORKED)
-        if self._loading is not None:
-            self._loading.join()
-            self._loading = None
+        self._loading.join()  # returns at once when it has ended; any number of threads may wait
         if self._fault is not None:
             raise self._fault
         return self

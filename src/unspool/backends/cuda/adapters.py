@@ -55,26 +55,37 @@ class CudaAdapters:
         self._loaded: dict[int, tuple[int, Adapter]] = {}  # by number: the slot, and what it is
 
     def set(self, number: int, adapter: Adapter | None) -> bool:
-        """Keep an adapter, or forget it. Says whether memory moved: graphs are void then."""
+        """Keep an adapter, or forget it. Says whether memory moved: graphs are void then.
+
+        If memory is refused, everything is as it was before. The memory that all adapters share is
+        freed with the last of them.
+        """
         if adapter is None:
-            self._loaded.pop(number, None)
-            return False
+            if self._loaded.pop(number, None) is None or self._loaded:
+                return False
+            self._beside, self._slots, self._rank = {}, _FIRST_SLOTS, _LEAST_RANK
+            return True
         taken = {slot for slot, _ in self._loaded.values()}
         slot = next(one for one in range(1, len(taken) + 2) if one not in taken)
         rank = max((part.rank for part in adapter.parts.values()), default=1)
         grows = slot >= self._slots or rank > self._rank
+        before = dict(self._beside), self._slots, self._rank
         if grows:
             self._slots = max(self._slots, power_of_two(slot + 1))
             self._rank = max(self._rank, power_of_two(rank))
-            self._beside.clear()
+            self._beside = {}
         moved = grows or any(
             matrix not in self._beside
             for matrix, (names, _) in self._known.items()
             if any(name in adapter.parts for name in names)
         )
+        try:
+            for at, other in [*(self._loaded.values() if grows else ()), (slot, adapter)]:
+                self._put(at, other)
+        except BaseException:
+            self._beside, self._slots, self._rank = before
+            raise
         self._loaded[number] = slot, adapter
-        for at, one in self._loaded.values() if grows else [(slot, adapter)]:
-            self._put(at, one)
         return moved
 
     def slots_of(self, numbers: Ints) -> Ints:

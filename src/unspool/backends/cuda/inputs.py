@@ -95,6 +95,9 @@ class Inputs:
             bare = piece.numpy()
             host = _Fields.of(bare[:wide].view(np.int64), bare[wide:].view(np.int32), lines)
             self._hosts.append(replace(host, floats=host.floats.view(np.float64)))
+        # Of each piece: behind the copies from it. The steps in flight are fewer than the pieces,
+        # so nothing is waited for, unless steps failed on their way.
+        self._sent = [torch.cuda.Event() for _ in range(_RING)] if pinned else []
         self._turn = 0
         self.history = torch.zeros(0, dtype=torch.int64, device=device)  # what penalties see
         self._histories: list[Tensor] = []
@@ -146,6 +149,7 @@ class Inputs:
 
     def send_history(self, tokens: Ints) -> None:
         """With the step that is sent next."""
+        self._wait_until_sent()
         piece, length = self._histories[self._turn], len(tokens)
         piece.numpy()[:length] = tokens
         self.history[:length].copy_(piece[:length], non_blocking=True)
@@ -169,8 +173,8 @@ class Inputs:
         `changed` are places in the table and their pages; `picks` says of some lines how they are
         picked from: their numbers (ascending), floats and ints; `adapters` are the lines' slots of
         adapters, if any has one."""
+        self._wait_until_sent()
         host, piece = self._hosts[self._turn], self._ring[self._turn]
-        self._turn = (self._turn + 1) % _RING
         host.tokens[:count] = tokens
         host.positions[:count] = positions
         host.ends[:count] = ends
@@ -195,3 +199,11 @@ class Inputs:
                 numbers = picks[0]
                 host.floats[numbers], host.ints[numbers] = picks[1:]
         self._memory.copy_(piece, non_blocking=True)
+        if self._sent:
+            self._sent[self._turn].record()
+        self._turn = (self._turn + 1) % _RING
+
+    def _wait_until_sent(self) -> None:
+        """Wait until the device has read what was sent from this turn's piece before."""
+        if self._sent:
+            self._sent[self._turn].synchronize()

@@ -38,7 +38,7 @@ class Pages:
         return self._all[layer, 1].flatten(0, 1)
 
     def copy(self, copies: Ints) -> None:
-        """Pages in all layers at once: [n, 2] of source and target. What one copy writes, no other
-        reads, since a copy's target has just been taken from the free ones."""
+        """Copy pages in all layers at once: [n, 2] of source and target, where no source is a
+        target (`StepBatch.copies`)."""
         places = torch.from_numpy(copies).to(self._all.device)
         self._all[:, :, places[:, 1]] = self._all[:, :, places[:, 0]]

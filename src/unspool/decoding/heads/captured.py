@@ -58,8 +58,8 @@ class CapturedHead(OwnHead):
         self._ids_there = torch.from_numpy(self.ids).to(device)
         self._room = _Room(self.config, context, dtype, device)
         self._buffers = _Buffers(self.config, len(self.ids), dtype, device)
-        self._reading = _Told(_FEW * 2, device)
-        self._told = _Told(self.config.words + MOST_GUESSES + 3, device)
+        self._reading = PinnedInput(_FEW * 2, device)
+        self._guessing = PinnedInput(self.config.words + MOST_GUESSES + 3, device)
         self._graphs = Graphs(device)
         self._layer = attention.AttentionLayer(
             heads=self.config.heads, kv_heads=self.config.kv_heads,
@@ -92,13 +92,14 @@ class CapturedHead(OwnHead):
             with torch.inference_mode():
                 self._read(seen, there[0], there[1])
             return
-        size, buffers, told = padded(count), self._buffers, self._reading
+        size, buffers, reading = padded(count), self._buffers, self._reading
         buffers.features[:, :count].copy_(seen)
-        told.host[:size] = positions[-1]  # those that only fill it up are overwritten later
-        told.host[:count] = positions
-        told.host[_FEW : _FEW + size] = np.arange(first, first + size)
-        told.send()
-        at, places = told.there[:size], told.there[_FEW : _FEW + size]
+        host = reading.writable()
+        host[:size] = positions[-1]  # those that only fill it up are overwritten later
+        host[:count] = positions
+        host[_FEW : _FEW + size] = np.arange(first, first + size)
+        reading.send()
+        at, places = reading.there[:size], reading.there[_FEW : _FEW + size]
         self._graphs.run(("read", size), lambda: self._read(buffers.features[:, :size], at, places))
 
     def _read(self, vectors: Tensor, positions: Tensor, places: Tensor) -> None:
@@ -123,20 +124,20 @@ class CapturedHead(OwnHead):
         self, context: CapturedContext, tokens: Sequence[int], levels: int, temperature: float
     ) -> Iterator[tuple[int, float]]:
         """Tokens that may follow, each behind the one before, with log-probabilities."""
-        words, told = self.config.words, self._told
+        words, host = self.config.words, self._guessing.writable()
         self.room_of(context)
         recent = [int(tokens[max(-back, -len(tokens))]) for back in range(words, 0, -1)]
-        told.host[:words] = recent
-        told.host[words : words + levels] = np.arange(len(tokens) - 1, len(tokens) - 1 + levels)
-        told.host[-3:-1] = len(context) - 1, len(context) + 1
-        told.host[-1:].view(np.float64)[0] = temperature
-        told.send()
+        host[:words] = recent
+        host[words : words + levels] = np.arange(len(tokens) - 1, len(tokens) - 1 + levels)
+        host[-3:-1] = len(context) - 1, len(context) + 1
+        host[-1:].view(np.float64)[0] = temperature
+        self._guessing.send()
         self._graphs.run(("chain", levels), lambda: self._chain(levels))
         found, chances = self._buffers.brought(words)
         return zip(found[:levels], chances[:levels], strict=True)
 
     def _chain(self, levels: int) -> None:
-        config, b, room, told = self.config, self._buffers, self._room, self._told.there
+        config, b, room, told = self.config, self._buffers, self._room, self._guessing.there
         words, width = config.words, config.word_width
         b.tokens[:words].copy_(told[:words])
         torch.index_select(room.fused, 0, told[-3:-2], out=b.states[1:])
@@ -238,17 +239,27 @@ class CapturedContext:
         return expanded(self._head, nodes, tokens, fused, keys, values)
 
 
-class _Told:
-    """Whole numbers that the host gives a graph, at an address that never changes."""
+class PinnedInput:
+    """Integers that the host sends to a graph, at an address that never changes."""
 
     def __init__(self, count: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
         self.there = torch.zeros(count, dtype=torch.int64, device=device)
-        self._memory = torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.host = self._memory.numpy()
+        self._memory = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
+        self._sent = torch.cuda.Event() if pinned else None
+
+    def writable(self) -> Ints:
+        """Return the host's side, once the device has read what was sent before."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        host: Ints = self._memory.numpy()
+        return host
 
     def send(self) -> None:
-        """What was sent before has arrived: a step of the model was waited for since."""
+        """Queue a copy of the host's side to the device."""
         self.there.copy_(self._memory, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
 
 
 class _Buffers:

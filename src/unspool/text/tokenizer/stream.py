@@ -12,6 +12,7 @@ character, the longer one wins. The text ends where that stop string begins.
 from __future__ import annotations
 
 import codecs
+import functools
 from collections import deque
 from collections.abc import Sequence
 
@@ -82,8 +83,7 @@ class TextStream:
     """Turns the bytes of tokens into text; ends at the first stop string."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        stops = _checked(stop)
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = _automaton(tuple(_checked(stop))) if stop else None
         self._is_direct = self._stops is None  # whole characters pass as they are
         self._state = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -158,6 +158,12 @@ class TextStream:
         certain = len(text) - hold
         self._held = text[certain:]
         return text[:certain]
+
+
+@functools.lru_cache(64)
+def _automaton(stops: tuple[str, ...]) -> StopStrings:
+    """The automaton for some stop strings. It never changes, so all texts share it."""
+    return StopStrings(stops)
 
 
 def _checked(stop: Sequence[str]) -> list[str]:

@@ -92,24 +92,28 @@ class _Child:
         given_up: Event,
     ) -> None:
         self.of, self.count, self.limits, self.given_up = of, len(texts), limits, given_up
-        self.folder = Path(tempfile.mkdtemp(prefix="unspool-check-"))
         job = {"kind": kind, "of": of, "texts": texts, "limits": limits.for_texts(len(texts))}
-        (self.folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        self.pipe, end = os.pipe()
         self.read = b""
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "unspool.decoding.think.judges.child", str(end)],
-                cwd=self.folder,
-                env=_environment(self.folder),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(end,),
-                start_new_session=True,  # so that what it starts ends with it
-            )
-        finally:
-            os.close(end)
+        with contextlib.ExitStack() as acquired:  # released here if one step fails, else at the end
+            self.folder = Path(tempfile.mkdtemp(prefix="unspool-check-"))
+            acquired.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            (self.folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+            self.pipe, end = os.pipe()
+            acquired.callback(os.close, self.pipe)
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "unspool.decoding.think.judges.child", str(end)],
+                    cwd=self.folder,
+                    env=_environment(self.folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(end,),
+                    start_new_session=True,  # so that what it starts ends with it
+                )
+            finally:
+                os.close(end)
+            self._acquired = acquired.pop_all()
 
     def __enter__(self) -> _Child:
         return self
@@ -123,8 +127,7 @@ class _Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        os.close(self.pipe)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._acquired.close()
 
     def answers(self) -> Iterator[dict[str, Any]]:
         """One for each text, up to the first that it fails at."""
