@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -78,7 +78,8 @@ class Admission:
             if waiter.turn.done() and not waiter.turn.cancelled():
                 self._leave(places, None)  # its turn had come just then
             else:
-                self._line.remove(waiter)
+                with suppress(ValueError):  # `_next` drops cancelled waiters too
+                    self._line.remove(waiter)
                 self._next()  # a smaller one behind it may fit
             raise
 
