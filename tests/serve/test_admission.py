@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from unspool.serve.http.admission import Admission
+from unspool.serve.http.threads import compute_pool, run_in
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -87,5 +90,60 @@ def test_deadlines_in_the_queue_are_timeouts():
         await holder.task
         assert set(outcomes) <= {"entered", "timeout"} and "timeout" in outcomes
         assert (admission.running, admission.queued) == (0, 0)
+
+    run(test())
+
+
+def test_a_request_of_many_rows_grows_only_while_places_are_free():
+    async def test() -> None:
+        admission = Admission(64, 10)
+        async with admission.places(1) as first:
+            grown = 1
+            while first.grow(1):
+                grown += 1
+            assert grown == admission.running == 48  # a quarter stays free
+            async with admission.places(1) as second:
+                assert second.grow(1)  # another one of that kind gets a share
+                second.shrink(1)
+                clients = [Client(admission) for _ in range(16)]
+                await settle()
+                assert (admission.running, admission.queued) == (64, 1)
+                assert not second.grow(1)
+                first.shrink(1)  # a row is finished: the place is for the one that waits
+                assert not first.grow(1)
+                await settle()
+                assert clients[-1].entered
+                for client in clients:
+                    await client.leave()
+        assert (admission.running, admission.queued) == (0, 0)
+
+    run(test())
+
+
+def test_requests_without_places_never_wait():
+    async def test() -> None:
+        admission = Admission(1, 0)
+        async with admission.places(1), admission.places(0):
+            assert (admission.running, admission.queued) == (1, 0)
+        assert admission.running == 0
+
+    run(test())
+
+
+def test_places_stay_taken_while_a_thread_still_works_for_the_request():
+    async def test() -> None:
+        admission, pool, go_on = Admission(1, 10), compute_pool(1), threading.Event()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.01), admission.places(1) as lease:
+                await run_in(pool, lambda: go_on.wait(30), lease=lease)
+        assert admission.running == 1
+        next_client = Client(admission)
+        await settle()
+        assert not next_client.entered
+        go_on.set()
+        while not next_client.entered:
+            await asyncio.sleep(0.001)
+        await next_client.leave()
+        assert admission.running == 0
 
     run(test())

@@ -71,7 +71,7 @@ class ScoreRequest(Strict):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.content is None) == (body.prompt is None):
         raise bad_request("give either content or prompt", "content")
-    call = await state_of(request).enter(request, body.model)
+    call = await state_of(request).enter(request, body.model, places=0)
     return await call.reply(call.thread(_tokenized, call, body))
 
 
@@ -120,13 +120,13 @@ def _spelled(piece: bytes) -> str:
 
 @router.get("/vocabularies", summary="The vocabularies that /tokenize knows beside the model's")
 async def vocabularies(request: Request) -> Response:
-    call = await state_of(request).enter(request, None)
+    call = await state_of(request).enter(request, None, places=0)
     return await call.reply(call.thread(lambda: {"data": [available(name) for name in NAMES]}))
 
 
 @router.post("/detokenize", summary="Tokens into text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    call = await state_of(request).enter(request, body.model)
+    call = await state_of(request).enter(request, body.model, places=0)
     return await call.reply(call.thread(_detokenized, call, body.tokens))
 
 
@@ -144,7 +144,7 @@ def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
 
 @router.get("/tokenizer_info", summary="The vocabulary's own tokens, and the chat template")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-    call = await state_of(request).enter(request, model)
+    call = await state_of(request).enter(request, model, places=0)
     return await call.reply(call.thread(_tokenizer_json, call))
 
 
@@ -167,7 +167,7 @@ def _tokenizer_json(call: Call) -> dict[str, Any]:
 
 @router.post("/apply-template", summary="A conversation as the model reads it")
 async def apply_template(body: TemplateRequest, request: Request) -> Response:
-    call = await state_of(request).enter(request, body.model)
+    call = await state_of(request).enter(request, body.model, places=0)
     return await call.reply(call.thread(_applied, call, body))
 
 

@@ -27,7 +27,7 @@ from unspool import __version__
 from unspool.errors import UnspoolError
 from unspool.serve.core.adapters import AdapterEntry, AdapterFolder
 from unspool.serve.http.errors import ApiError
-from unspool.serve.http.threads import in_thread
+from unspool.serve.http.threads import load_in_thread
 from unspool.session import Session
 from unspool.text.tools.formats import ToolFormat, tool_format
 
@@ -192,7 +192,7 @@ class ModelRegistry:
         async with self._loading:
             known = base.adapted.get(entry.name)
             if known is None or known.stamp != entry.stamp:
-                known = base.adapted[entry.name] = await in_thread(_load_adapter, base, entry)
+                known = base.adapted[entry.name] = await load_in_thread(_load_adapter, base, entry)
         return known
 
     async def _loaded(self, entry: ModelEntry) -> ServedModel:
@@ -207,7 +207,7 @@ class ModelRegistry:
         try:
             async with self._loading:
                 await self._make_room(entry)
-                self.loaded[entry.name] = await in_thread(_load_model, entry, self.idle)
+                self.loaded[entry.name] = await load_in_thread(_load_model, entry, self.idle)
         finally:
             del self._tasks[entry.name]
 
@@ -233,7 +233,7 @@ class ModelRegistry:
     async def close(self, served: ServedModel) -> None:
         """Stop a model's engine and let its memory go."""
         self.loaded.pop(served.name, None)
-        await in_thread(served.lm.close)
+        await load_in_thread(served.lm.close)
 
     def unload(self, name: str) -> None:
         """Have a model closed as soon as nobody uses it."""

@@ -25,7 +25,7 @@ from unspool.serve.http.later import LATER, Later
 from unspool.serve.http.middleware import Middleware
 from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
-from unspool.serve.http.threads import in_thread
+from unspool.serve.http.threads import load_in_thread
 from unspool.serve.openai import chat, completions, models
 
 _ABOUT = """The APIs of OpenAI, Anthropic, Ollama and llama.cpp for local models, and a tree of
@@ -57,7 +57,7 @@ class _Api(FastAPI):
         if scope["type"] == "http":
             async with self._importing:
                 for part in [part for part in self._later if scope["path"].startswith(part.paths)]:
-                    await in_thread(part.routers)
+                    await load_in_thread(part.routers)
                     self._include(part)
         await super().__call__(scope, receive, send)
 

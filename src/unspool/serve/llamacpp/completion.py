@@ -37,8 +37,7 @@ async def completion(body: CompletionRequest, request: Request) -> Response:
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
     many = body.prompts
-    places = n * max(1, min(len(many), state.settings.max_running // n))
-    call = await state.enter(request, body.model, places)
+    call = await state.enter(request, body.model, n)
     prompts, options = await call.thread(_prepare, call, body, many)
     answer = CompletionAnswer(call, body, await call.write(prompts, options, n))
     if body.stream:
@@ -239,7 +238,7 @@ def settings_json(settings: SamplingSettings) -> dict[str, Any]:
 @router.get("/props", summary="The model, and the settings that hold unless told")
 async def props(request: Request, model: str | None = None) -> Response:
     state = state_of(request)
-    async with state.call(request, model) as call:
+    async with state.call(request, model, places=0) as call:
         lm = call.served.lm
         tokenizer = lm.tokenizer
         first, last = (
