@@ -40,6 +40,10 @@ class BusyError(UnspoolError):
     """There is no room for this now; the same request may succeed later."""
 
 
+class WorkCancelledError(UnspoolError):
+    """The work was cancelled from another thread before it was finished."""
+
+
 class BatchError(UnspoolError):
     """Of many texts some went wrong; the others are written, and here.
 

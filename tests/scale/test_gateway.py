@@ -135,6 +135,27 @@ def test_counters_of_the_whole(here: Front):
     assert 'unspool_gateway_requests_total{path="/v1/completions",status="200"}' in text
 
 
+def test_clients_cannot_make_up_labels(here: Front):
+    with here.client() as client:
+        client.get("/v1/models")
+        client.get("/page/app.js")
+        before = labelled_paths(here)
+        for n in range(20):
+            for path in ("/page/{}", "/{}", "/v1/{}", "/v1/models/{}", "/v1/tree/{}", "/{}/a/b/c"):
+                client.get(path.format(f"made_up_{n}"))
+            client.request(f"MADE{n}", f"/v1/made_up_{n}")
+        assert not any("made_up" in path for path in labelled_paths(here))
+        allowed = {"other", "/page/{name:path}", "/v1/models/{model:path}", "/v1/tree/{identity}"}
+        assert labelled_paths(here) - before <= allowed
+        assert "x-unspool-route" not in client.get("/v1/models").headers
+
+
+def labelled_paths(here: Front) -> set[str]:
+    metrics = here.gateway.metrics.registry.collect()
+    samples = [sample for metric in metrics for sample in metric.samples]
+    return {sample.labels["path"] for sample in samples if "path" in sample.labels}
+
+
 def test_a_client_that_hangs_up_ends_the_text(here: Front, two: tuple[Running, Running]):
     body = {**PROMPT, **NO_END, "max_tokens": 480, "stream": True}
     with (

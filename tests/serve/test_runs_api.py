@@ -390,4 +390,4 @@ def test_a_page_elsewhere_cannot_start_one(served: Running) -> None:
         content=b'{"source": "a.txt"}',
         headers={"content-type": "text/plain", "origin": "http://elsewhere.example"},
     )
-    assert answer.status_code == 400
+    assert answer.status_code == 403

@@ -291,7 +291,7 @@ def run_passes(wanted: Sequence[tuple[Canvas, Window]]) -> list[Logits]:
     found: dict[int, Logits] = {}
     runs: dict[int, Pass] = {}
 
-    def add() -> None:
+    def plan() -> list[Pass]:
         for canvas, _ in wanted:
             canvas.engine.scheduler.check_idle(canvas.branch)
             if not len(canvas):
@@ -301,16 +301,14 @@ def run_passes(wanted: Sequence[tuple[Canvas, Window]]) -> list[Logits]:
                 found[number] = canvas._found
             else:
                 runs[number] = _planned(canvas, window)
-        for run in runs.values():
-            run.begin()
+        return list(runs.values())
 
     if not wanted:
         return []
-    engine = wanted[0][0].engine
-    engine.call(add)
-    for number, run in runs.items():
+    results = wanted[0][0].engine.run_tasks(plan)
+    for (number, run), rows in zip(runs.items(), results, strict=True):
         canvas, window = wanted[number]
-        found[number] = _of_places(canvas, run, engine.loop.wait_for(run.future), window)
+        found[number] = _of_places(canvas, run, rows, window)
     return [found[number] for number in range(len(wanted))]
 
 
@@ -318,19 +316,18 @@ def first_guesses(canvases: Sequence[Canvas]) -> list[Logits | None]:
     """`Canvas.next_logits` of several canvases, computed in the same steps."""
     runs: dict[Canvas, Pass] = {}
 
-    def add() -> None:
+    def plan() -> list[Pass]:
         for canvas in canvases:
             canvas.engine.scheduler.check_idle(canvas.branch)
             canvas._write()
             if canvas._ahead is None and _is_guessed_ahead(canvas):
                 runs[canvas] = Pass(canvas.engine, canvas.branch, canvas.start - 1, canvas.start)
-        for run in runs.values():
-            run.begin()
+        return list(runs.values())
 
     if canvases:
-        canvases[0].engine.call(add)
-    for canvas, run in runs.items():
-        canvas._ahead = canvas.engine.loop.wait_for(run.future)
+        results = canvases[0].engine.run_tasks(plan)
+        for canvas, logits in zip(runs, results, strict=True):
+            canvas._ahead = logits
     return [canvas._ahead for canvas in canvases]
 
 

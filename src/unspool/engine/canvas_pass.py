@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 from unspool.backends.step import Logits
 from unspool.engine.branch import Branch
-from unspool.engine.engine import Engine
+from unspool.engine.engine import AwaitedTask, Engine
 from unspool.engine.picking import joined
-from unspool.engine.scheduler import Task
+from unspool.engine.scheduler import Scheduler
 
 
-class Pass(Task):
+class Pass(AwaitedTask[Logits]):
     """A canvas that is computed from one position on, or from one to another.
 
     seen   all tokens as they were in the last whole pass, where only a span is computed: the others
@@ -19,7 +17,7 @@ class Pass(Task):
     intact whether those are still there; otherwise that pass is computed again first.
     """
 
-    __slots__ = ("engine", "future", "seen", "span", "tokens")
+    __slots__ = ("engine", "seen", "span", "tokens")
 
     def __init__(
         self,
@@ -33,17 +31,16 @@ class Pass(Task):
     ) -> None:
         super().__init__(branch, branch.length - first)
         self.engine, self.seen, self.stop = engine, seen, stop
-        self.future = Future[Logits]()
         self.decoding = True
         self.span = None if seen is None or stop is None else (first, stop)
         self.tokens: list[int] | None = None  # to go on with, once `seen` is computed again
         if not intact:
             self._see_again()
 
-    def begin(self) -> None:
+    def begin(self, scheduler: Scheduler) -> None:
         if self.span is not None and self.tokens is None:
             self.branch.computed = self.span[0]
-        self.engine.scheduler.add(self)
+        super().begin(scheduler)
 
     def preempted(self) -> None:
         if self.span is not None:
@@ -79,4 +76,4 @@ class Pass(Task):
         if self.tokens is not None:
             self._go_on()
             self.branch.computed = 0
-        self.future.set_exception(error)
+        super().fail(error)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from unspool.backends.base import Backend
 from unspool.backends.step import Inside, Logits
@@ -29,7 +30,14 @@ from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.sequence import Sequence as WrittenText
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.engine.tree import Tree
-from unspool.errors import BusyError, ContextError, SettingsError, UnspoolError
+from unspool.engine.work_scope import current_scope
+from unspool.errors import (
+    BusyError,
+    ContextError,
+    SettingsError,
+    UnspoolError,
+    WorkCancelledError,
+)
 from unspool.text.tokenizer.stream import TextStream
 
 Result = TypeVar("Result")
@@ -43,21 +51,35 @@ class Computed:
     inside: list[Inside] = field(default_factory=list)  # of each chunk that was looked at
 
 
-class _Computation(Task):
+class AwaitedTask(Task, Generic[Result]):
+    """A task whose caller waits for its result; see `Engine.run_tasks`."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, branch: Branch, wanted: int) -> None:
+        super().__init__(branch, wanted)
+        self.future: Future[Result] = Future()
+
+    def begin(self, scheduler: Scheduler) -> None:
+        """Have it computed; on the engine's thread."""
+        scheduler.add(self)
+
+    def fail(self, error: BaseException) -> None:
+        self.future.set_exception(error)
+
+
+class _Computation(AwaitedTask[Computed]):
     """A branch that a caller waits for."""
 
-    __slots__ = ("future", "loop")
+    __slots__ = ("loop",)
 
     def __init__(self, loop: Loop, branch: Branch, wanted: int) -> None:
         super().__init__(branch, wanted)
-        self.loop, self.future = loop, Future[Computed]()
+        self.loop = loop
 
     def complete(self) -> None:
         self.loop.scheduler.remove(self)
         self.future.set_result(Computed(joined(self.logits), self.inside))
-
-    def fail(self, error: BaseException) -> None:
-        self.future.set_exception(error)
 
 
 class Engine:
@@ -97,6 +119,7 @@ class Engine:
     def open(self, tokens: Sequence[int], adapter: str | None = None) -> Branch:
         """A new branch; what was computed of its tokens before is used again."""
         self._check_length(len(tokens))
+        current_scope().check()
         number = self.adapters.number
         branch = self.call(lambda: self.tree.open(tokens, adapter=number(adapter)))
         branch.owner = self
@@ -156,7 +179,7 @@ class Engine:
             for (branch, _), count in zip(additions, counts, strict=True)
         ]
 
-        def add() -> None:
+        def add() -> list[_Computation]:
             if len({branch for branch, _ in additions}) < len(additions):
                 raise UnspoolError("a branch was named twice; fork it, and name the fork")
             for branch, _ in additions:  # before anything is changed
@@ -164,10 +187,36 @@ class Engine:
             for task, own, (branch, tokens) in zip(tasks, looks, additions, strict=True):
                 task.look, task.deep = own, deep
                 self.tree.append(branch, tokens)
-                self.scheduler.add(task)
+            return tasks
+
+        return self.run_tasks(add)
+
+    def run_tasks(self, plan: Callable[[], Sequence[AwaitedTask[Result]]]) -> list[Result]:
+        """Compute the tasks that `plan` makes on the engine's thread, and wait for all of them.
+
+        They share one turn in the scheduler with the other work of their caller's scope, and are
+        given up as soon as that is cancelled.
+        """
+        scope, tasks = current_scope(), list[AwaitedTask[Result]]()
+
+        def add() -> None:
+            scope.check()
+            tasks.extend(plan())
+            for task in tasks:
+                task.group = scope.group
+                task.begin(self.scheduler)
+
+        def give_up() -> None:
+            for task in tasks:
+                self.loop.fail(task, WorkCancelledError("the work was cancelled"))
+
+        def cancel() -> None:
+            with suppress(UnspoolError):  # a closed engine fails its tasks itself
+                self.loop.tell(give_up, at_rest=False)
 
         self.call(add)
-        return [self.loop.wait_for(task.future) for task in tasks]
+        with scope.on_cancel(cancel):
+            return [self.loop.wait_for(task.future) for task in tasks]
 
     def fork(self, branch: Branch) -> Branch:
         return self.call(lambda: self.tree.fork(branch))
@@ -198,6 +247,8 @@ class Engine:
         self.loop.check_caller(allow_commands=True)  # the steps would never come
         limits = request.limits
         length = len(request.prompt)
+        scope = current_scope()
+        scope.check()
         self.scheduler.check_fits(min(length + limits.room(length), limits.context))
         self.adapters.number(request.adapter)  # a name that means nothing is refused at once
         if len(self._waiting) >= self.max_waiting:
@@ -221,6 +272,7 @@ class Engine:
                     drafter, self.adapters.number(request.adapter),
                 )  # fmt: skip
                 written.append(sequence)
+                sequence.group = scope.group
                 sequence.begin()
             except BaseException as error:
                 if written:

@@ -6,11 +6,16 @@ chunks, shared among those that have some left. When memory runs out, the task t
 preempted and computed again later: slower, never different. One that waits is let in only when all
 of it fits and every running text has a page to grow into (the watermark), so that nobody is let in
 only to be preempted again.
+
+Requests take turns, not rows: of the rows that one request brings (`Task.group`), one at a time
+waits in the queue, and the next one goes to its end. So a request of 128 texts delays another
+request by one text, and not by 128.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
 from unspool.backends.base import StepLimits
@@ -30,10 +35,10 @@ class Task:
     """A branch to be computed, and what is wanted of it. Subclasses say what becomes of it."""
 
     __slots__ = (
-        "admitted", "ahead", "branch", "cached", "decoding", "deep", "first", "flights", "inside",
-        "landmarks", "logits", "look", "number", "pick_floats", "pick_ints", "pick_number",
-        "picked", "priority", "queued", "sees_history", "splits", "stop", "until", "wanted",
-        "watch",
+        "admitted", "ahead", "backlogged", "branch", "cached", "decoding", "deep", "first",
+        "flights", "group", "inside", "landmarks", "logits", "look", "number", "pick_floats",
+        "pick_ints", "pick_number", "picked", "priority", "queued", "sees_history", "splits",
+        "stop", "until", "wanted", "watch",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
@@ -51,7 +56,8 @@ class Task:
         self.splits = False  # whether some guesses want rows of their own
         self.landmarks: Collection[int] = ()  # places to which it may be of use to come back
         self.priority = priority  # higher first
-        self.number = 0  # in order of arrival
+        self.number = 0  # in order of arrival; within a group, of its turns
+        self.group: object = None  # the request that it shares its turns with; None: with no other
         self.cached = True  # whether what others computed may be used
         self.decoding = False  # its prompt is read: what is left are next tokens
         self.stop: int | None = None  # computed up to here, and not to the branch's end
@@ -62,6 +68,7 @@ class Task:
         self.ahead = False  # whether its last token is not known yet
         self.queued = False  # whether the scheduler has it
         self.admitted = False  # whether it is among the running ones
+        self.backlogged = False  # whether it waits behind another one of its group
 
     @property
     def by_hand(self) -> bool:
@@ -130,18 +137,28 @@ def _order(task: Task) -> tuple[int, int]:
     return task.order
 
 
+def _group(task: Task) -> object:
+    return task if task.group is None else task.group
+
+
 def _shares(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
     """How many tokens of each prompt run next; the prompts come in the order of their turn.
 
     Half goes to the one that waits longest, so that nobody waits for ever; the other half to those
-    that need least, so that a short question is not held up by a long document.
+    that need least, so that a short question is not held up by a long document. The second row of
+    a request comes after the first row of every other one.
     """
     if not prompts:
         return []
     first = prompts[0]
     kept = min(first.left, max(SMALLEST_CHUNK, budget // 2))
     room, others = budget - kept, list[tuple[Task, int]]()
-    for task in sorted(prompts[1:], key=lambda task: (-task.priority, task.left, task.number)):
+    ranks = Counter([_group(first)])  # rows of each request so far
+    ranked = list[tuple[int, int, int, int, Task]]()
+    for task in sorted(prompts[1:], key=lambda task: (task.left, task.number)):
+        ranked.append((-task.priority, ranks[_group(task)], task.left, task.number, task))
+        ranks[_group(task)] += 1
+    for *_, task in sorted(ranked, key=lambda row: row[:4]):
         count = min(task.left, room)
         if count < min(task.left, SMALLEST_CHUNK):
             break
@@ -158,6 +175,8 @@ class Scheduler:
         self.echoes = echoes  # whether the backend writes a token into several rows
         self.running: list[Task] = []
         self.waiting: list[Task] = []
+        self._heads: dict[object, Task] = {}  # of each group, the one that waits for its turn
+        self._backlog: dict[object, deque[Task]] = {}  # of each group, those behind that one
         self._of: dict[Branch, Task] = {}
         self.preemptions = 0  # how often memory made a task wait and start over
         # A text whose guesses were wrong goes back to its last state: it may be so far behind and
@@ -166,10 +185,11 @@ class Scheduler:
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self.running) + len(self.waiting)
+        return len(self._of)
 
     def tasks(self) -> list[Task]:
-        return [*self.running, *self.waiting]
+        backlog = [task for tasks in self._backlog.values() for task in tasks]
+        return [*self.running, *self.waiting, *backlog]
 
     def task_of(self, branch: Branch) -> Task | None:
         """The task that computes a branch at the moment."""
@@ -194,14 +214,43 @@ class Scheduler:
         self._of[branch], task.queued = task, True
         if self.tree.states is not None:
             task.landmarks = task.find_landmarks(self.tree.page_size)
-        insort(self.waiting, task, key=_order)
+        group = _group(task)
+        if group in self._heads:
+            self._backlog.setdefault(group, deque()).append(task)
+            task.backlogged = True
+        else:
+            self._heads[group] = task
+            insort(self.waiting, task, key=_order)
 
     def remove(self, task: Task) -> None:
         if task.queued:
             task.queued = False
             del self._of[task.branch]
-            (self.running if task.admitted else self.waiting).remove(task)
+            if task.admitted:
+                self.running.remove(task)
+            else:
+                self._leave_queue(task)
             self._set_running(task, False)
+
+    def _leave_queue(self, task: Task) -> None:
+        """Take out a task that waits; the next one of its group goes to the queue's end."""
+        group = _group(task)
+        backlog = self._backlog.get(group)
+        if task.backlogged:
+            assert backlog is not None
+            backlog.remove(task)
+            task.backlogged = False
+        else:
+            self.waiting.remove(task)
+            if self._heads.get(group) is task:  # and not one that ran before, and was preempted
+                del self._heads[group]
+                if backlog:
+                    self._heads[group] = following = backlog.popleft()
+                    self._count += 1
+                    following.number, following.backlogged = self._count, False
+                    insort(self.waiting, following, key=_order)
+        if backlog is not None and not backlog:
+            del self._backlog[group]
 
     def change_branch(self, task: Task, branch: Branch) -> None:
         """Let a task go on with another branch; the one it had is not needed any more."""
@@ -275,9 +324,10 @@ class Scheduler:
         # What the running ones still need for their prompts, and a page for each to grow into.
         states = self.tree.states
         promised = sum(1 + (0 if t.decoding else self._pages(t)) for t in self.running)
-        for task in self.waiting[:_LOOKED_AT]:
-            if len(self.running) >= self.limits.max_rows:
+        for _ in range(_LOOKED_AT):
+            if not self.waiting or len(self.running) >= self.limits.max_rows:
                 return
+            task = self.waiting[0]
             # Since it came, or since it ran; a canvas may have pages of which nothing holds.
             if task.cached and task.branch.computed == 0 and not task.branch.pages:
                 self.tree.adopt(task.branch)
@@ -291,7 +341,7 @@ class Scheduler:
             self._enter(task)
 
     def _enter(self, task: Task) -> None:
-        self.waiting.remove(task)
+        self._leave_queue(task)
         insort(self.running, task, key=_order)
         self._set_running(task, True)
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from unspool.engine.steps import Step
+from unspool.engine.work_scope import current_scope
 from unspool.errors import UnspoolError
 
 _LOOK_UP = 1.0  # seconds after which a reader asks whether the engine is still there
@@ -155,11 +156,17 @@ class StepStream(Iterator[Step]):
     def _wait(self) -> None:
         """Until there is something to read."""
         self._check_caller()
-        queue = self._queue
-        with queue.changed:
+        queue, scope = self._queue, current_scope()
+
+        def wake() -> None:
+            with queue.changed:
+                queue.changed.notify_all()
+
+        with scope.on_cancel(wake), queue.changed:
             queue.readers += 1
             try:
                 while not queue.steps and not queue.ended:
+                    scope.check()
                     if not queue.changed.wait(_LOOK_UP):
                         self._check_alive()
             finally:

@@ -105,7 +105,7 @@ class _Measuring:
 
     def __init__(self, call: Call, body: CostsRequest, names: list[str]) -> None:
         self._lm: Any = call.served.lm
-        self._body, self._names = body, names
+        self._body, self._names, self._run = body, names, call.run
         self._model = call.served.name
         self._loop = asyncio.get_running_loop()
         self._told: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -116,7 +116,7 @@ class _Measuring:
         if not _one_at_a_time.acquire(blocking=False):
             message = "another report is being measured; wait for it, or stop it"
             raise ApiError(409, message, code="measuring_already")
-        self._work = asyncio.ensure_future(in_thread(self._measure))
+        self._work = asyncio.ensure_future(self._run(self._measure))
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -85,7 +85,7 @@ async def diffuse(body: DiffuseRequest, request: Request) -> Response:
         raise bad_request("give either prompt or messages", "prompt")
     call = await state_of(request).enter(request, body.model)
     prompt, stream = await call.thread(_begun, call, body)
-    passes = await call.hold(Worker(stream))
+    passes = await call.hold(Worker(stream, call.run))
     start = _start(call, body, prompt, stream)
     if body.stream:
         return call.stream(pouring(_events(start, passes, stream)), error_event)

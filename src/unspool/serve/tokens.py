@@ -94,7 +94,7 @@ class ScoreRequest(Strict):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.content is None) == (body.prompt is None):
         raise bad_request("give either content or prompt", "content")
-    call = await state_of(request).enter(request, body.model)
+    call = await state_of(request).enter(request, body.model, places=0)
     return await call.reply(call.thread(_tokenized, call, body))
 
 
@@ -163,13 +163,13 @@ def _spelled(piece: bytes) -> str:
 
 @router.get("/vocabularies", summary="The vocabularies that /tokenize knows beside the model's")
 async def vocabularies(request: Request) -> Response:
-    call = await state_of(request).enter(request, None)
+    call = await state_of(request).enter(request, None, places=0)
     return await call.reply(call.thread(lambda: {"data": [available(name) for name in NAMES]}))
 
 
 @router.post("/detokenize", summary="Tokens into text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    call = await state_of(request).enter(request, body.model)
+    call = await state_of(request).enter(request, body.model, places=0)
     return await call.reply(call.thread(_detokenized, call, body.tokens))
 
 
@@ -189,7 +189,7 @@ def check_token(tokenizer: Tokenizer, token: int, field: str) -> None:
 
 @router.get("/tokenizer_info", summary="The vocabulary's own tokens, and the chat template")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
-    call = await state_of(request).enter(request, model)
+    call = await state_of(request).enter(request, model, places=0)
     return await call.reply(call.thread(_tokenizer_json, call))
 
 
@@ -212,7 +212,7 @@ def _tokenizer_json(call: Call) -> dict[str, Any]:
 
 @router.post("/apply-template", summary="A conversation as the model reads it")
 async def apply_template(body: TemplateRequest, request: Request) -> Response:
-    call = await state_of(request).enter(request, body.model)
+    call = await state_of(request).enter(request, body.model, places=0)
     return await call.reply(call.thread(_applied, call, body))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
@@ -29,7 +30,7 @@ from unspool.serve.http.admission import Admission
 from unspool.serve.http.app import with_cors
 from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import STOPPING, ApiError, shutting_down
-from unspool.serve.http.middleware import Middleware
+from unspool.serve.http.middleware import ROUTE, Middleware
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.wire import NAME, Relay, Wire
@@ -41,7 +42,8 @@ _CONNECT_SECONDS = 5.0
 # Of the connection, not of the message; and what the gateway says itself.
 _OWN_HEADERS = {
     "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
-    "content-length", "date", "server", "expect",
+    "content-length", "date", "server", "expect", ROUTE,
+    "origin", "sec-fetch-site",  # the gateway has checked them, and knows whom CORS allows
 }  # fmt: skip
 _STREAMS = ("text/event-stream", "application/x-ndjson")
 _BROKEN = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
@@ -60,9 +62,8 @@ class Gateway:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        path, method = scope["path"], scope["method"]
-        scope["route"] = _Route(path)  # what the counters call it
-        if own := self._own(method, path):
+        if own := self._own(scope["method"], scope["path"]):
+            scope["route"] = _Route(scope["path"])
             await (await own())(scope, receive, send)
         else:
             await self._forward(scope, receive, send)
@@ -174,6 +175,8 @@ class Gateway:
             ) as reply:
                 if STOPPING in reply.headers:
                     return "stopping"
+                if ROUTE in reply.headers:
+                    scope["route"] = _Route(reply.headers[ROUTE])
                 first = await (reply.content.readany() if _is_stream(reply) else reply.read())
                 await send(_start(reply, target))
                 if _is_stream(reply):
@@ -248,13 +251,12 @@ async def _listens(target: Target) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
 class _Route:
-    """A path as the counters call it: not one name for every id."""
+    """The route of a request, as the counters call it. Only a replica knows the template of a path;
+    what none has answered has no route, and is counted as "other"."""
 
-    def __init__(self, path: str) -> None:
-        parts = path.split("/")
-        known = len(parts) <= 4 and all(part.replace("_", "").isalnum() for part in parts[1:])
-        self.path = "/".join(parts[:3]) if known else "other"
+    path: str
 
 
 async def _body(receive: Receive) -> bytes:

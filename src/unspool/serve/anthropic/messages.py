@@ -60,7 +60,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", summary="Count a conversation's tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     state = state_of(request)
-    async with state.call(request, body.model) as call:
+    async with state.call(request, body.model, places=0) as call:
         return JsonReply({"input_tokens": await call.thread(_count, call, body)})
 
 

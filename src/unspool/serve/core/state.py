@@ -1,6 +1,7 @@
 """The server's state, and the way of one request through it.
 
     call = await state.enter(request, model, places=n)     # waits in line; 429, 503, 404
+                                                            # places=0: computes nothing, no line
     texts = await call.write(prompts, options, n)           # 400 if that cannot be
     return await call.reply(answer(texts))                  # or call.stream(write)
 
@@ -14,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -27,7 +30,7 @@ from unspool.serve.core.passing import shipped_entry
 from unspool.serve.core.registry import ModelRegistry, ServedModel
 from unspool.serve.core.schema import ForeignRequest, LoraScale
 from unspool.serve.core.texts import Texts
-from unspool.serve.http.admission import Admission
+from unspool.serve.http.admission import Admission, Lease
 from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import ApiError, bad_request, too_long
 from unspool.serve.http.events import EventStream, Writer, event
@@ -35,7 +38,7 @@ from unspool.serve.http.metrics import Metrics
 from unspool.serve.http.notes import ignore, note
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.http.settings import ServeSettings
-from unspool.serve.http.threads import in_thread
+from unspool.serve.http.threads import PREPARING, compute_pool, run_in
 from unspool.serve.openai.response_store import ResponseStore
 from unspool.serve.runs.library import RunLibrary
 from unspool.serve.runs.trainer import Trainer
@@ -50,6 +53,7 @@ class ServerState:
     def __init__(self, settings: ServeSettings, registry: ModelRegistry) -> None:
         self.settings, self.registry = settings, registry
         self.admission = Admission(settings.max_running, settings.max_queued)
+        self.compute = compute_pool(settings.max_running)
         self.metrics = Metrics(
             lambda: self.admission.running,
             lambda: self.admission.queued,
@@ -99,9 +103,13 @@ class ServerState:
 
 
 class Call:
-    """One request while it is worked on: holds places, a model and the texts it starts."""
+    """One request while it is worked on: holds places, a model and the texts it starts.
+
+    With 0 places it never waits for others, and must not compute anything.
+    """
 
     served: ServedModel
+    lease: Lease
 
     def __init__(
         self, state: ServerState, request: Request, model: str | None, places: int
@@ -116,7 +124,8 @@ class Call:
         async with AsyncExitStack() as taken:
             await taken.enter_async_context(CancelOnDisconnect(self.request.receive))
             async with asyncio.timeout_at(self.until):
-                await taken.enter_async_context(self.state.admission.places(self.places))
+                places = self.state.admission.places(self.places)
+                self.lease = await taken.enter_async_context(places)
                 self.served = await taken.enter_async_context(self.state.registry.use(self.model))
             if not self.served.is_alive:
                 raise ApiError(503, "the model's engine has stopped", code="engine_stopped")
@@ -153,6 +162,7 @@ class Call:
 
     def hold_texts(self, texts: Texts) -> None:
         """Texts that are stopped with the call, if they still run; and what they came to."""
+        texts.run, texts.lease = self.run, self.lease
         self._texts.append(texts)
         self._resources.callback(self._end, texts)
 
@@ -172,8 +182,7 @@ class Call:
         for ids in prompts:
             self.check_prompt(len(ids))
         arrived = self.request.state.arrived
-        at_once = max(1, self.places // n)
-        asked = (self.served, self.state.metrics, arrived, prompts, n, options, at_once)
+        asked = (self.served, self.state.metrics, arrived, prompts, n, options)
         has_gaps = gaps is not None and not warms
         texts = GapTexts(*asked, gaps=gaps or []) if has_gaps else Texts(*asked, warms=warms)
         self.hold_texts(texts)
@@ -208,19 +217,41 @@ class Call:
         limit = self.settings.max_tokens
         return wanted if limit is None else min(wanted, limit)
 
-    async def thread(self, work: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Have something done on a thread; who leaves meanwhile does not wait for it."""
-        async with asyncio.timeout_at(self.until):
-            return await in_thread(work, *given, **named)
+    async def run(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Run work on a thread. It is cancelled when the client leaves or the deadline passes; the
+        call's places stay taken until the thread has ended."""
+        pool = self.state.compute if self.places else PREPARING
+        job = partial(work, *arguments, **named)
+        return await run_in(pool, job, group=self, lease=self.lease)
 
-    async def threads(self, work: Callable[..., Any], many: Iterable[Any], **named: Any) -> Any:
-        """Have it done for each, on threads; if one fails, those that wait are not begun."""
-        tasks = [asyncio.ensure_future(self.thread(work, each, **named)) for each in many]
+    async def thread(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """`run`, up to the request's deadline."""
+        async with asyncio.timeout_at(self.until):
+            return await self.run(work, *arguments, **named)
+
+    async def threads(
+        self, work: Callable[..., Any], items: Iterable[Any], **named: Any
+    ) -> list[Any]:
+        """Run work for each item, as many at once as the request gets places for. If one fails,
+        those that run are cancelled and the others are not begun."""
+        upcoming, results = deque(enumerate(items)), dict[int, Any]()
+        running: dict[asyncio.Task[Any], int] = {}
         try:
-            return await asyncio.gather(*tasks)
+            while upcoming or running:
+                while upcoming and (not running or self.lease.grow(1)):
+                    index, item = upcoming.popleft()
+                    running[asyncio.create_task(self.thread(work, item, **named))] = index
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if len(running) > 1:
+                        self.lease.shrink(1)
+                    results[running.pop(task)] = task
+                for task in done:
+                    task.result()
         finally:
-            for task in tasks:
+            for task in running:
                 task.cancel()
+        return [results[index].result() for index in range(len(results))]
 
     async def reply(self, answer: Awaitable[Any]) -> Response:
         """The answer as JSON; all that the call held is free before it is sent."""

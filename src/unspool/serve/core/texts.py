@@ -22,8 +22,9 @@ from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
 from unspool.serve.core.registry import ServedModel
 from unspool.serve.core.waking import Waking
+from unspool.serve.http.admission import Lease
 from unspool.serve.http.metrics import Metrics, Times
-from unspool.serve.http.threads import in_thread
+from unspool.serve.http.threads import Runner, in_thread
 from unspool.serve.http.wire import Wire
 
 # Takes (number of the choice, step), as many as there are.
@@ -58,8 +59,9 @@ class Texts:
     prompts: list[list[int]]
     n: int
     options: dict[str, Any]
-    at_once: int = 1  # prompts; the next one is begun when one is finished
     warms: bool = False  # the prompts are computed, for the prefix cache, and nothing is written
+    run: Runner = in_thread
+    lease: Lease | None = None  # the places of one prompt, and of others while there are enough
     texts: dict[int, Text] = field(default_factory=dict)  # by the number of the choice
     _on_progress: Callable[[int, int], object] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -76,7 +78,12 @@ class Texts:
 
     async def start(self) -> None:
         """Check what was asked for, and start the first text of as many prompts as may run."""
-        for _ in range(min(self.at_once, len(self.prompts))):
+        await self._start_prompts()
+
+    async def _start_prompts(self) -> None:
+        while self._started_prompts < len(self.prompts) and (
+            not self._left or (self.lease is not None and self.lease.grow(self.n))
+        ):
             await self._start_prompt()
 
     async def _start_prompt(self) -> None:
@@ -222,11 +229,12 @@ class Texts:
                 self._left[number // self.n] -= 1
                 if not self._left[number // self.n]:
                     del self._left[number // self.n]
-        while self._started_prompts < len(self.prompts) and len(self._left) < self.at_once:
-            await self._start_prompt()
+                    if self._left and self.lease is not None:
+                        self.lease.shrink(self.n)
+        await self._start_prompts()
 
     async def _start(self, number: int) -> None:
-        generation, stream = await in_thread(self._open, number)
+        generation, stream = await self.run(self._open, number)
         self.texts[number] = self._writing[number] = Text(generation, stream)
         if self._on_progress is not None:
             stream.watch_prompt()

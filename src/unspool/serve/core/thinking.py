@@ -29,7 +29,7 @@ from unspool.serve.core.state import Call
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.settings import ServeSettings
-from unspool.serve.http.threads import Worker
+from unspool.serve.http.threads import Runner, Worker
 
 # Options of policies that say how many texts are written side by side, one times the other.
 _WIDTHS = ("n", "width", "keep", "k", "subtrees")
@@ -86,8 +86,8 @@ def _widths(wanted: Think) -> dict[str, int]:
 class Searching(Worker[Event]):
     """The events of a search, made on a thread. Who leaves ends the search, and waits for that."""
 
-    def __init__(self, stream: ThoughtStream) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: ThoughtStream, run: Runner) -> None:
+        super().__init__(stream, run)
         self.stream = stream
 
     async def __aexit__(self, *error: object) -> None:
@@ -125,7 +125,7 @@ async def begin_search(
             **options,
         )
 
-    return await call.hold(Searching(await call.thread(begun)))
+    return await call.hold(Searching(await call.thread(begun), call.run))
 
 
 @dataclass(eq=False)

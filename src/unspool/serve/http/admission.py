@@ -2,6 +2,10 @@
 
 Texts that run at once are counted, not requests: one that wants eight choices takes eight places.
 Who finds no place waits in line; when the line is full, the next one is told when to come back.
+
+A request with many rows (prompts to complete, texts to embed) enters with the places of one row.
+It takes more while there are enough, and gives them back row by row, so that a request of 128 rows
+delays others by one row at most.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from time import perf_counter
 from unspool.serve.http.errors import ApiError, shutting_down
 
 _LONGEST_ADVICE = 60  # seconds
+_MAX_SHARE = 3  # places that a request may grow to, as a multiple of the places that stay free
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +31,7 @@ class _Waiter:
 
 
 class Admission:
-    """Places for texts, given out in the order of asking."""
+    """Places for texts, given out in the order of asking. Owned by the event loop."""
 
     def __init__(self, max_running: int, max_queued: int) -> None:
         self.max_running, self.max_queued = max_running, max_queued
@@ -40,14 +45,17 @@ class Admission:
         return len(self._line)
 
     @asynccontextmanager
-    async def places(self, count: int) -> AsyncIterator[None]:
-        """Hold this many places; waits for them. Raises at once when the line is full."""
+    async def places(self, count: int) -> AsyncIterator[Lease]:
+        """Hold this many places; waits for them. Raises at once when the line is full.
+
+        Requests that compute nothing ask for 0 places, and never wait.
+        """
         await self._enter(count)
-        since = perf_counter()
+        lease = Lease(self, count)
         try:
-            yield
+            yield lease
         finally:
-            self._leave(count, perf_counter() - since)
+            lease.release()
 
     async def _enter(self, places: int) -> None:
         if self.refusing:
@@ -59,6 +67,8 @@ class Admission:
                 f"{self.max_running} at once",
                 param="n",
             )
+        if not places:
+            return
         if not self._line and self.running + places <= self.max_running:
             self.running += places
             return
@@ -75,21 +85,23 @@ class Admission:
         try:
             await waiter.turn
         except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled():
-                self._leave(places, None)  # its turn had come just then
-            else:
+            if waiter in self._line:
                 self._line.remove(waiter)
                 self._next()  # a smaller one behind it may fit
+            elif not waiter.turn.cancelled():
+                self.give_back(places)  # its turn had come just then
             raise
 
-    def _leave(self, places: int, seconds: float | None) -> None:
-        """Give places back; `seconds` is how long they were held, if they were."""
+    def give_back(self, places: int, held_s: float | None = None) -> None:
+        """Free places; `held_s` is how long a request has held them, when it has ended."""
         self.running -= places
-        if seconds is not None:
-            self._seconds += 0.1 * (seconds - self._seconds)
+        if held_s is not None:
+            self._seconds += 0.1 * (held_s - self._seconds)
         self._next()
 
     def _next(self) -> None:
+        """Hand out places to those that wait. Cancelled waiters are dropped: they may not have
+        been told yet that they are."""
         while self._line and self.running + self._line[0].places <= self.max_running:
             waiter = self._line.popleft()
             if not waiter.turn.done():
@@ -100,3 +112,38 @@ class Admission:
         """In how many seconds there should be room in the line again."""
         rounds = (len(self._line) + 1) / self.max_running
         return max(1, min(_LONGEST_ADVICE, math.ceil(rounds * self._seconds)))
+
+
+class Lease:
+    """The places that one request holds. They are free when the request and all threads that work
+    for it have released them: a thread whose client has left still takes its place."""
+
+    def __init__(self, admission: Admission, count: int) -> None:
+        self._admission, self._count = admission, count
+        self._holders = 1
+        self._since = perf_counter()
+
+    def grow(self, places: int) -> bool:
+        """Take more places for one more row. False: others wait, or too few would stay free."""
+        admission = self._admission
+        free = admission.max_running - admission.running - places
+        if admission.queued or self._count + places > _MAX_SHARE * free:
+            return False
+        admission.running += places
+        self._count += places
+        return True
+
+    def shrink(self, places: int) -> None:
+        """Give back what `grow` has taken, when a row is finished."""
+        self._count -= places
+        self._admission.give_back(places)
+
+    def retain(self) -> None:
+        """Keep the places for one more holder, which releases them itself."""
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if not self._holders and self._count:
+            held_s = perf_counter() - self._since
+            self._admission.give_back(self._count, held_s)

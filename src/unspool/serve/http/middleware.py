@@ -1,7 +1,7 @@
 """The gate: what every request passes before and after the work itself.
 
-Who may ask (key, host), how much (size of the body, time to send it), and what is said of it
-afterwards (log, metrics). Plain ASGI, because it must not stand between a stream and its client.
+Who may ask (key, host, origin), how much (size of the body, time to send it), and what is said of
+it afterwards (log, metrics). Plain ASGI, as it must not stand between a stream and its client.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from unspool.serve.http.settings import ServeSettings
 
 # No key needed: for those who watch over the server, and pages that ask for the key themselves.
 OPEN_PATHS = ("/health", "/v1/health", "/ready", "/docs", "/", "/favicon.ico")
-_UNLOGGED = (
-    "/health",
-    "/v1/health",
-    "/ready",
-    "/metrics",
-)  # asked every few seconds: not worth a line
+# Asked every few seconds: not worth a line.
+_UNLOGGED = ("/health", "/v1/health", "/ready", "/metrics")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+ROUTE = "x-unspool-route"  # a header that tells a gateway which route has answered
 
 
 class Counted(Protocol):
@@ -69,7 +67,7 @@ class Middleware:
         identity = "req_" + secrets.token_hex(8)
         scope.setdefault("state", {})
         scope["state"].update(arrived=began, log={}, id=identity)
-        answer = _Answer(send, identity, scope["state"]["log"])
+        answer = _Answer(send, scope, names_route=bool(self.state.settings.replica))
         try:
             async with AsyncExitStack() as resources:  # whatever the request takes is released here
                 scope["state"]["resources"] = resources
@@ -104,6 +102,8 @@ class Middleware:
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         self._check_host(headers)
+        if scope["method"] not in _SAFE_METHODS:
+            self._check_origin(headers)
         if self.keys and not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
             self._check_key(headers)
         size = headers.get(b"content-length", b"0")
@@ -119,6 +119,31 @@ class Middleware:
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in _LOCAL and name != self.state.settings.host:
             raise ApiError(403, f"this server answers to localhost, not to {name[:100]!r}")
+
+    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse what a web page of another origin can send without being allowed to.
+
+        Browsers let any page send forms, plain text and requests without a body anywhere, and name
+        the page's origin. JSON they send only where the server allows it (CORS). Programs other
+        than browsers name no origin.
+        """
+        origin = headers.get(b"origin")
+        site = headers.get(b"sec-fetch-site", b"same-origin" if origin is None else b"")
+        if site in (b"same-origin", b"none") or _is_json(headers.get(b"content-type", b"")):
+            return
+        name = (origin or b"").decode("latin-1")
+        host = headers.get(b"host", b"").decode("latin-1")
+        if host and name.partition("://")[2].lower() == host.lower():
+            return
+        allowed = self.state.settings.cors
+        if "*" in allowed or name in allowed:
+            return
+        raise ApiError(
+            403,
+            f"a page of another origin ({name[:100] or 'not named'}) must send application/json, "
+            "or be allowed with --cors",
+            code="foreign_origin",
+        )
 
     def _check_key(self, headers: dict[bytes, bytes]) -> None:
         given = headers.get(b"x-api-key", b"")  # Anthropic's clients
@@ -163,8 +188,7 @@ class Middleware:
     def _account(self, scope: Scope, status: int | None, seconds: float) -> None:
         log: dict[str, Any] = scope["state"]["log"]
         is_gone = bool(log.get("gone"))
-        route = scope.get("route")
-        path = getattr(route, "path", "other")  # the pattern, so that there are not endless names
+        path = _route_path(scope) or "other"  # a template: clients must not make up labels
         metrics = self.state.metrics
         metrics.requests.labels(path, str(status or 499)).inc()
         metrics.seconds.labels(path).observe(seconds)
@@ -187,20 +211,33 @@ class Middleware:
         )
 
 
+def _is_json(content_type: bytes) -> bool:
+    kind, _, subtype = content_type.partition(b";")[0].strip().lower().partition(b"/")
+    return kind == b"application" and (subtype == b"json" or subtype.endswith(b"+json"))
+
+
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(PREFIX)
+
+
+def _route_path(scope: Scope) -> str | None:
+    """The template of the route that a request has come to, such as `/v1/tree/{identity}`."""
+    return getattr(scope.get("route"), "path", None)
 
 
 class _Answer:
     """`send` that knows what was sent, and names the request in the answer."""
 
-    def __init__(self, send: Send, identity: str, log: dict[str, Any]) -> None:
-        self._send, self._identity, self._log = send, identity.encode(), log
+    def __init__(self, send: Send, scope: Scope, *, names_route: bool) -> None:
+        self._send, self._scope, self._names_route = send, scope, names_route
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = [(b"x-request-id", self._identity), *note_headers(self._log)]
-            message["headers"] = [*message["headers"], *own]
+            state = self._scope["state"]
+            added = [(b"x-request-id", state["id"].encode()), *note_headers(state["log"])]
+            if self._names_route and (path := _route_path(self._scope)):
+                added.append((ROUTE.encode(), path.encode()))
+            message["headers"] = [*message["headers"], *added]
         await self._send(message)

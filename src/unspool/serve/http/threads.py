@@ -1,45 +1,99 @@
-"""What must not hold up the event loop (loading, tokenizing, compiling a grammar) goes to a thread.
+"""Blocking work goes to threads, in bounded pools by kind, so that one kind cannot starve another.
 
-A pool of its own, and not asyncio's: its size bounds how much of this goes on at once.
+PREPARING   tokenizing, templates, JSON: short, and never waits for the engine
+a server's  engine work of requests that hold a place: as many threads as there are places, so that
+`compute`   a request that was admitted never waits for a thread
+
+Models are loaded on the registry's own threads, and routes are imported on one of the app's.
+
+Work whose awaiting task is cancelled is cancelled too: it does not begin if it waits for a thread,
+and what it waits for in the engine ends with an error (`WorkScope`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from threading import Lock
 from typing import Any, Generic, Self, TypeVar, cast
 
+from unspool.engine.work_scope import WorkScope
+from unspool.serve.http.admission import Lease
+
 Result = TypeVar("Result")
 Item = TypeVar("Item")
+Runner = Callable[..., Awaitable[Any]]  # (work, *arguments, **named arguments)
 
-_pool = ThreadPoolExecutor(32, thread_name_prefix="unspool-serve")
+PREPARING = ThreadPoolExecutor(16, thread_name_prefix="unspool-prepare")
 
 
-async def in_thread(work: Callable[..., Result], *given: Any, **named: Any) -> Result:
-    """Have this done on a thread. Who is cancelled meanwhile leaves it to finish unheard."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_pool, partial(work, *given, **named))
+def compute_pool(places: int) -> ThreadPoolExecutor:
+    """Threads for the engine work of a server with so many places."""
+    return ThreadPoolExecutor(places, thread_name_prefix="unspool-compute")
+
+
+async def in_thread(work: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
+    """Run short work on a thread."""
+    return await run_in(PREPARING, partial(work, *arguments, **named))
+
+
+async def run_in(
+    pool: ThreadPoolExecutor,
+    work: Callable[[], Result],
+    *,
+    group: object = None,
+    lease: Lease | None = None,
+) -> Result:
+    """Run work on a thread of a pool; cancelled with the task that awaits it.
+
+    Args:
+        group: the request that it is done for, whose rows take turns with other requests' rows.
+        lease: places that stay taken until the thread has ended.
+    """
+    scope, loop = WorkScope(group), asyncio.get_running_loop()
+
+    def run() -> Result:
+        with scope.active():
+            return work()
+
+    future = pool.submit(run)
+    if lease is not None:
+        lease.retain()
+
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the server has stopped meanwhile
+                loop.call_soon_threadsafe(lease.release)
+
+        future.add_done_callback(release)  # before the task hears of it
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        scope.cancel()
+        raise
 
 
 class Worker(Generic[Item]):
-    """An iterator whose items are made on a thread, one when it is asked for. A context: who leaves
-    it ends the work after the item that is being made, and waits for that."""
+    """An iterator whose items are made on threads, one when it is asked for. A context: leaving it
+    ends the work, and waits for that. An item that is being made is cancelled with the task that
+    waits for it."""
 
-    def __init__(self, items: Iterator[Item]) -> None:
+    def __init__(self, items: Iterator[Item], run: Runner = in_thread) -> None:
+        """`run`: runs the work on a thread, such as `Call.run`."""
         self._items: Iterator[Item] | None = items
+        self._run = run
         self._busy = Lock()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.shield(in_thread(self._close))
+        await asyncio.shield(self._run(self._close))
 
     async def __aiter__(self) -> AsyncIterator[Item]:
-        while (item := await in_thread(self._next)) is not _END:
+        while (item := await self._run(self._next)) is not _END:
             yield cast(Item, item)
 
     def _next(self) -> object:

@@ -41,8 +41,7 @@ async def completion(body: CompletionRequest, request: Request) -> Response:
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
     prompts = body.prompts
-    places = n * max(1, min(len(prompts), state.settings.max_running // n))
-    call = await state.enter(request, state.adapted_model(body.model, body.lora), places)
+    call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
     ids, options = await call.thread(_prepare, call, body, prompts)
     texts = await call.write(ids, options, n, warms=body.max_tokens == 0)
     return await answer_completion(call, body, texts)
@@ -263,7 +262,7 @@ def settings_json(settings: SamplingSettings) -> dict[str, Any]:
 @router.get("/props", summary="The model, and the settings that hold unless told")
 async def props(request: Request, model: str | None = None) -> Response:
     state = state_of(request)
-    async with state.call(request, model) as call:
+    async with state.call(request, model, places=0) as call:
         lm = call.served.lm
         tokenizer = lm.tokenizer
         first, last = (

@@ -58,7 +58,8 @@ def _ids(call: Call, texts: list[str], truncates: bool) -> list[list[int]]:
     """Each text in tokens; what is too long is cut, unless that is not wanted."""
     lm = call.served.lm
     if not truncates:
-        call.check_text(*texts)
+        for text in texts:
+            call.check_text(text)
         found = [lm.prompt_ids(text) for text in texts]
         call.check_prompt(max(map(len, found)))
         return found

@@ -42,11 +42,12 @@ async def tags(request: Request) -> Response:
 @router.get("/api/ps", summary="The models that are loaded")
 async def running(request: Request) -> Response:
     registry = state_of(request).registry
+    known = {**registry.passing, **registry.entries}
     found = [
         {
-            **_model(registry.entries[served.name], served),
+            **_model(known[name], served),
             "expires_at": _time(time.time() + _seconds_left(served)),
-            "size_vram": 0 if served.lm.model.device == "cpu" else registry.entries[name].size,
+            "size_vram": 0 if served.lm.model.device == "cpu" else known[name].size,
             "context_length": served.lm.context,
         }
         for name, served in registry.loaded.items()

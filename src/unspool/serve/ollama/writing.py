@@ -66,7 +66,7 @@ async def _loaded(body: Asking, request: Request) -> Response:
         state.registry.unload(name)
         reason = "unload"
     else:
-        async with state.call(request, body.model) as call:
+        async with state.call(request, body.model, places=0) as call:
             call.heed(body)
     found = {**_head(name), **_piece(body, ""), "done": True, "done_reason": reason}
     return JsonReply(found)

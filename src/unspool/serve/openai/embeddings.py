@@ -69,7 +69,9 @@ def check_dimensions(call: Call, wanted: int | None) -> None:
 
 
 def _ids(call: Call, many: list[Any]) -> list[list[int]]:
-    call.check_text(*(text for text in many if isinstance(text, str)))
+    for text in many:
+        if isinstance(text, str):
+            call.check_text(text)
     prompts = [call.served.lm.prompt_ids(text) for text in many]
     for ids in prompts:
         call.check_prompt(len(ids))

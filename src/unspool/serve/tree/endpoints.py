@@ -53,7 +53,7 @@ _JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabu
 async def create(body: CreateRequest, request: Request) -> Response:
     branches = branches_of(request)
     branches.make_room()
-    async with state_of(request).call(request, body.model) as call:
+    async with state_of(request).call(request, body.model, places=0) as call:
         branch: TreeBranch = await call.thread(new_branch, call, body)
     return await reply(branches.add(branch), 0, prompt=True)
 

@@ -69,7 +69,7 @@ async def revise(identity: str, body: ReviseRequest, request: Request) -> Respon
     if call.served.lm.config.sight != "causal":
         raise bad_request("revisions are ranked by a causal model; this one fills masked places")
     twin = await _twin(call, body)
-    found = await call.hold(Worker(_revised(call, tokens, plain, body, twin)))
+    found = await call.hold(Worker(_revised(call, tokens, plain, body, twin), call.run))
     if body.stream:
         return call.stream(pouring(_events(identity, found)), error_event)
     return await call.reply(_whole(identity, found))
