@@ -26,6 +26,7 @@ class _Stored:
     items: Items  # the input, earlier turns included; shared with what they were stored for
     output: Items
     size: int
+    owner: str  # the user whose API key made it: no other can get at it
 
 
 class ResponseStore:
@@ -39,38 +40,41 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._stored)
 
-    def add(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+    def add(
+        self, response: dict[str, Any], items: Sequence[dict[str, Any]], user: str = ""
+    ) -> None:
         text = to_json(response)
         size = len(text) + sum(len(to_json(item)) for item in items)
-        self._stored[response["id"]] = _Stored(text, (*items,), (*response["output"],), size)
+        self._stored[response["id"]] = _Stored(text, (*items,), (*response["output"],), size, user)
         self._size += size
         while len(self._stored) > self._limit or self._size > self._max_bytes:
             self._size -= self._stored.popitem(last=False)[1].size
 
-    def response(self, identity: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._find(identity).response)
+    def response(self, identity: str, user: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._find(identity, user).response)
         return found
 
-    def items(self, identity: str) -> Items:
-        return self._find(identity).items
+    def items(self, identity: str, user: str = "") -> Items:
+        return self._find(identity, user).items
 
-    def conversation(self, identity: str) -> Items:
+    def conversation(self, identity: str, user: str = "") -> Items:
         """The whole conversation, the response itself included: what the next one goes on with."""
         try:
-            found = self._find(identity)
+            found = self._find(identity, user)
         except ApiError as error:
             error.param, error.code = "previous_response_id", "previous_response_not_found"
             raise
         return found.items + found.output
 
-    def delete(self, identity: str) -> None:
-        self._size -= self._find(identity).size
+    def delete(self, identity: str, user: str = "") -> None:
+        self._size -= self._find(identity, user).size
         del self._stored[identity]
 
-    def _find(self, identity: str) -> _Stored:
-        if identity not in self._stored:
+    def _find(self, identity: str, user: str) -> _Stored:
+        stored = self._stored.get(identity)
+        if stored is None or stored.owner != user:
             message = (
                 f"Response with id {identity[:80]!r} not found: it is not kept here (any more)"
             )
             raise ApiError(404, message, code="response_not_found")
-        return self._stored[identity]
+        return stored

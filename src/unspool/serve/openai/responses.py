@@ -37,12 +37,16 @@ router = new_router("OpenAI")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     state = state_of(request)
     before = body.previous_response_id
-    earlier = () if before is None else state.responses.conversation(before)
+    earlier = () if before is None else state.responses.conversation(before, request.state.user)
     items = [*earlier, *items_of(body.input)]
     call = await state.enter(request, body.model)
     ready = await call.thread(_prepare, call, body, items)
     texts = await call.write([ready.ids], ready.options)
-    store = None if body.store is False else partial(state.responses.add, items=items)
+    store = (
+        None
+        if body.store is False
+        else partial(state.responses.add, items=items, user=request.state.user)
+    )
     answer = _Answer(call, body, texts, ready.use, store)
     if body.stream:
         return call.stream(answer.write, answer.failed)
@@ -53,12 +57,12 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 async def get_response(response_id: str, request: Request) -> Response:
     for name in request.query_params:
         raise unsupported(name[:80], "a kept response is given as it is")
-    return JsonReply(state_of(request).responses.response(response_id))
+    return JsonReply(state_of(request).responses.response(response_id, request.state.user))
 
 
 @router.delete("/v1/responses/{response_id}", summary="Forget a response")
 async def delete_response(response_id: str, request: Request) -> Response:
-    state_of(request).responses.delete(response_id)
+    state_of(request).responses.delete(response_id, request.state.user)
     return JsonReply({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -73,7 +77,7 @@ async def input_items(
     for name in request.query_params:
         if name not in ("limit", "order", "after"):
             raise unsupported(name[:80], "the items are given as they are")
-    items = [*state_of(request).responses.items(response_id)]
+    items = [*state_of(request).responses.items(response_id, request.state.user)]
     if order == "desc":
         items.reverse()
     if after is not None:
