@@ -43,12 +43,14 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status == 401:
             headers["www-authenticate"] = "Bearer"
         super().__init__(status, message, headers)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.details = details  # what Anthropic's clients read to recover by themselves
 
     @property
     def type(self) -> str:
@@ -68,7 +70,8 @@ class ApiError(HTTPException):
 
     def anthropic(self) -> dict[str, Any]:
         kind = "api_error" if self.type == "server_error" else self.type
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def ollama(self) -> dict[str, Any]:
         return {"error": self.message}
@@ -93,6 +96,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unsupported(param: str, why: str) -> ApiError:
     """A parameter that OpenAI knows and that is not there; it is named, never ignored."""
     return ApiError(400, f"{param} is not supported: {why}", param=param, code="unsupported_value")
+
+
+def thread_not_found() -> ApiError:
+    """A thread of `/v1/messages` that is not stored (any more): clients send all of it again."""
+    message = "no thread has the message previous_message_id; send all messages as a new thread"
+    details = {"error_code": "thread_not_found"}
+    return ApiError(404, message, param="thread", code="thread_not_found", details=details)
 
 
 STOPPING = "x-unspool-stopping"  # a header that tells a gateway to ask another replica

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.routes import to_json
@@ -29,6 +30,13 @@ class _Stored:
     owner: str  # the user whose API key made it: no other can get at it
 
 
+class RunningResponse(Protocol):
+    """A response that is being written."""
+
+    def progress(self) -> dict[str, Any]: ...
+    def cancel(self) -> dict[str, Any]: ...
+
+
 class ResponseStore:
     """The last responses."""
 
@@ -36,6 +44,22 @@ class ResponseStore:
         self._limit, self._max_bytes = limit, max_bytes
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
         self._size = 0
+        self._running: dict[str, tuple[RunningResponse, str]] = {}  # and whose they are
+
+    @asynccontextmanager
+    async def running(
+        self, identity: str, response: RunningResponse, user: str
+    ) -> AsyncIterator[None]:
+        """While it is open, the response can be found by its id and cancelled."""
+        self._running[identity] = (response, user)
+        try:
+            yield
+        finally:
+            del self._running[identity]
+
+    def find_running(self, identity: str, user: str) -> RunningResponse | None:
+        response, owner = self._running.get(identity, (None, ""))
+        return response if owner == user else None
 
     def __len__(self) -> int:
         return len(self._stored)
