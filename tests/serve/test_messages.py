@@ -216,6 +216,7 @@ def test_a_thread_holds_what_was_said(client: anthropic.Anthropic) -> None:
     going_on = {"type": "continue", "previous_message_id": first.id}
     with pytest.raises(anthropic.BadRequestError, match="system cannot change"):
         ask(client, system="Be kind.", extra_body={"thread": going_on})
+    assert ask(client, extra_body={"context_management": {"edits": []}}).content
     lost = {"type": "continue", "previous_message_id": "msg_0"}
     with pytest.raises(anthropic.NotFoundError) as caught:
         ask(client, extra_body={"thread": lost})

@@ -297,6 +297,10 @@ def test_a_stored_response_is_told_again_as_events(client: openai.OpenAI, given:
         event.pop("sequence_number")
     assert done[0] == done[1]
     rest = list(client.responses.retrieve(last["id"], stream=True, starting_after=3))
+    included = client.responses.retrieve(last["id"], include=["message.output_text.logprobs"])
+    assert included.to_dict() == again[-1]["response"]
+    with pytest.raises(openai.BadRequestError, match="include of"):
+        client.responses.retrieve(last["id"], include=["file_search_call.results"])
     assert [event.sequence_number for event in rest] == list(range(4, len(again)))
 
 

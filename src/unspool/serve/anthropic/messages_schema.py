@@ -157,7 +157,7 @@ class CountRequest(PartialApi):
         "workspace_id": "there are no workspaces",
         "output_format": "it is output_config.format now",
     }
-    noop_values: ClassVar[Values] = {"speed": ["standard"]}
+    noop_values: ClassVar[Values] = {"speed": ["standard"], "context_management": [{"edits": []}]}
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=100_000)

@@ -10,7 +10,7 @@ other servers know is in `foreign.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -51,7 +51,8 @@ class Strict(BaseModel):
         if isinstance(given, dict):
             for name, field in cls.model_fields.items():
                 value = given.get(field.alias or name)
-                if _holds_bool(value) and _takes_only_numbers(field.annotation):
+                annotation: Any = field.annotation
+                if _holds_bool(value) and _takes_only_numbers(annotation):
                     kind = "a number" if isinstance(value, bool) else "numbers"
                     message = f"{name} must be {kind}, got a boolean"
                     raise bad_request(message, name, "invalid_value")
@@ -66,7 +67,7 @@ def _holds_bool(value: Any) -> bool:
 
 
 @cache
-def _takes_only_numbers(annotation: Any) -> bool:
+def _takes_only_numbers(annotation: Hashable) -> bool:
     """Whether a field's values have numbers in them, and nothing that may be a boolean."""
     types = set(_leaf_types(annotation))
     return bool(types & {int, float}) and types <= {int, float, str, type(None)}

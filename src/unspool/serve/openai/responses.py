@@ -74,9 +74,7 @@ async def get_response(
     include_obfuscation: bool | None = None,
 ) -> Response:
     """With `stream`, a finished response is told once more as events."""
-    for name in request.query_params:
-        if name not in ("stream", "starting_after", "include_obfuscation"):
-            raise unsupported(name[:80], "a stored response is returned as it is")
+    _check_query(request, "stream", "starting_after", "include_obfuscation")
     store, user = state_of(request).responses, request.state.user
     running = store.find_running(response_id, user)
     if not stream:
@@ -119,9 +117,7 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    for name in request.query_params:
-        if name not in ("limit", "order", "after"):
-            raise unsupported(name[:80], "the items are given as they are")
+    _check_query(request, "limit", "order", "after")
     items = [*state_of(request).responses.items(response_id, request.state.user)]
     if order == "desc":
         items.reverse()
@@ -139,6 +135,22 @@ async def input_items(
         "has_more": len(items) > limit,
     }
     return JsonReply(found)
+
+
+def _check_query(request: Request, *names: str) -> None:
+    """Refuse parameters of the address that mean nothing here. What is stored is returned as it is,
+    so `include` may name what is there or was left out when the response was made."""
+    for name, value in request.query_params.multi_items():
+        if name in ("include", "include[]"):
+            _check_include([value])
+        elif name not in names:
+            raise unsupported(name[:80], "what is stored is returned as it is")
+
+
+def _check_include(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in (LOGPROBS, ENCRYPTED):
+            raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
 
 
 # -- the request, as a chat -------------------------------------------------------------------
@@ -176,9 +188,7 @@ def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> 
 
 
 def _prepare_items(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> PreparedChat:
-    for name in body.include or ():
-        if name not in (LOGPROBS, ENCRYPTED):
-            raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
+    _check_include(body.include or ())
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise bad_request(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
     check_stream_options(body)
@@ -449,7 +459,9 @@ def _replayed(response: dict[str, Any]) -> list[bytes]:
     tell("response.in_progress", response=started)
     for index, item in enumerate(response["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: dict[str, Any] = (
+            {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        )
         added = {**item, "status": "in_progress", **empty}
         tell("response.output_item.added", output_index=index, item=added)
         if item["type"] == "function_call":
@@ -460,7 +472,7 @@ def _replayed(response: dict[str, Any]) -> list[bytes]:
             where = {**place, "content_index": number}
             is_words = part["type"] == "output_text"
             told = {"logprobs": part["logprobs"]} if is_words else {}
-            blank = {"logprobs": []} if is_words else {}
+            blank: dict[str, Any] = {"logprobs": []} if is_words else {}
             tell("response.content_part.added", **where, part={**part, "text": "", **blank})
             tell(f"response.{part['type']}.delta", **where, delta=part["text"], **told)
             tell(f"response.{part['type']}.done", **where, text=part["text"], **told)
