@@ -39,6 +39,9 @@ def test_the_id_of_what_is_kept_names_its_replica():
     later = {"input": "and?", "previous_response_id": f"resp_ve1wt9qt_{HEX}"}
     assert asked("/v1/responses", later).replica == "ve1wt9qt"
     assert asked("/v1/responses", {**later, "previous_response_id": 7}).kind != "kept"
+    assert asked("/v1/responses/input_tokens", later).replica == "ve1wt9qt"
+    thread = {"type": "continue", "previous_message_id": f"msg_ve1wt9qt_{HEX}"}
+    assert asked("/v1/messages", {"messages": [], "thread": thread}).replica == "ve1wt9qt"
     assert asked("/v1/tree/nonsense", method="GET").kind == "any"
 
 

@@ -172,9 +172,10 @@ def test_a_client_that_hangs_up_ends_the_text(here: Front, two: tuple[Running, R
 
 
 def test_the_gate_is_at_the_gateway(chatty: Path):
-    options: dict[str, Any] = {"api_keys": (KEY,), "cors": ("http://page.example",)}
+    keys = (KEY, "key-of-another-user")
+    options: dict[str, Any] = {"api_keys": keys, "cors": ("http://page.example",)}
     with (
-        replica(chatty, "one", api_keys=(KEY,)) as one,
+        replica(chatty, "one", api_keys=keys) as one,
         front({"one": address(one)}, max_body=1000, **options) as here,
         here.client() as client,
     ):
@@ -188,7 +189,11 @@ def test_the_gate_is_at_the_gateway(chatty: Path):
         assert large.status_code == 413
         assert client.get("/health").status_code == 200
         assert client.get("/-/healthz").text == "success"
-        assert client.get("/v1/tree", headers=known).json()["data"] == []
+        other = {"x-api-key": keys[1]}
+        made = client.post("/v1/tree", json={"prompt": "a"}, headers=other).json()
+        assert client.get("/v1/tree", headers=known).json()["data"] == []  # another user's
+        listed = client.get("/v1/tree", headers=other).json()["data"]
+        assert [branch["id"] for branch in listed] == [made["id"]]
         assert 'replica="one"' in client.get("/metrics", headers=known).text
     with front({}) as here, here.client() as client:
         answer = client.get("/v1/models", headers={"host": "elsewhere.example"})

@@ -340,3 +340,30 @@ def test_an_unknown_model_and_a_prompt_that_is_too_long(ask):
     with pytest.raises(openai.BadRequestError, match="characters") as caught:
         ask(messages=[{"role": "user", "content": "a" * 1_000_000}])
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_only_allowed_tools_are_called(ask: Any) -> None:
+    tools = [{"type": "function", "function": {"name": CLOCK["function"]["name"]}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
+    answer = ask(tools=[WEATHER, CLOCK], tool_choice=choice, max_tokens=100)
+    called = answer.choices[0].message.tool_calls
+    assert [call.function.name for call in called] == [CLOCK["function"]["name"]]
+
+
+@pytest.mark.parametrize("form", ["json_schema", "json_object"])
+def test_with_tools_and_a_format_the_answer_is_a_call_or_of_that_form(
+    ask: Any, lm: Any, form: str
+) -> None:
+    """Neither is ruled out, and nothing else is written."""
+    given = {"tools": [WEATHER], "max_tokens": 60, "response_format": {"type": form}}
+    if form == "json_schema":
+        schema = {"name": "p", "schema": Person.model_json_schema()}
+        given["response_format"]["json_schema"] = schema
+    (brace,), (mark,) = lm.tokenizer.encode("{"), lm.tokenizer.encode("<")
+    words = ask(**given, logit_bias={str(brace): 50, str(mark): -100}).choices[0].message
+    assert not words.tool_calls and words.content.startswith("{")
+    call = ask(**given, logit_bias={str(mark): 50, str(brace): -50}).choices[0].message
+    assert call.content is None and call.tool_calls[0].function.name == "get_weather"
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    forced = ask(**given, tool_choice=choice).choices[0].message
+    assert forced.tool_calls[0].function.name == "get_weather"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
@@ -177,3 +177,55 @@ def test_an_error_on_the_way_is_an_event(
 def test_a_model_that_is_not_there(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="no model"):
         ask(client, model="claude-9")
+
+
+# -- threads ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_runner_goes_on_with_its_thread(client: anthropic.Anthropic, stream: bool) -> None:
+    """The client keeps its conversation here, and sends only what is new."""
+
+    @anthropic.beta_tool
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
+        """The weather of a city.
+
+        Args:
+            city: its name
+        """
+        return f"sunny in {city}"
+
+    runner = client.beta.messages.tool_runner(
+        model="smollm", max_tokens=60, tools=[weather], messages=HELLO, max_iterations=3,
+        tool_choice={"type": "tool", "name": "weather"}, stream=stream,
+    )  # fmt: skip
+    said = [each.get_final_message() if stream else each for each in runner]
+    assert [message.stop_reason for message in said] == ["tool_use"] * 3
+    read = [m.usage.input_tokens + (m.usage.cache_read_input_tokens or 0) for m in said]
+    assert read[0] < read[1] < read[2]
+
+
+def test_a_thread_holds_what_was_said(client: anthropic.Anthropic) -> None:
+    thread = client.beta.messages.thread(model="smollm", max_tokens=6, system="Be brief.")
+    first, more = thread.send(HELLO[0]), {"role": "user", "content": "More."}
+    second = thread.send(more)
+    whole = [HELLO[0], {"role": "assistant", "content": first.content}, more]
+    counted = client.messages.count_tokens(model="smollm", system="Be brief.", messages=whole)
+    read = second.usage.input_tokens + (second.usage.cache_read_input_tokens or 0)
+    assert read == counted.input_tokens
+    going_on = {"type": "continue", "previous_message_id": first.id}
+    with pytest.raises(anthropic.BadRequestError, match="system cannot change"):
+        ask(client, system="Be kind.", extra_body={"thread": going_on})
+    assert ask(client, extra_body={"context_management": {"edits": []}}).content
+    lost = {"type": "continue", "previous_message_id": "msg_0"}
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        ask(client, extra_body={"thread": lost})
+    body: Any = caught.value.body
+    assert body["error"]["details"] == {"error_code": "thread_not_found"}
+
+
+def test_a_tool_runner_whose_thread_is_lost_sends_all_of_it_again(
+    client: anthropic.Anthropic, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.state.threads, "_limit", 0)  # nothing stays
+    test_a_tool_runner_goes_on_with_its_thread(client, stream=False)

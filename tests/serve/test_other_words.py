@@ -184,3 +184,49 @@ def test_words_for_the_template(lm):
     source = "{{ messages[0].content }}{{ '!' if enable_thinking is false }}"
     chat = ChatTemplate(source, lm.tokenizer)
     assert chat.render(said("uA"), enable_thinking=False) == "A!"
+
+
+TALK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        ("/v1/chat/completions", TALK, "temperature max_tokens seed top_k top_logprobs n"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2}, "top_p max_tokens seed best_of"),
+        ("/v1/responses", {"input": "a"}, "temperature max_output_tokens seed"),
+        ("/v1/messages", TALK, "temperature max_tokens top_k"),
+        ("/api/chat", {"messages": TALK["messages"], "stream": False}, "keep_alive"),
+        ("/completion", {"prompt": "a", "n_predict": 2}, "temperature n_predict seed n_probs"),
+        ("/v1/tree", {"prompt": "a"}, "temperature max_tokens seed priority"),
+        ("/v1/embeddings", {"input": "a"}, "dimensions"),
+    ],
+)
+def test_a_boolean_is_no_number(server, path, body, names):
+    for name in names.split():
+        for value in (True, False):
+            told = httpx.post(server.url + path, json={**body, name: value}, timeout=60)
+            assert told.status_code == 400 and "boolean" in told.text, (name, value, told.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/v1/completions", {"prompt": [5, True]}),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"5": True}}),
+        ("/v1/chat/completions", {**TALK, "unspool": {"min_p": True}}),
+        ("/v1/chat/completions", {**TALK, "reasoning": {"max_tokens": True}}),
+        ("/api/chat", {"messages": TALK["messages"], "options": {"top_k": True}}),
+        ("/v1/embeddings", {"input": [[5, False]]}),
+        *(("/v1/completions", {"prompt": "a", "mirostat": value})
+          for value in (True, False, 3, -1, 1.5, "2", [], {})),
+    ],
+)  # fmt: skip
+def test_booleans_within_and_odd_mirostats_are_refused(server, path, given):
+    assert httpx.post(server.url + path, json=given, timeout=60).status_code == 400
+
+
+def test_whole_numbers_may_be_written_as_floats(client):
+    for given in ({"max_tokens": 2.0}, {"seed": 3.0}, {"top_k": 4.0}, {"mirostat": 2.0}):
+        asked = {"prompt": "a", "max_tokens": 2, **given}
+        assert client.post("/completions", json=asked).status_code == 200

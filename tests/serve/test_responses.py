@@ -171,7 +171,7 @@ def test_the_oldest_responses_go_first() -> None:
     [
         ({"background": True}, "background"),
         ({"reasoning": {"budget": 5}}, "reasoning.budget"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search'"),
@@ -263,3 +263,111 @@ def test_a_model_that_is_not_there(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         ask(client, model="gpt-9")
     assert caught.value.code == "model_not_found"
+
+
+# -- counting, cancelling, reading again ------------------------------------------------------
+
+CLOCK = {**WEATHER, "name": "clock"}
+
+
+def test_the_tokens_of_an_input_are_counted(client: openai.OpenAI) -> None:
+    given = {"instructions": "Be brief.", "tools": [WEATHER]}
+    first = ask(client, **given)
+    counted = client.responses.input_tokens.count(model="smollm", input="Say hi.", **given)
+    assert counted.input_tokens == first.usage.input_tokens
+    more = {"input": "More.", "previous_response_id": first.id}
+    assert client.responses.input_tokens.count(**more).input_tokens == (
+        ask(client, **more).usage.input_tokens
+    )
+
+
+@pytest.mark.parametrize("given", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
+def test_a_stored_response_is_told_again_as_events(client: openai.OpenAI, given: Any) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "max_output_tokens": 40, **given}
+    told = [event.to_dict() for event in ask(client, stream=True, **asked)]
+    last = told[-1]["response"]
+    again = [event.to_dict() for event in client.responses.retrieve(last["id"], stream=True)]
+    kinds = list(dict.fromkeys(event["type"] for event in told))
+    assert [event["type"] for event in again] == kinds  # each text in one piece
+    assert again[-1]["response"] == {k: v for k, v in last.items() if k != "unspool"}
+    words = ["".join(e["delta"] for e in each if "delta" in e) for each in (told, again)]
+    assert words[0] == words[1] != ""
+    done = [[e for e in each if e["type"].endswith(".done")] for each in (told, again)]
+    for event in (*done[0], *done[1]):
+        event.pop("sequence_number")
+    assert done[0] == done[1]
+    rest = list(client.responses.retrieve(last["id"], stream=True, starting_after=3))
+    included = client.responses.retrieve(last["id"], include=["message.output_text.logprobs"])
+    assert included.to_dict() == again[-1]["response"]
+    with pytest.raises(openai.BadRequestError, match="include of"):
+        client.responses.retrieve(last["id"], include=["file_search_call.results"])
+    assert [event.sequence_number for event in rest] == list(range(4, len(again)))
+
+
+def test_a_response_is_cancelled_while_it_is_written(client: openai.OpenAI) -> None:
+    endless = {"unspool": {"regex": "[a-z ]{9000}"}}
+    events = iter(ask(client, stream=True, max_output_tokens=4000, extra_body=endless))
+    identity = next(events).response.id
+    assert client.responses.retrieve(identity).status == "in_progress"
+    with pytest.raises(openai.ConflictError):
+        client.responses.retrieve(identity, stream=True)
+    assert client.responses.cancel(identity).status == "cancelled"
+    last = list(events)[-1]
+    assert last.type == "response.incomplete" and last.response.status == "cancelled"
+    assert last.response.usage.output_tokens < 4000
+    stored = client.responses.retrieve(identity)
+    assert stored.status == "cancelled" and stored.output_text == last.response.output_text
+    assert client.responses.cancel(identity).output_text == stored.output_text
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_0")
+
+
+def test_truncation_drops_the_oldest_items(client: openai.OpenAI, lm: Any) -> None:
+    words = "word " * (lm.context // 8)
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"{i} {words}"} for i in range(19)]
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+        *turns[:1],
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+        *turns,
+    ]
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, input=items)
+    assert caught.value.code == "context_length_exceeded"
+    count = client.responses.input_tokens
+    raw = count.with_raw_response.count(input=items, truncation="auto")
+    assert "items were dropped" in raw.headers["x-unspool-note"]
+    # As much as fits with room for an answer: one turn more would not.
+    room, turn = lm.context // 4, lm.context // 8
+    assert lm.context - room - 2 * turn < raw.parse().input_tokens <= lm.context - room
+    alone = count.count(input=[items[0], *items[-1:]]).input_tokens
+    assert count.count(input=items[:1] + items[-1:], truncation="auto").input_tokens == alone
+    assert ask(client, truncation="auto").truncation == "auto"
+    too_long = "word " * 2 * lm.context
+    with pytest.raises(openai.BadRequestError):
+        ask(client, input=too_long, truncation="auto")  # the last item always stays
+
+
+def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
+    allowed = {"type": "allowed_tools", "mode": "required",
+               "tools": [{"type": "function", "name": "clock"}]}  # fmt: skip
+    given = {"tools": [WEATHER, CLOCK], "max_output_tokens": 60}
+    answer = ask(client, tool_choice=allowed, **given)
+    assert answer.output[0].name == "clock" and answer.tool_choice.to_dict() == allowed
+    alone = ask(client, tools=[CLOCK], tool_choice="required", max_output_tokens=60)
+    assert alone.usage.input_tokens == answer.usage.input_tokens  # others are not told of
+    wrong = {**allowed, "tools": [{"type": "function", "name": "radio"}]}
+    with pytest.raises(openai.BadRequestError, match="radio"):
+        ask(client, tool_choice=wrong, **given)
+    with pytest.raises(openai.BadRequestError, match="mode and tools"):
+        ask(client, tool_choice={"type": "allowed_tools"}, **given)
+
+
+def test_a_forced_tool_beside_a_format(client: openai.OpenAI) -> None:
+    """The format is that of words; a call has none."""
+    form = {"type": "json_schema", "name": "p", "schema": Person.model_json_schema()}
+    answer = ask(client, tools=[WEATHER], tool_choice={"type": "function", "name": "weather"},
+                 text={"format": form}, max_output_tokens=60)  # fmt: skip
+    assert [item.type for item in answer.output] == ["function_call"]
+    assert json.loads(answer.output[0].arguments).keys() == {"city"}

@@ -11,7 +11,7 @@ from tree_client import PROMPT, SAMPLING, Tree, read, tokens
 
 from unspool.serve.http.errors import ApiError
 from unspool.serve.tree import branches as stored
-from unspool.serve.tree.branches import Branches, TreeBranch
+from unspool.serve.tree.branches import Branches, ExtraSettings, TreeBranch
 
 
 @pytest.fixture(scope="module")
@@ -261,19 +261,23 @@ def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytes
     def branch() -> TreeBranch:
         generation = lm.draft("a")
         prompt = stored.TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
-        return TreeBranch("m", prompt, generation, {}, None)
+        return TreeBranch("m", prompt, generation, ExtraSettings(), None)
+
+    def added() -> TreeBranch:
+        made = branch()
+        store.add(made)
+        return made
 
     store = Branches(2)
-    first, second = store.add(branch()), store.add(branch())
-    child_of = store.all[second.id]
-    child_of.parent, child_of.forked_at = first.id, 0
+    first, second = added(), added()
+    second.parent_branch, second.forked_at = first, 0
     with pytest.raises(ApiError) as full:
-        store.add(branch())
+        added()
     assert full.value.status == 429 and "delete" in full.value.message
     first.touched -= stored.STALE_SECONDS
-    third = store.add(branch())
+    third = added()
     assert set(store.all) == {second.id, third.id} and first.deleted and second.parent is None
     store.delete(second)
     monkeypatch.setattr(stored, "MAX_WEIGHT", 1)
     with pytest.raises(ApiError):
-        store.add(branch())
+        added()

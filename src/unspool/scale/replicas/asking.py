@@ -1,7 +1,8 @@
 """What a request says about where it should go, found without a tokenizer or a model.
 
-- *kept*: it names something that one replica keeps (a branch, a stored response). The replica's
-  name is a part of such ids, so every gateway knows it, also one that has just been started.
+- *kept*: it names something that one replica keeps (a branch, a stored response, a thread). The
+  replica's name is a part of such ids, so every gateway knows it, also one that has just been
+  started.
 - *session*: it names its session (`x-session-id`, or `prompt_cache_key` as OpenAI has it). The
   replica follows from the name.
 - *prompt*: it has a prompt, whose beginning some replica may hold already.
@@ -21,7 +22,7 @@ from unspool.scale.routing import text_hashes
 
 Kind = Literal["kept", "session", "prompt", "shared", "any"]
 
-_KEPT = re.compile(r"^(?:branch-([a-z0-9]+)-|resp_([a-z0-9]+)_)[0-9a-f]{24}$")
+_KEPT = re.compile(r"^(?:branch-([a-z0-9]+)-|(?:resp|msg)_([a-z0-9]+)_)[0-9a-f]{24}$")
 _KEEPERS = ("/v1/tree/", "/v1/responses/")
 _SHARED = ("/v1/runs", "/v1/costs")
 # In the order in which they stand in a rendered prompt: what comes first is shared by most.
@@ -44,13 +45,15 @@ class Asked:
 def asked_by(method: str, path: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
     """Read a request. What cannot be read goes anywhere: the replica says what is wrong with it."""
     for beginning in _KEEPERS:
-        if path.startswith(beginning):
-            replica = replica_of(path.removeprefix(beginning).partition("/")[0])
-            return Asked("kept", replica) if replica else Asked()
+        identity = path.removeprefix(beginning).partition("/")[0]
+        if path.startswith(beginning) and (replica := replica_of(identity)):
+            return Asked("kept", replica)
     if path.startswith(_SHARED):
         return Asked("shared", session="shared")
     fields = _json(body) if method == "POST" else {}
+    thread = fields.get("thread")  # of Anthropic's messages
     before = fields.get("previous_response_id")
+    before = thread.get("previous_message_id") if isinstance(thread, dict) else before
     if isinstance(before, str) and (replica := replica_of(before)):
         return Asked("kept", replica)
     hashes = text_hashes(_prompt(fields)) if fields else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unspool.serve.http.errors import LLAMACPP_PATHS, ApiError
+from unspool.serve.http.errors import LLAMACPP_PATHS, ApiError, thread_not_found
 from unspool.serve.http.events import event
 from unspool.serve.http.routes import to_json
 
@@ -16,6 +16,8 @@ class ReplicaLostError(Exception):
 def gone(path: str) -> ApiError:
     """Of something that only a lost replica had."""
     what = "response was stored" if path.startswith("/v1/responses") else "branch was kept"
+    if path.startswith("/v1/messages"):
+        return thread_not_found()
     return ApiError(
         410,
         f"the replica with which this {what} is gone, and the {what.split()[0]} with it; "

@@ -64,7 +64,7 @@ class Gateway:
             return
         if own := self._own(scope["method"], scope["path"]):
             scope["route"] = _Route(scope["path"])
-            await (await own())(scope, receive, send)
+            await (await own(scope))(scope, receive, send)
         else:
             await self._forward(scope, receive, send)
 
@@ -82,35 +82,40 @@ class Gateway:
 
     # -- what the gateway answers itself ---------------------------------------------------------
 
-    def _own(self, method: str, path: str) -> Callable[[], Any] | None:
+    def _own(self, method: str, path: str) -> Callable[[Scope], Any] | None:
         if method == "GET":
             return {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(
                 path
             ) or (self._branches if path == "/v1/tree" else None)
         return None
 
-    async def _health(self) -> Response:
+    async def _health(self, _: Scope) -> Response:
         return JsonReply({"status": "ok"})
 
-    async def _ready(self) -> Response:
+    async def _ready(self, _: Scope) -> Response:
         replicas = await self.pool.all()
         if self.admission.refusing or not replicas:
             raise no_replica()
         return JsonReply({"status": "ready", "replicas": sorted(replicas)})
 
-    async def _metrics(self) -> Response:
-        texts = await self._from_all("/metrics")
+    async def _metrics(self, scope: Scope) -> Response:
+        texts = await self._from_all("/metrics", scope)
         content = self.metrics.text() + joined_metrics(texts)
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _branches(self) -> Response:
-        return JsonReply(joined_branches(list((await self._from_all("/v1/tree")).values())))
+    async def _branches(self, scope: Scope) -> Response:
+        return JsonReply(joined_branches(list((await self._from_all("/v1/tree", scope)).values())))
 
-    async def _from_all(self, path: str) -> dict[str, bytes]:
-        """What every replica answers to a GET; those that do not are left out."""
+    async def _from_all(self, path: str, scope: Scope) -> dict[str, bytes]:
+        """What every replica answers to a GET with the client's own key; those that do not answer
+        are left out."""
         assert self._session is not None
         session = self._session
-        headers = {"x-api-key": self.settings.api_keys[0]} if self.settings.api_keys else {}
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name in (b"x-api-key", b"authorization")
+        ]
 
         async def ask(address: str) -> bytes | None:
             url = f"http://{address}{path}"

@@ -7,8 +7,9 @@ put into Anthropic's words.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from unspool.serve.anthropic.messages_schema import (
+    ContinuedThread,
     CountRequest,
     Message,
     MessagesRequest,
@@ -32,7 +34,7 @@ from unspool.serve.core.blocks import Block, Change, Grown, Opened
 from unspool.serve.core.state import Call, new_id, state_of
 from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
-from unspool.serve.http.errors import bad_request
+from unspool.serve.http.errors import ApiError, bad_request, thread_not_found
 from unspool.serve.http.events import event
 from unspool.serve.http.notes import ignore
 from unspool.serve.http.routes import JsonReply, new_router, to_json
@@ -40,6 +42,7 @@ from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
 from unspool.serve.openai.chat_schema import ChatRequest
+from unspool.serve.openai.response_store import ResponseStore
 
 router = new_router("Anthropic")
 _PING = event({"type": "ping"}, "ping")
@@ -47,11 +50,14 @@ _PING = event({"type": "ping"}, "ping")
 
 @router.post("/v1/messages", summary="Answer a conversation")
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    state = state_of(request)
+    state, user = state_of(request), request.state.user
+    if isinstance(body.thread, ContinuedThread):
+        body = _continue_thread(state.threads, body, body.thread.previous_message_id, user)
     call = await state.enter(request, body.model)
     ready = await call.thread(_prepare, call, body)
     texts = await call.write([ready.ids], ready.options)
-    answer = _Answer(call, body, texts, ready.use)
+    store = None if body.thread is None else partial(_store_thread, state.threads, body, user)
+    answer = _Answer(call, body, texts, ready.use, store)
     if body.stream:
         return call.stream(answer.write, lambda error: event(error.anthropic(), "error"))
     return await call.reply(answer.answer())
@@ -62,6 +68,41 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     state = state_of(request)
     async with state.call(request, body.model, places=0) as call:
         return JsonReply({"input_tokens": await call.thread(_count, call, body)})
+
+
+# -- threads: conversations that are stored here ------------------------------------------------
+
+
+def _continue_thread(
+    threads: ResponseStore, body: MessagesRequest, previous: str, user: str
+) -> MessagesRequest:
+    """The request with all that its thread holds before it."""
+    try:
+        messages, fields = threads.conversation(previous, user), threads.response(previous, user)
+    except ApiError:
+        raise thread_not_found() from None
+    for name in ("system", "tools"):
+        if getattr(body, name) is not None:
+            message = f"{name} cannot change in a thread; leave it out, or create a new thread"
+            raise bad_request(message, name)
+    kept = CountRequest.model_validate({"messages": messages, **fields["kept"]})
+    update = {
+        "messages": [*kept.messages, *body.messages],
+        "system": kept.system,
+        "tools": kept.tools,
+    }
+    return body.model_copy(update=update)
+
+
+def _store_thread(
+    threads: ResponseStore, body: MessagesRequest, user: str, message: dict[str, Any]
+) -> None:
+    """Store the conversation up to this reply, under the reply's id."""
+    given = body.model_dump(include={"messages", "system", "tools"}, exclude_none=True)
+    reply = {"role": "assistant", "content": message["content"]}
+    kept = {name: given[name] for name in ("system", "tools") if name in given}
+    entry = {"id": message["id"], "kept": kept, "output": [reply]}
+    threads.add(entry, given["messages"], user)
 
 
 # -- the request, as a chat -------------------------------------------------------------------
@@ -173,14 +214,30 @@ def _join(content: TextContent) -> str:
 class _Answer(BlockAnswer):
     """A message, whole or in events."""
 
-    def __init__(self, call: Call, body: MessagesRequest, texts: Texts, use: ToolUse) -> None:
+    def __init__(
+        self,
+        call: Call,
+        body: MessagesRequest,
+        texts: Texts,
+        use: ToolUse,
+        store: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
         super().__init__(call, texts, use)
-        self.body, self.id = body, new_id("msg_")
+        self.body, self.id = body, new_id("msg_", "" if store is None else call.settings.replica)
+        self.store = store
         self.started = False  # the first event was sent
 
     async def answer(self) -> dict[str, Any]:
-        content = [_block(block, _input(block)) for block in await self.read()]
-        return self._message(content, self._usage()) | self._end() | self._extra()
+        await self.read()
+        return self._finished() | self._extra()
+
+    def _finished(self) -> dict[str, Any]:
+        """The whole message; stored, if it belongs to a thread."""
+        content = [_block(block, _input(block)) for block in self.blocks.all]
+        message = self._message(content, self._usage()) | self._end()
+        if self.store is not None:
+            self.store(message)
+        return message
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -227,6 +284,7 @@ class _Answer(BlockAnswer):
             lambda changes: self._start() + b"".join(e for c in changes for e in _changed(c)), wire
         )
         end = {"stop_sequence": None, "stop_details": None} | self._end()
+        self._finished()
         last = {"type": "message_delta", "delta": end, "usage": self._usage()} | self._extra()
         stop = event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
         wire.put(self._start() + stop)

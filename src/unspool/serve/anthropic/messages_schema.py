@@ -157,7 +157,7 @@ class CountRequest(PartialApi):
         "workspace_id": "there are no workspaces",
         "output_format": "it is output_config.format now",
     }
-    noop_values: ClassVar[Values] = {"speed": ["standard"]}
+    noop_values: ClassVar[Values] = {"speed": ["standard"], "context_management": [{"edits": []}]}
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=100_000)
@@ -169,6 +169,15 @@ class CountRequest(PartialApi):
     cache_control: CacheControl | None = None
 
 
+class NewThread(Strict):
+    type: Literal["create"]
+
+
+class ContinuedThread(Strict):
+    type: Literal["continue"]
+    previous_message_id: ShortText
+
+
 class MessagesRequest(CountRequest):
     """A conversation to be answered; if its last message is the assistant's, to be continued."""
 
@@ -178,6 +187,9 @@ class MessagesRequest(CountRequest):
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
     stop_sequences: list[str] | None = None
+    thread: NewThread | ContinuedThread | None = Field(
+        None, description="keep the conversation here, to go on with by the message's id"
+    )
     unspool: ExtensionWithSeed | None = None
     # Taken because they ask for nothing that changes the text.
     metadata: Metadata | None = None

@@ -231,7 +231,10 @@ def _set_mirostat(found: dict[str, Any]) -> None:
     """Elsewhere `mirostat` turns it on (1 or 2; there is only the second here), not its target."""
     if "mirostat" not in found:
         return
-    if found.pop("mirostat") in (1, 2):
+    version = found.pop("mirostat")
+    if isinstance(version, bool) or version not in (None, 0, 1, 2):
+        raise bad_request(f"mirostat must be 0, 1 or 2, got {version!r:.60}", "mirostat")
+    if version:
         found["mirostat_tau"] = 5.0 if found.get("mirostat_tau") is None else found["mirostat_tau"]
     else:
         found.pop("mirostat_tau", None)

@@ -10,8 +10,9 @@ other servers know is in `foreign.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -43,6 +44,47 @@ class Strict(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         known_names.update(cls.model_fields)  # to tell who mistyped one which was meant
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, given: Any) -> Any:
+        """True is 1 in Python and so to pydantic; in JSON it is no number."""
+        if isinstance(given, dict):
+            for name, field in cls.model_fields.items():
+                value = given.get(field.alias or name)
+                annotation: Any = field.annotation
+                if _holds_bool(value) and _takes_only_numbers(annotation):
+                    kind = "a number" if isinstance(value, bool) else "numbers"
+                    message = f"{name} must be {kind}, got a boolean"
+                    raise bad_request(message, name, "invalid_value")
+        return given
+
+
+def _holds_bool(value: Any) -> bool:
+    """Whether a value is a boolean, or a list or object that holds one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, bool) or (isinstance(value, list) and any(map(_holds_bool, value)))
+
+
+@cache
+def _takes_only_numbers(annotation: Hashable) -> bool:
+    """Whether a field's values have numbers in them, and nothing that may be a boolean."""
+    types = set(_leaf_types(annotation))
+    return bool(types & {int, float}) and types <= {int, float, str, type(None)}
+
+
+def _leaf_types(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation is made of, without its containers."""
+    if get_origin(annotation) is Annotated:
+        yield from _leaf_types(get_args(annotation)[0])
+    elif get_origin(annotation) is Literal:
+        yield from map(type, get_args(annotation))
+    elif get_args(annotation):
+        for part in get_args(annotation):
+            yield from _leaf_types(part)
+    else:
+        yield annotation
 
 
 ShortText = Annotated[str, StringConstraints(max_length=1000)]

@@ -61,6 +61,7 @@ class ServerState:
         )
         self.branches = Branches(settings.max_branches, settings.replica)  # of /v1/tree
         self.responses = ResponseStore()  # of /v1/responses
+        self.threads = ResponseStore()  # of /v1/messages: each reply with all before it
         self.runs = RunLibrary(settings.runs)  # of /v1/runs
         self.trainer = Trainer(self.runs)
         registry.find = lambda name: shipped_entry(name) or self.runs.checkpoint(name)

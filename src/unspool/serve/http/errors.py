@@ -50,6 +50,7 @@ class ApiError(HTTPException):
         retry_after: int | None = None,
         num_prompt_tokens: int | None = None,
         context: int | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status == 401:
@@ -58,6 +59,7 @@ class ApiError(HTTPException):
         self.status, self.message, self.param, self.code = status, message, param, code
         lengths = {"n_prompt_tokens": num_prompt_tokens, "n_ctx": context}  # llama.cpp's names
         self.lengths = {name: number for name, number in lengths.items() if number is not None}
+        self.details = details  # what Anthropic's clients read to recover by themselves
 
     @property
     def type(self) -> str:
@@ -78,7 +80,8 @@ class ApiError(HTTPException):
 
     def anthropic(self) -> dict[str, Any]:
         kind = "api_error" if self.type == "server_error" else self.type
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {} if self.details is None else {"details": self.details}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def ollama(self) -> dict[str, Any]:
         return {"error": self.message}
@@ -112,6 +115,13 @@ def too_long(message: str, num_tokens: int | None, context: int | None) -> ApiEr
 def unsupported(param: str, why: str) -> ApiError:
     """A parameter that OpenAI knows and that is not there; it is named, never ignored."""
     return ApiError(400, f"{param} is not supported: {why}", param=param, code="unsupported_value")
+
+
+def thread_not_found() -> ApiError:
+    """A thread of `/v1/messages` that is not stored (any more): clients send all of it again."""
+    message = "no thread has the message previous_message_id; send all messages as a new thread"
+    details = {"error_code": "thread_not_found"}
+    return ApiError(404, message, param="thread", code="thread_not_found", details=details)
 
 
 STOPPING = "x-unspool-stopping"  # a header that tells a gateway to ask another replica

@@ -66,7 +66,7 @@ class Middleware:
         began = perf_counter()
         identity = "req_" + secrets.token_hex(8)
         scope.setdefault("state", {})
-        scope["state"].update(arrived=began, log={}, id=identity)
+        scope["state"].update(arrived=began, log={}, id=identity, user="")
         answer = _Answer(send, scope, names_route=bool(self.state.settings.replica))
         try:
             async with AsyncExitStack() as resources:  # whatever the request takes is released here
@@ -105,7 +105,7 @@ class Middleware:
         if scope["method"] not in _SAFE_METHODS:
             self._check_origin(headers)
         if self.keys and not _is_open(scope["path"]) and scope["method"] != "OPTIONS":
-            self._check_key(headers)
+            scope["state"]["user"] = self._check_key(headers)
         size = headers.get(b"content-length", b"0")
         if not size.isdigit() or int(size[:20]) > self.state.settings.max_body:
             raise self._too_large()
@@ -145,14 +145,17 @@ class Middleware:
             code="foreign_origin",
         )
 
-    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+    def _check_key(self, headers: dict[bytes, bytes]) -> str:
+        """The user whose key it is: keys are users. What a user keeps here, no other sees."""
         given = headers.get(b"x-api-key", b"")  # Anthropic's clients
         kind, _, value = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() == b"bearer":
             given = value.strip()
         # Every key is compared, and each in the same time however much of it is right.
-        if not any([hmac.compare_digest(given, key) for key in self.keys]):
+        matches = [hmac.compare_digest(given, key) for key in self.keys]
+        if not any(matches):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        return f"key-{matches.index(True)}"
 
     def _too_large(self) -> ApiError:
         limit = self.state.settings.max_body

@@ -24,7 +24,13 @@ from unspool.serve.core.schema import join_parts
 from unspool.serve.core.state import Call
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.notes import ignore
-from unspool.serve.openai.chat_schema import ChatRequest, FunctionTool, Message, NamedTool
+from unspool.serve.openai.chat_schema import (
+    AllowedToolsChoice,
+    ChatRequest,
+    FunctionTool,
+    Message,
+    NamedTool,
+)
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.thoughts.formats import Start
 from unspool.text.thoughts.reader import AnswerReader, answer_reader
@@ -38,18 +44,22 @@ class ToolUse:
 
     tools: tuple[Tool, ...] = ()
     choice: str = "auto"  # none, auto, required, or a tool's name behind "="
+    allowed: tuple[str, ...] | None = None  # names of the tools that may be called; None: all
     parallel: bool | None = None  # whether there may be several calls; None: not said
     thinking: Thinking | None = None  # known once there is a prompt; None: there are no thoughts
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        return () if self.choice == "none" else self.tools
+        """The tools that the model is told of: those that it may call."""
+        if self.choice == "none":
+            return ()
+        return tuple(t for t in self.tools if self.allowed is None or t.name in self.allowed)
 
     @property
     def required(self) -> tuple[Tool, ...]:
         """The tools of which one must be called; none: no call is needed."""
         if self.choice == "required":
-            return self.tools
+            return self.offered
         return tuple(tool for tool in self.tools if self.choice == f"={tool.name}")
 
     def check(self) -> None:
@@ -58,11 +68,11 @@ class ToolUse:
             raise bad_request("two tools have the same name", "tools")
         if not self.tools and self.choice not in ("auto", "none"):
             raise bad_request("tool_choice asks for a tool, and there are no tools", "tool_choice")
-        if self.choice.startswith("=") and not self.required:
-            raise bad_request(
-                f"tool_choice names {self.choice[1:][:80]!r}, which is not among the tools",
-                "tool_choice",
-            )
+        wanted = [self.choice[1:]] if self.choice.startswith("=") else self.allowed or ()
+        for name in wanted:
+            if name not in names:
+                message = f"tool_choice names {name[:80]!r}, which is not among the tools"
+                raise bad_request(message, "tool_choice")
 
     @property
     def is_plain(self) -> bool:
@@ -110,7 +120,7 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
     call.heed(body)
     options = sampling_options(call.served.lm, body, top=body.top_logprobs or 0, **more)
     use = tool_use(body)
-    _set_format(options, body)
+    schema = _answer_schema(options, body)
     if streams_trace(body) and use.offered and "guard" in options:
         raise bad_request(
             "a guard may take text back, and a tool call that was streamed cannot be taken back; "
@@ -138,6 +148,7 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
     if body.thinking_budget is not None:
         options["think_budget"] = body.thinking_budget
     think = _think(call, body, options)
+    _set_format(call, options, use, schema)
     ids = chat_prompt(call.served, messages, use, options, told, note=call.note, think=think).ids
     read_schema(call, options)
     most = body.max_completion_tokens or body.max_tokens
@@ -245,21 +256,45 @@ def tools_of(given: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
 
 
 def tool_use(body: ChatRequest) -> ToolUse:
-    choice = body.tool_choice
+    choice, tools = body.tool_choice, tools_of(body.tools)
+    if isinstance(choice, AllowedToolsChoice):
+        names = tuple(tool.tool_name for tool in choice.choice.tools)
+        return ToolUse(tools, choice.choice.mode, names, body.parallel_tool_calls)
     named = f"={choice.function.name}" if isinstance(choice, NamedTool) else choice or "auto"
-    return ToolUse(tools_of(body.tools), named, body.parallel_tool_calls)
+    return ToolUse(tools, named, parallel=body.parallel_tool_calls)
 
 
-def _set_format(options: dict[str, Any], body: ChatRequest) -> None:
-    """The form that the answer must have."""
+def _answer_schema(options: dict[str, Any], body: ChatRequest) -> dict[str, Any] | None:
+    """The JSON schema that `response_format` asks for; None: any text."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
-        return
+        return None
     check_one_grammar(options, "response_format")
     if wanted.type == "json_object":
-        options |= {"json": True} if not wanted.schema_ else {"json_schema": wanted.schema_}
-    elif wanted.json_schema is None:
+        return wanted.schema_ or {}
+    if wanted.json_schema is None:
         message = "response_format of type json_schema needs a schema"
         raise bad_request(message, "response_format")
-    else:
-        options["json_schema"] = wanted.json_schema.schema_ or {"type": "object"}
+    return wanted.json_schema.schema_ or {"type": "object"}
+
+
+def _set_format(
+    call: Call, options: dict[str, Any], use: ToolUse, schema: dict[str, Any] | None
+) -> None:
+    """Put the form that the answer must have into the options.
+
+    It is the form of words. An answer that must be a call has none, and where a call is possible,
+    the text is either a call or such words.
+    """
+    if schema is None or use.required:
+        return
+    if not use.offered or call.served.tools.syntax == "channels":
+        options |= {"json_schema": schema} if schema else {"json": True}
+        return
+    spec = GrammarSpec.json_schema(schema) if schema else None
+    call.note(*(() if spec is None else spec.notes))
+    answer = '{"type": "object"}' if spec is None else spec.source
+    tools = [_closed(tool, call.note) for tool in use.offered]
+    calls = call.served.tools.grammar(tools, parallel=use.parallel is True)
+    words = f"start: calls | words\nwords: %json {answer}\ncalls:"
+    options["grammar"] = GrammarSpec.lark(calls.replace("start:", words, 1))

@@ -15,6 +15,7 @@ from unspool.serve.core.schema import (
     ToolName,
     Values,
 )
+from unspool.serve.http.errors import bad_request
 
 MAX_TOP_LOGPROBS = 20
 
@@ -66,6 +67,47 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class AllowedTool(Strict):
+    """A tool by its name, as chats (`function.name`) or responses (`name`) spell it."""
+
+    type: Literal["function"]
+    function: FunctionName | None = None
+    name: str | None = None
+
+    @property
+    def tool_name(self) -> str:
+        name = self.name if self.function is None else self.function.name
+        if name is None:
+            raise bad_request("a tool of tool_choice has no name", "tool_choice")
+        return name
+
+
+class AllowedTools(Strict):
+    """A part of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool] = Field(min_length=1, max_length=128)
+
+
+class AllowedToolsChoice(Strict):
+    """`allowed_tools` as chats spell it, nested, or as responses do, flat."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = Field(None, min_length=1, max_length=128)
+
+    @property
+    def choice(self) -> AllowedTools:
+        if self.allowed_tools is not None:
+            return self.allowed_tools
+        if self.mode is None or self.tools is None:
+            raise bad_request(
+                "tool_choice of type allowed_tools needs mode and tools", "tool_choice"
+            )
+        return AllowedTools(mode=self.mode, tools=self.tools)
+
+
 class JsonSchema(Strict):
     name: str = "answer"
     description: str | None = None
@@ -108,7 +150,7 @@ class ChatRequest(SamplingRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     modalities: list[Literal["text"]] | None = None

@@ -54,6 +54,18 @@ def _join(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+def drop_oldest(items: Items, count: int) -> list[dict[str, Any]]:
+    """The items without the first `count`. Instructions stay; the result of a call goes with it."""
+    dropped = {item["call_id"] for item in items[:count] if item["type"] == "function_call"}
+    first = [item for item in items[:count] if item.get("role") in ("system", "developer")]
+    last = [
+        item
+        for item in items[count:]
+        if item["type"] != "function_call_output" or item["call_id"] not in dropped
+    ]
+    return [*first, *last]
+
+
 def messages_of(instructions: str | None, items: Items) -> list[dict[str, Any]]:
     """A conversation as templates know it."""
     messages: list[dict[str, Any]] = []

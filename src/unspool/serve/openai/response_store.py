@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.routes import to_json
@@ -26,6 +27,14 @@ class _Stored:
     items: Items  # the input, earlier turns included; shared with what they were stored for
     output: Items
     size: int
+    owner: str  # the user whose API key made it: no other can get at it
+
+
+class RunningResponse(Protocol):
+    """A response that is being written."""
+
+    def progress(self) -> dict[str, Any]: ...
+    def cancel(self) -> dict[str, Any]: ...
 
 
 class ResponseStore:
@@ -35,42 +44,61 @@ class ResponseStore:
         self._limit, self._max_bytes = limit, max_bytes
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
         self._size = 0
+        self._running: dict[str, tuple[RunningResponse, str]] = {}  # and whose they are
+
+    @asynccontextmanager
+    async def running(
+        self, identity: str, response: RunningResponse, user: str
+    ) -> AsyncIterator[None]:
+        """While it is open, the response can be found by its id and cancelled."""
+        self._running[identity] = (response, user)
+        try:
+            yield
+        finally:
+            del self._running[identity]
+
+    def find_running(self, identity: str, user: str) -> RunningResponse | None:
+        response, owner = self._running.get(identity, (None, ""))
+        return response if owner == user else None
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def add(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+    def add(
+        self, response: dict[str, Any], items: Sequence[dict[str, Any]], user: str = ""
+    ) -> None:
         text = to_json(response)
         size = len(text) + sum(len(to_json(item)) for item in items)
-        self._stored[response["id"]] = _Stored(text, (*items,), (*response["output"],), size)
+        self._stored[response["id"]] = _Stored(text, (*items,), (*response["output"],), size, user)
         self._size += size
         while len(self._stored) > self._limit or self._size > self._max_bytes:
             self._size -= self._stored.popitem(last=False)[1].size
 
-    def response(self, identity: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._find(identity).response)
+    def response(self, identity: str, user: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._find(identity, user).response)
         return found
 
-    def items(self, identity: str) -> Items:
-        return self._find(identity).items
+    def items(self, identity: str, user: str = "") -> Items:
+        return self._find(identity, user).items
 
-    def conversation(self, identity: str) -> Items:
+    def conversation(self, identity: str, user: str = "") -> Items:
         """The whole conversation, the response itself included: what the next one goes on with."""
         try:
-            found = self._find(identity)
+            found = self._find(identity, user)
         except ApiError as error:
             error.param, error.code = "previous_response_id", "previous_response_not_found"
             raise
         return found.items + found.output
 
-    def delete(self, identity: str) -> None:
-        self._size -= self._find(identity).size
+    def delete(self, identity: str, user: str = "") -> None:
+        self._size -= self._find(identity, user).size
         del self._stored[identity]
 
-    def _find(self, identity: str) -> _Stored:
-        if identity not in self._stored:
+    def _find(self, identity: str, user: str) -> _Stored:
+        stored = self._stored.get(identity)
+        if stored is None or stored.owner != user:
             message = (
                 f"Response with id {identity[:80]!r} not found: it is not kept here (any more)"
             )
             raise ApiError(404, message, code="response_not_found")
-        return self._stored[identity]
+        return stored

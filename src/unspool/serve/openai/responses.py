@@ -19,15 +19,15 @@ from unspool.serve.core.state import Call, new_id, state_of
 from unspool.serve.core.step_json import texts_json
 from unspool.serve.core.texts import Texts
 from unspool.serve.http.errors import ApiError, bad_request, unsupported
-from unspool.serve.http.events import event
+from unspool.serve.http.events import EventStream, event
 from unspool.serve.http.notes import ignore
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
-from unspool.serve.openai.chat_schema import ChatRequest
+from unspool.serve.openai.chat_schema import AllowedToolsChoice, ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat
-from unspool.serve.openai.response_items import items_of, messages_of
+from unspool.serve.openai.response_items import drop_oldest, items_of, messages_of
 from unspool.serve.openai.responses_schema import ENCRYPTED, LOGPROBS, ResponseRequest, TextFormat
 
 router = new_router("OpenAI")
@@ -38,28 +38,75 @@ router = new_router("OpenAI")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     state = state_of(request)
     before = body.previous_response_id
-    earlier = () if before is None else state.responses.conversation(before)
+    earlier = () if before is None else state.responses.conversation(before, request.state.user)
     items = [*earlier, *items_of(body.input)]
     call = await state.enter(request, body.model)
     ready = await call.thread(_prepare, call, body, items)
     texts = await call.write([ready.ids], ready.options)
-    store = None if body.store is False else partial(state.responses.add, items=items)
+    store = None
+    if body.store is not False:
+        store = partial(state.responses.add, items=items, user=request.state.user)
     answer = _Answer(call, body, texts, ready.use, store)
+    await call.hold(state.responses.running(answer.id, answer, request.state.user))
     if body.stream:
         return call.stream(answer.write, answer.failed)
     return await call.reply(answer.answer())
 
 
-@router.get("/v1/responses/{response_id}", summary="A response that was kept")
-async def get_response(response_id: str, request: Request) -> Response:
-    for name in request.query_params:
-        raise unsupported(name[:80], "a kept response is given as it is")
-    return JsonReply(state_of(request).responses.response(response_id))
+@router.post("/v1/responses/input_tokens", summary="Count the tokens of a response's input")
+async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
+    state = state_of(request)
+    before = body.previous_response_id
+    earlier = () if before is None else state.responses.conversation(before, request.state.user)
+    items = [*earlier, *items_of(body.input)]
+    async with state.call(request, body.model) as call:
+        ready: PreparedChat = await call.thread(_prepare, call, body, items)
+    return JsonReply({"object": "response.input_tokens", "input_tokens": len(ready.ids)})
+
+
+@router.get(
+    "/v1/responses/{response_id}", summary="A response that was stored, or is being written"
+)
+async def get_response(
+    response_id: str,
+    request: Request,
+    stream: bool = False,
+    starting_after: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None,
+    include_obfuscation: bool | None = None,
+) -> Response:
+    """With `stream`, a finished response is told once more as events."""
+    _check_query(request, "stream", "starting_after", "include_obfuscation")
+    store, user = state_of(request).responses, request.state.user
+    running = store.find_running(response_id, user)
+    if not stream:
+        return JsonReply(
+            store.response(response_id, user) if running is None else running.progress()
+        )
+    if running is not None:
+        message = "this response is still being written; read it when it is finished"
+        raise ApiError(409, message, param="stream", code="response_in_progress")
+    response = store.response(response_id, user)
+    events = _replayed(response)[0 if starting_after is None else starting_after + 1 :]
+
+    async def write(wire: Wire) -> None:
+        wire.put(b"".join(events))
+
+    return EventStream(write, until=None, failed=lambda error: event(error.openai()))
+
+
+@router.post("/v1/responses/{response_id}/cancel", summary="Stop a response that is being written")
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """A response that is finished is returned as it is."""
+    store, user = state_of(request).responses, request.state.user
+    running = store.find_running(response_id, user)
+    if running is None:
+        return JsonReply(store.response(response_id, user))
+    return JsonReply(running.cancel())
 
 
 @router.delete("/v1/responses/{response_id}", summary="Forget a response")
 async def delete_response(response_id: str, request: Request) -> Response:
-    state_of(request).responses.delete(response_id)
+    state_of(request).responses.delete(response_id, request.state.user)
     return JsonReply({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -71,10 +118,8 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    for name in request.query_params:
-        if name not in ("limit", "order", "after"):
-            raise unsupported(name[:80], "the items are given as they are")
-    items = [*state_of(request).responses.items(response_id)]
+    _check_query(request, "limit", "order", "after")
+    items = [*state_of(request).responses.items(response_id, request.state.user)]
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -93,20 +138,65 @@ async def input_items(
     return JsonReply(found)
 
 
+def _check_query(request: Request, *names: str) -> None:
+    """Refuse parameters of the address that mean nothing here. What is stored is returned as it is,
+    so `include` may name what is there or was left out when the response was made."""
+    for name, value in request.query_params.multi_items():
+        if name in ("include", "include[]"):
+            _check_include([value])
+        elif name not in names:
+            raise unsupported(name[:80], "what is stored is returned as it is")
+
+
+def _check_include(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in (LOGPROBS, ENCRYPTED):
+            raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
+
+
 # -- the request, as a chat -------------------------------------------------------------------
 
 
+_TOO_LONG = "context_length_exceeded"
+
+
 def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> PreparedChat:
-    for name in body.include or ():
-        if name not in (LOGPROBS, ENCRYPTED):
-            raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
+    """The request as a chat. With `truncation: auto`, the oldest items of a conversation that does
+    not fit are dropped: as few as leave room for the answer, and never the last one."""
+    if body.truncation != "auto":
+        return _prepare_items(call, body, items)
+    context = call.served.lm.context
+    room = min(body.max_output_tokens or context // 4, context // 2)
+
+    def prepared(count: int, limit: int) -> PreparedChat | None:
+        """The chat without its first `count` items; None if it has more tokens than `limit`."""
+        try:
+            ready = _prepare_items(call, body, drop_oldest(items, count))
+        except ApiError as error:
+            if error.code != _TOO_LONG:
+                raise
+            return None
+        return ready if len(ready.ids) <= limit else None
+
+    if (ready := prepared(0, context - 1)) is not None:
+        return ready
+    low, high = 1, max(0, len(items) - 1)
+    while low < high:  # the fewest that fit, or all but the last
+        middle = (low + high) // 2
+        low, high = (low, middle) if prepared(middle, context - room) else (middle + 1, high)
+    call.note(f"truncation: the first {high} of {len(items)} items were dropped")
+    return _prepare_items(call, body, drop_oldest(items, high))
+
+
+def _prepare_items(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> PreparedChat:
+    _check_include(body.include or ())
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise bad_request(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
     check_stream_options(body)
     if not items:
         raise bad_request("input is missing; it is required", "input", "missing_required_parameter")
     choice, wanted = _echoed(body.tool_choice), None if body.text is None else body.text.format
-    if isinstance(choice, dict):
+    if isinstance(choice, dict) and choice["type"] == "function":
         choice = {"type": "function", "function": {"name": choice["name"]}}
     functions = [tool.model_dump(exclude={"type"}) for tool in body.tools or ()]
     chat = {
@@ -141,7 +231,7 @@ def _response_format(wanted: TextFormat) -> dict[str, Any]:
 _FIXED = {
     "object": "response", "background": False, "completed_at": None, "error": None,
     "incomplete_details": None, "max_tool_calls": None, "usage": None,
-    "service_tier": "default", "truncation": "disabled",
+    "service_tier": "default",
 }  # fmt: skip
 _ECHOED = {
     "instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key",
@@ -165,6 +255,7 @@ class _Answer(BlockAnswer):
         self.id, self.created = new_id("resp_", call.settings.replica), int(time.time())
         self.logprob_format = LogprobFormat(call.served.lm.tokenizer)
         self.number = 0  # of the next event
+        self.is_cancelled = False
 
     # -- whole -------------------------------------------------------------------------------
 
@@ -172,11 +263,23 @@ class _Answer(BlockAnswer):
         await self.read()
         return self._finished()
 
+    def progress(self) -> dict[str, Any]:
+        """The response while it is being written."""
+        return self._response("cancelled" if self.is_cancelled else "in_progress")
+
+    def cancel(self) -> dict[str, Any]:
+        """Stop writing; what there is stays. The request that reads it ends as well."""
+        self.is_cancelled = True
+        self.texts.close()
+        return self.progress()
+
     def _finished(self) -> dict[str, Any]:
         """All of it, stored for later; the blocks are complete."""
         is_cut = was_cut(self.generation.finish_reason)
         found = self._response("incomplete" if is_cut else "completed")
-        if is_cut:
+        if self.is_cancelled:
+            found["status"] = "cancelled"
+        elif is_cut:
             found["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             found["completed_at"] = int(time.time())
@@ -206,6 +309,7 @@ class _Answer(BlockAnswer):
             },
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "store": body.store is not False,
+            "truncation": body.truncation or "disabled",
             "temperature": settings.temperature,
             "text": {"format": _echoed(wanted) or {"type": "text"}, "verbosity": "medium"},
             "tool_choice": _echoed(body.tool_choice) or "auto",
@@ -281,7 +385,9 @@ class _Answer(BlockAnswer):
         await self.deliver(self._render, wire)
         rest = self._render(self.blocks.end(self.generation.finish_reason))
         done = self._finished()
-        wire.put(rest + self._event(f"response.{done['status']}", response=done))
+        # Clients know no event of a cancelled response: to a stream, it is incomplete.
+        kind = "incomplete" if self.is_cancelled else done["status"]
+        wire.put(rest + self._event(f"response.{kind}", response=done))
 
     def _render(self, changes: Iterable[Change]) -> bytes:
         return b"".join(e for change in changes for e in self._changed(change))
@@ -341,10 +447,49 @@ class _Answer(BlockAnswer):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
+def _replayed(response: dict[str, Any]) -> list[bytes]:
+    """A finished response as the events that tell of it, each text in one piece."""
+    events: list[bytes] = []
+
+    def tell(kind: str, **fields: Any) -> None:
+        events.append(event({"type": kind, "sequence_number": len(events), **fields}, kind))
+
+    started = {**response, "status": "in_progress", "output": [], "usage": None,
+               "incomplete_details": None, "completed_at": None}  # fmt: skip
+    tell("response.created", response=started)
+    tell("response.in_progress", response=started)
+    for index, item in enumerate(response["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        empty: dict[str, Any] = (
+            {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        )
+        added = {**item, "status": "in_progress", **empty}
+        tell("response.output_item.added", output_index=index, item=added)
+        if item["type"] == "function_call":
+            kind, text = "response.function_call_arguments", item["arguments"]
+            tell(f"{kind}.delta", **place, delta=text)
+            tell(f"{kind}.done", **place, name=item["name"], arguments=text)
+        for number, part in enumerate(item.get("content", ())):
+            where = {**place, "content_index": number}
+            is_words = part["type"] == "output_text"
+            told = {"logprobs": part["logprobs"]} if is_words else {}
+            blank: dict[str, Any] = {"logprobs": []} if is_words else {}
+            tell("response.content_part.added", **where, part={**part, "text": "", **blank})
+            tell(f"response.{part['type']}.delta", **where, delta=part["text"], **told)
+            tell(f"response.{part['type']}.done", **where, text=part["text"], **told)
+            tell("response.content_part.done", **where, part=part)
+        tell("response.output_item.done", output_index=index, item=item)
+    status = "completed" if response["status"] == "completed" else "incomplete"
+    tell(f"response.{status}", response=response)
+    return events
+
+
 def _item_id(block: Block) -> str:
     return f"{'rs' if block.is_thought else 'msg' if block.name is None else 'fc'}_{block.id}"
 
 
 def _echoed(given: Any) -> Any:
     """A part of the request, as it was given."""
-    return given if given is None or isinstance(given, str) else given.model_dump(by_alias=True)
+    if given is None or isinstance(given, str):
+        return given
+    return given.model_dump(by_alias=True, exclude_none=isinstance(given, AllowedToolsChoice))

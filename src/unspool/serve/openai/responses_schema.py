@@ -19,7 +19,7 @@ from unspool.serve.core.schema import (
     Values,
     by_type,
 )
-from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS
+from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS, AllowedToolsChoice
 from unspool.text.chat.messages import ONLY_TEXT
 
 LOGPROBS = "message.output_text.logprobs"
@@ -167,10 +167,8 @@ class ResponseRequest(ForeignRequest, Constraints):
         "moderation": "there is none",
         "prompt": "prompt templates are not kept here; send the input itself",
         "prompt_cache_options": "prefixes are kept by themselves, as long as there is room",
-        "truncation": "what does not fit is bad_request, nothing is dropped",
         "access_programs": "there are none",
     }
-    noop_values: ClassVar[Values] = {"truncation": ["disabled"]}
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(max_length=10_000)] | None = None
@@ -187,8 +185,13 @@ class ResponseRequest(ForeignRequest, Constraints):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedToolsChoice | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: drop the oldest items of a conversation that is too long"
+    )
     metadata: (
         Annotated[
             dict[

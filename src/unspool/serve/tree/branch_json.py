@@ -18,7 +18,7 @@ from unspool.serve.core.state import state_of
 from unspool.serve.core.step_json import finite, step_json
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
-from unspool.serve.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt
+from unspool.serve.tree.branches import MessageSpan, TreeBranch, TreePrompt, UserBranches
 from unspool.serve.tree.schema import DEFAULT_TOKENS
 
 _PREVIEW = 80  # characters
@@ -112,7 +112,7 @@ def settings_json(branch: TreeBranch) -> dict[str, Any]:
         max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
         priority=request.priority,
     )
-    return {**found, **branch.extra_settings}
+    return {**found, **branch.extra_settings.values}
 
 
 def sampling(settings: SamplingSettings) -> dict[str, Any]:
@@ -146,8 +146,9 @@ def preview(generation: Generation, start: int) -> str:
 router = new_router("The tree of tokens", "/v1/tree")
 
 
-def branches_of(request: Request) -> Branches:
-    return state_of(request).branches
+def branches_of(request: Request) -> UserBranches:
+    """The branches of the user who sends the request."""
+    return state_of(request).branches.of(request.state.user)
 
 
 async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -21,14 +21,16 @@ from typing import Any, Protocol
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.http.errors import ApiError, bad_request
+from unspool.serve.http.routes import to_json
 from unspool.session import Session
 from unspool.text.tokenizer.stream import TextStream
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 STALE_SECONDS = 6 * 3600.0  # untouched for so long, a branch makes room for others
 MAX_WATCHERS = 512
-MAX_WEIGHT = 10_000_000  # of all branches together, in units of about 100 bytes
-_PER_STEP, _PER_STAGE = 4, 10
+MAX_WEIGHT = 10_000_000  # memory of all branches together, in units of about 100 bytes
+_UNIT_BYTES = 100
+_PER_BRANCH, _PER_STEP, _PER_STAGE = 10, 5, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,50 @@ class TreePrompt:
             data = self.tokenizer.token_bytes(token) if token < len(self.tokenizer) else b""
             yield self.readable(token, begun), stream.push(data)
 
+    @property
+    def weight(self) -> int:
+        """Its memory, in units of about 100 bytes."""
+        return len(self.ids) + 2 * len(self.text) // _UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExtraSettings:
+    """Settings that no sampling stage reads, as the client sent them; forks share the object."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    weight: int = field(init=False)  # memory, in units of about 100 bytes: a grammar may be long
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", len(to_json(self.values)) // _UNIT_BYTES)
+
+
+def step_weight(step: Step) -> int:
+    """Memory of one step, in units of about 100 bytes."""
+    return _PER_STEP + len(step.candidates) + _PER_STAGE * len(step.stages)
+
+
+class StepMemory:
+    """Memory of the steps that branches hold. A step in several branches counts once."""
+
+    def __init__(self) -> None:
+        self.weight = 0
+        self._num_uses: dict[int, int] = {}  # by the step's id(): a branch keeps it alive
+
+    def add(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            num_uses = self._num_uses.get(id(step), 0)
+            if not num_uses:
+                self.weight += step_weight(step)
+            self._num_uses[id(step)] = num_uses + 1
+
+    def remove(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            num_uses = self._num_uses.pop(id(step)) - 1
+            if num_uses:
+                self._num_uses[id(step)] = num_uses
+            else:
+                self.weight -= step_weight(step)
+
 
 @dataclass(slots=True)
 class Cursor:
@@ -91,10 +137,11 @@ class TreeBranch:
     model: str
     prompt: TreePrompt
     generation: Generation  # without its source: a branch keeps no model in memory
-    extra_settings: dict[str, Any]  # settings that are not in `generation.settings`, as they came
+    extra_settings: ExtraSettings  # what is not in `generation.settings`
     max_tokens: int | None  # tokens that one resume writes
+    owner: str = ""  # the user whose API key made it
     name: str | None = None
-    parent: str | None = None
+    parent_branch: TreeBranch | None = None
     forked_at: int | None = None
     id: str = field(default_factory=lambda: f"branch-{secrets.token_hex(12)}")
     created: float = field(default_factory=time.time)
@@ -107,8 +154,14 @@ class TreeBranch:
     cuts: list[tuple[int, str]] = field(default_factory=list)  # (steps that stayed, by which verb)
     state: int = 0  # grows when anything but the steps changes
     ends: int = 0  # writings that ended
+    memory: StepMemory | None = None  # that its steps are counted in; None: not stored
     _locked: bool = False
     _watchers: set[asyncio.Event] = field(default_factory=set)
+
+    @property
+    def parent(self) -> str | None:
+        """The id of the branch that it was forked from."""
+        return None if self.parent_branch is None else self.parent_branch.id
 
     @property
     def steps(self) -> list[Step]:
@@ -121,14 +174,8 @@ class TreeBranch:
 
     @property
     def weight(self) -> int:
-        """What it takes of memory, roughly."""
-        shared = self.forked_at or 0  # steps that another branch keeps too
-        known = len(self.prompt.ids) if self.parent is None else 0
-        if not self.steps:
-            return known
-        last = self.steps[-1]
-        each = _PER_STEP + len(last.candidates) + _PER_STAGE * len(last.stages)
-        return known + len(self.steps) // 8 + max(0, len(self.steps) - shared) * each
+        """Memory of its own, without steps, prompt and settings, which forks share."""
+        return _PER_BRANCH + len(self.steps) // 8 + len(self.cuts)
 
     def place(self, at: int | None, name: str) -> int:
         """A place among the steps; negative ones count from behind, None is the end."""
@@ -148,7 +195,8 @@ class TreeBranch:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else may change the branch meanwhile."""
+        """Hold the branch: other requests that change it are refused (409) meanwhile. It may still
+        be deleted, so check that it is there before you change it."""
         self.check_free()
         self._locked = True
         try:
@@ -156,9 +204,13 @@ class TreeBranch:
         finally:
             self._locked = False
 
-    def check_free(self) -> None:
+    def check_exists(self) -> None:
+        """Raise 404 if the branch was deleted meanwhile."""
         if self.deleted:
             raise _unknown(self.id)
+
+    def check_free(self) -> None:
+        self.check_exists()
         if self._locked or self.writing is not None:
             doing = "being written" if self.writing is not None else "being changed"
             raise ApiError(
@@ -168,17 +220,38 @@ class TreeBranch:
             )
 
     def replace_text(self, generation: Generation, common: int, verb: str) -> None:
-        """Another text in place of this one; the first `kept` steps are the same."""
+        """Put another text in place of this one; the first `common` steps are the same."""
         if common < len(self.steps):
             self.cuts.append((common, verb))
         request = replace(generation.request, written=())  # which would keep old steps alive
+        if self.memory is not None:
+            pairs = zip(self.steps, generation.steps, strict=False)
+            num_same = next((i for i, (old, new) in enumerate(pairs) if old is not new), None)
+            if num_same is None:
+                num_same = min(len(self.steps), len(generation.steps))
+            self.memory.add(generation.steps[num_same:])
+            self.memory.remove(self.steps[num_same:])
         self.generation = replace(generation, source=None, request=request)
         self.finish_reason = self.fault = None
         self.changed()
 
+    def put_text(self, generation: Generation, verb: str) -> int:
+        """Put a changed text in place of this one; returns the first step that differs. Raises 404
+        if the branch was deleted while the text was computed."""
+        self.check_exists()
+        pairs = zip(self.steps, generation.steps, strict=False)
+        same = [old.token == new.token and old.text == new.text for old, new in pairs]
+        common = same.index(False) if False in same else len(same)
+        self.replace_text(generation, common, verb)
+        return common
+
     def take(self, step: Step) -> None:
+        num_left = len(self.steps) - step.retracts
         if step.retracts:
-            self.cuts.append((len(self.steps) - step.retracts, "retract"))
+            self.cuts.append((num_left, "retract"))
+        if self.memory is not None:
+            self.memory.add([step])
+            self.memory.remove(self.steps[num_left:])
         self.generation.take(step)
 
     def changed(self) -> None:
@@ -211,12 +284,17 @@ class TreeBranch:
 
 
 class Branches:
-    """All branches of one server."""
+    """All branches of one server, of all users."""
 
     def __init__(self, limit: int, replica: str = "") -> None:
         self.limit, self.replica = limit, replica
         self.all: dict[str, TreeBranch] = {}
         self.watchers = 0
+        self.memory = StepMemory()
+
+    def of(self, user: str) -> UserBranches:
+        """The branches of one user."""
+        return UserBranches(self, user)
 
     @contextmanager
     def watcher(self) -> Iterator[None]:
@@ -229,15 +307,19 @@ class Branches:
         finally:
             self.watchers -= 1
 
-    def get(self, identity: str) -> TreeBranch:
-        branch = self.all.get(identity)
-        if branch is None:
-            raise _unknown(identity)
-        branch.touched = time.monotonic()
-        return branch
+    @property
+    def weight(self) -> int:
+        """Memory of all branches, in units of about 100 bytes; what branches share counts once."""
+        shared: dict[int, TreePrompt | ExtraSettings] = {}
+        for branch in self.all.values():
+            shared[id(branch.prompt)] = branch.prompt
+            shared[id(branch.extra_settings)] = branch.extra_settings
+        weight = sum(branch.weight for branch in self.all.values())
+        return weight + self.memory.weight + sum(part.weight for part in shared.values())
 
     def make_room(self, count: int = 1) -> None:
-        """For so many more; those that nobody has touched for long go first."""
+        """Make room for `count` more branches, or raise 429. Branches that nobody has touched for
+        `STALE_SECONDS` are deleted if need be, whosever they are."""
         if self._fits(count):
             return
         now = time.monotonic()
@@ -250,55 +332,90 @@ class Branches:
                 return
         raise ApiError(
             429,
-            f"there is no room for {count} more: {len(self.all)} branches of at most {self.limit} "
-            "are kept, or their steps take too much memory; delete some",
+            f"no room for {count} more: the server holds {len(self.all)} branches (at most "
+            f"{self.limit}) of {self.weight:,} units of memory (at most {MAX_WEIGHT:,}); delete "
+            "some of yours",
             code="branches_full",
         )
 
     def _fits(self, count: int) -> bool:
-        if len(self.all) + count > self.limit:
-            return False
-        return sum(branch.weight for branch in self.all.values()) < MAX_WEIGHT
+        return len(self.all) + count <= self.limit and self.weight < MAX_WEIGHT
 
-    def add(self, branch: TreeBranch) -> TreeBranch:
-        self.make_room()
-        if self.replica:  # the id says whom to ask for the branch
-            branch.id = branch.id.replace("-", f"-{self.replica}-", 1)
-        self.all[branch.id] = branch
-        return branch
+    def add(self, *branches: TreeBranch) -> None:
+        """Store branches: all of them, or none (429)."""
+        self.make_room(len(branches))
+        for branch in branches:
+            if self.replica:  # the id says whom to ask for the branch
+                branch.id = branch.id.replace("-", f"-{self.replica}-", 1)
+            self._repair_parent(branch)
+            self.all[branch.id] = branch
+            branch.memory = self.memory
+            self.memory.add(branch.steps)
 
-    def fork(
-        self, branch: TreeBranch, generation: Generation, at: int, name: str | None = None
-    ) -> TreeBranch:
-        """A new branch that shares the first `at` steps with this one."""
-        forked = TreeBranch(
-            branch.model,
-            branch.prompt,
-            replace(generation, source=None),
-            dict(branch.extra_settings),
-            branch.max_tokens,
-            name=name,
-            parent=branch.id if branch.id in self.all else branch.parent,
-            forked_at=at,
-        )
-        return self.add(forked)
+    def _repair_parent(self, branch: TreeBranch) -> None:
+        """A parent may have been deleted before its fork is stored: then its own parent counts."""
+        while (parent := branch.parent_branch) is not None and parent.id not in self.all:
+            branch.parent_branch = parent.parent_branch
+            branch.forked_at = _nearest_fork(parent.forked_at, branch.forked_at)
 
     def delete(self, branch: TreeBranch) -> None:
         """Its children become those of its parent, with which they share what it shared."""
         if self.all.pop(branch.id, None) is None:
             return
-        branch.deleted = True
+        branch.deleted, branch.memory = True, None
+        self.memory.remove(branch.steps)
         for child in self.all.values():
-            if child.parent == branch.id:
-                child.parent = branch.parent
-                shared = branch.forked_at
-                if shared is not None and child.forked_at is not None:
-                    shared = min(shared, child.forked_at)
-                child.forked_at = shared
+            if child.parent_branch is branch:
+                self._repair_parent(child)
                 child.changed()
         if branch.writing is not None:
             branch.writing.stop(branch)
         branch.wake()
+
+
+class UserBranches:
+    """The branches of one user: those of others do not exist here."""
+
+    def __init__(self, store: Branches, user: str) -> None:
+        self.store, self.user = store, user
+        self.make_room, self.watcher, self.delete = store.make_room, store.watcher, store.delete
+
+    def all(self) -> list[TreeBranch]:
+        """In the order in which they were made."""
+        return [branch for branch in self.store.all.values() if branch.owner == self.user]
+
+    def get(self, identity: str) -> TreeBranch:
+        branch = self.store.all.get(identity)
+        if branch is None or branch.owner != self.user:
+            raise _unknown(identity)
+        branch.touched = time.monotonic()
+        return branch
+
+    def add(self, *branches: TreeBranch) -> None:
+        for branch in branches:
+            branch.owner = self.user
+        self.store.add(*branches)
+
+
+def fork_branch(
+    branch: TreeBranch, generation: Generation, at: int, name: str | None = None
+) -> TreeBranch:
+    """A new branch that shares the first `at` steps with this one; not stored yet."""
+    return TreeBranch(
+        branch.model,
+        branch.prompt,
+        replace(generation, source=None),
+        branch.extra_settings,
+        branch.max_tokens,
+        name=name,
+        parent_branch=branch,
+        forked_at=at,
+    )
+
+
+def _nearest_fork(parent_at: int | None, at: int | None) -> int | None:
+    """Steps that a branch shares with its grandparent, once its parent is gone."""
+    return min(parent_at, at) if parent_at is not None and at is not None else parent_at
 
 
 def _unknown(identity: str) -> ApiError:

@@ -30,7 +30,7 @@ from unspool.serve.tree import (  # noqa: F401  they put their routes in
     try_step,
 )
 from unspool.serve.tree.branch_json import branches_of, reply, router, summary
-from unspool.serve.tree.branches import TreeBranch
+from unspool.serve.tree.branches import TreeBranch, fork_branch
 from unspool.serve.tree.prompt import new_branch, turn
 from unspool.serve.tree.schema import (
     AppendRequest,
@@ -55,12 +55,13 @@ async def create(body: CreateRequest, request: Request) -> Response:
     branches.make_room()
     async with state_of(request).call(request, body.model, places=0) as call:
         branch: TreeBranch = await call.thread(new_branch, call, body)
-    return await reply(branches.add(branch), 0, prompt=True)
+    branches.add(branch)
+    return await reply(branch, 0, prompt=True)
 
 
-@router.get("", summary="All branches, the newest first, with whom they were forked from")
+@router.get("", summary="Your branches, the newest first, with whom they were forked from")
 async def list_branches(request: Request) -> Response:
-    found = [summary(branch) for branch in reversed(branches_of(request).all.values())]
+    found = [summary(branch) for branch in reversed(branches_of(request).all())]
     return JsonReply({"object": "list", "data": found})
 
 
@@ -99,7 +100,9 @@ async def delete(identity: str, request: Request) -> Response:
 
 @router.post("/{identity}/append", summary="Put a person's own words at the end")
 async def append(identity: str, body: AppendRequest, request: Request) -> Response:
-    branch = branches_of(request).get(identity)
+    branches = branches_of(request)
+    branch = branches.get(identity)
+    branches.make_room(0)
     with branch.locked():
         since = len(branch.steps)
         async with state_of(request).call(request, branch.model) as call:
@@ -109,7 +112,7 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
                     raise bad_request("give either a message or the ids of tokens", "message")
                 tokens = await call.thread(turn, call, branch, template_message(body.message))
             changed = await call.thread(_chosen, call, draft, body.text, tokens)
-        since = min(since, _replace_text(branch, changed, "append"))
+        since = min(since, branch.put_text(changed, "append"))
     return await reply(branch, since)
 
 
@@ -118,7 +121,8 @@ async def fork(identity: str, body: ForkRequest, request: Request) -> Response:
     branches = branches_of(request)
     branch = branches.get(identity)
     at = branch.place(body.at, "at")
-    forked = branches.fork(branch, branch.generation.rewind(at), at, body.name)
+    forked = fork_branch(branch, branch.generation.rewind(at), at, body.name)
+    branches.add(forked)
     return await reply(forked, at)
 
 
@@ -136,8 +140,7 @@ async def choose(identity: str, body: ChooseRequest, request: Request) -> Respon
     branches = branches_of(request)
     branch = branches.get(identity)
     at = branch.place(body.at, "at")
-    if body.fork:
-        branches.make_room()
+    branches.make_room(1 if body.fork else 0)
     with nullcontext() if body.fork else branch.locked():
         tokens = None if body.token is None else [body.token]
         draft = branch.generation.rewind(at)  # as it stands now: others may go on writing it
@@ -145,19 +148,11 @@ async def choose(identity: str, body: ChooseRequest, request: Request) -> Respon
             draft.source = call.served.lm
             changed = await call.thread(_chosen, call, draft, body.text, tokens)
         if body.fork:
-            branch = branches.fork(branch, changed, at, body.name)
+            branch = fork_branch(branch, changed, at, body.name)
+            branches.add(branch)
         else:
-            at = min(at, _replace_text(branch, changed, "choose"))
+            at = min(at, branch.put_text(changed, "choose"))
     return await reply(branch, at)
-
-
-def _replace_text(branch: TreeBranch, changed: Generation, verb: str) -> int:
-    """A changed text into its branch; gives from where on it differs."""
-    pairs = zip(branch.steps, changed.steps, strict=False)
-    same = [old.token == new.token and old.text == new.text for old, new in pairs]
-    common = same.index(False) if False in same else len(same)
-    branch.replace_text(changed, common, verb)
-    return common
 
 
 def _chosen(

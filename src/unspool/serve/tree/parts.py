@@ -4,6 +4,7 @@ there while the rest stays."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from unspool.serve.core.step_json import finite
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.tree.branch_json import branches_of, reply, router
-from unspool.serve.tree.branches import TreeBranch
+from unspool.serve.tree.branches import TreeBranch, fork_branch
 from unspool.serve.tree.plain import PlainText, checked_range
 from unspool.serve.tree.schema import Name, Place
 
@@ -118,15 +119,17 @@ async def replace_parts(identity: str, body: ReplaceRequest, request: Request) -
     branch = branches.get(identity)
     changes = _in_order(branch, body.changes)
     at = changes[0][0]
-    branches.make_room()
-    async with state_of(request).call(request, branch.model) as call:
-        draft = branch.to_generation(call.served.lm)
-        changed: Generation = await call.thread(_replaced, call, draft, changes)
-    if body.fork:
-        branch = branches.fork(branch, changed, at, body.name)
-    else:
-        branch.check_free()
-        branch.replace_text(changed, at, "replace")
+    branches.make_room(1 if body.fork else 0)
+    with nullcontext() if body.fork else branch.locked():
+        draft = branch.generation.fork()  # as it stands now: others may go on writing it
+        async with state_of(request).call(request, branch.model) as call:
+            draft.source = call.served.lm
+            changed: Generation = await call.thread(_replaced, call, draft, changes)
+        if body.fork:
+            branch = fork_branch(branch, changed, at, body.name)
+            branches.add(branch)
+        else:
+            at = min(at, branch.put_text(changed, "replace"))
     return await reply(branch, at)
 
 

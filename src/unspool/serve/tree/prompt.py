@@ -9,7 +9,7 @@ from typing import Any
 from unspool.serve.core.state import Call
 from unspool.serve.http.errors import bad_request
 from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message
-from unspool.serve.tree.branches import MessageSpan, TreeBranch, TreePrompt
+from unspool.serve.tree.branches import ExtraSettings, MessageSpan, TreeBranch, TreePrompt
 from unspool.serve.tree.schema import DEFAULT_TOKENS, GRAMMARS, CreateRequest, WriteOptions
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
         call.served.name,
         prompt,
         replace(lm.draft(prompt.ids, **{**TOLD, **options}), source=None),
-        merged_settings(body, {}),
+        merged_settings(body),
         body.max_tokens,
         name=body.name,
     )
@@ -64,16 +64,17 @@ def turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list[int]:
     return ids[1:] if ended and ids and ids[0] in ends else ids
 
 
-def merged_settings(body: WriteOptions, before: dict[str, Any]) -> dict[str, Any]:
+def merged_settings(body: WriteOptions, before: ExtraSettings | None = None) -> ExtraSettings:
     """The settings that no sampling stage reads, as they came; a new grammar replaces the old."""
     given = body.given
-    found = (
-        dict(before) if before else dict.fromkeys(_EXTRA_SETTINGS) | {"end": True, "cache": True}
-    )
+    if before is not None and not given & {*_EXTRA_SETTINGS}:
+        return before
+    defaults = dict.fromkeys(_EXTRA_SETTINGS) | {"end": True, "cache": True}
+    found = defaults if before is None else dict(before.values)
     if given & {*GRAMMARS}:
         found.update(dict.fromkeys(GRAMMARS))
     found.update({name: getattr(body, name) for name in _EXTRA_SETTINGS if name in given})
-    return found
+    return ExtraSettings(found)
 
 
 def _from_text(call: Call, given: str | list[int]) -> TreePrompt:

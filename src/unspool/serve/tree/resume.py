@@ -19,13 +19,12 @@ from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import EventStream, pouring
 from unspool.serve.http.threads import in_thread
 from unspool.serve.tree.branch_json import (
-    branch_json,
     branch_with_steps,
     branches_of,
     reply,
     router,
 )
-from unspool.serve.tree.branches import Branches, Cursor, TreeBranch
+from unspool.serve.tree.branches import Cursor, TreeBranch, UserBranches, fork_branch
 from unspool.serve.tree.prompt import merged_settings
 from unspool.serve.tree.schema import DEFAULT_TOKENS, ResumeRequest
 from unspool.serve.tree.writing import BranchTexts, BranchWriting, branch_event, error_event, watch
@@ -47,7 +46,7 @@ async def resume(identity: str, body: ResumeRequest, request: Request) -> Respon
 
 
 async def _start(
-    call: Call, branches: Branches, branch: TreeBranch, body: ResumeRequest
+    call: Call, branches: UserBranches, branch: TreeBranch, body: ResumeRequest
 ) -> tuple[BranchWriting, list[Cursor]]:
     options = body.settings()
     if "stop" in options:
@@ -60,21 +59,19 @@ async def _start(
     targets = [branch]
     if body.n > 1:
         at = len(draft.steps)
-        branches.make_room(body.n)
-        targets = [branches.fork(branch, draft.fork(), at) for _ in range(body.n)]
+        targets = [fork_branch(branch, draft.fork(), at) for _ in range(body.n)]
     cursors = [Cursor(len(each.steps), len(each.cuts), -1, each.ends) for each in targets]
     arrived, metrics = call.request.state.arrived, call.state.metrics
     texts = BranchTexts(call.served, metrics, arrived, [branch.tokens], body.n, options)
     texts.drafts, texts.max_tokens = [draft] * body.n, max_tokens
-    try:
-        call.hold_texts(texts)
-        async with asyncio.timeout_at(call.until):
-            writing = await call.hold(BranchWriting(texts, targets, body.pace))
-    except BaseException:
-        for each in targets:
-            if each is not branch:
-                branches.delete(each)
-        raise
+    call.hold_texts(texts)
+    async with asyncio.timeout_at(call.until):
+        writing = await call.hold(BranchWriting(texts, targets, body.pace))
+    # If either of these raises, the call's end stops the writing.
+    if body.n > 1:
+        branches.add(*targets)  # only now: what could not begin is never seen by anybody
+    else:
+        branch.check_exists()
     for each in targets:
         each.extra_settings = merged_settings(body, each.extra_settings)
         each.max_tokens = each.max_tokens if body.max_tokens is None else body.max_tokens
@@ -98,11 +95,11 @@ def _check_goes_on(draft: Generation, stop: tuple[str, ...] | None) -> None:
 async def _finished(writing: BranchWriting, cursors: list[Cursor]) -> dict[str, Any]:
     await writing.over()
     replies = []
-    for branch, before in zip(writing.branches, cursors, strict=True):
-        since = min([before.count, *(to for to, _ in branch.cuts[before.cuts :])])
-        steps = branch.steps[since:]
+    for number, (branch, before) in enumerate(zip(writing.branches, cursors, strict=True)):
+        summary, steps, cuts = writing.results[number]
+        since = min([before.count, *(to for to, _ in cuts[before.cuts :])])
         replies.append(
-            await in_thread(branch_with_steps, branch_json(branch), branch.prompt, steps, since)
+            await in_thread(branch_with_steps, summary, branch.prompt, steps[since:], since)
         )
     return replies[0] if len(replies) == 1 else {"object": "list", "data": replies}
 

@@ -66,6 +66,9 @@ class BranchWriting:
     ) -> None:
         self.texts, self.branches, self.pace = texts, list(branches), pace
         self.fault: BaseException | None = None
+        self.results: dict[int, tuple[dict[str, Any], list[Step], list[tuple[int, str]]]] = {}
+        """Of each branch when its writing ended: as JSON, its steps, its cuts. Read these and not
+        the branch, which others may have changed by the time a waiter wakes up."""
         self._began = perf_counter()
         self._first: dict[int, float] = {}  # seconds until a branch's first token
         self._before = [len(branch.tokens) for branch in branches]
@@ -232,6 +235,7 @@ class BranchWriting:
             "total_seconds": perf_counter() - self._began,
         }
         branch.ended(reason, None if self.fault is None else to_api_error(self.fault))
+        self.results[number] = (branch_json(branch), list(branch.steps), list(branch.cuts))
 
 
 # -- telling ---------------------------------------------------------------------------------
