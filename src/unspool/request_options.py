@@ -114,6 +114,11 @@ def several(given: Any) -> list[Any] | None:
     return None
 
 
+def is_conversation(prompt: Any) -> bool:
+    """Whether this is a list of messages."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
 _USUAL = SamplingSettings()
 
 
@@ -178,9 +183,11 @@ def _bytes_alone() -> GrammarVocabulary:
 def continued_request(
     model: ModelFacts, generation: Generation, options: dict[str, Any]
 ) -> Request:
-    """The request that goes on with a generation, as it was asked for but for these options.
+    """The request that continues a generation: its own request, changed by these options.
 
-    An option of sampling, guards or grammars that is None has its usual value again.
+    `max_tokens` counts new tokens. Without it the text may grow to the length that its last request
+    allowed; a text that has that length gets as many new tokens as its last request did. An option
+    of sampling, guards or grammars that is None has its default again.
     """
     _check_names(options)
     before = generation.request
@@ -195,9 +202,12 @@ def continued_request(
     if "endless" in given:
         asked, length = given.pop("endless"), len(generation.prompt)
         changed["endless"] = kept_tokens(asked, length, before.limits.context)
-    if "max_tokens" not in changed and len(generation.steps) >= before.limits.max_tokens:
-        # All that was allowed is there already: as much again.
-        changed["max_tokens"] = len(generation.steps) + before.limits.max_tokens
+    num_written = len(generation.steps)
+    if "max_tokens" in changed:
+        changed["max_tokens"] += num_written
+    elif num_written >= before.limits.max_tokens:  # the limit is reached: as many tokens again
+        last_max_tokens = before.limits.max_tokens - len(before.written)
+        changed["max_tokens"] = num_written + max(last_max_tokens, 0)
     request = replace(
         before,
         limits=replace(before.limits, **changed),

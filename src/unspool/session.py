@@ -26,7 +26,7 @@ from unspool.backends.torch.available import check_torch
 from unspool.engine.branch import Branch
 from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
-from unspool.engine.generation import Generation
+from unspool.engine.generation import Generation, why_full
 from unspool.engine.judge import chosen_steps, explain, judge
 from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker, Request
@@ -176,14 +176,24 @@ class Session:
 
     # -- writing ----------------------------------------------------------------------------
 
-    def chat_prompt(self, messages: Messages, **options: Any) -> ChatPrompt:
-        """A conversation as token ids, ready for `begin`."""
+    def chat_prompt(
+        self, messages: Messages, *, system: str | None = None, **options: Any
+    ) -> ChatPrompt:
+        """A conversation as token ids, ready for `begin`; `system` is put before its messages."""
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         if not isinstance(asked, Sequence) or not all(isinstance(one, Mapping) for one in asked):
             raise SettingsError(
                 f"the messages are {reprlib.repr(messages)}; they may be a question, or a list of "
                 "{'role': 'user', 'content': '...'}"
             )
+        if system is not None:
+            if not isinstance(system, str):
+                raise SettingsError(f"system must be text, got {reprlib.repr(system)}")
+            if asked and asked[0].get("role") in ("system", "developer"):
+                raise SettingsError(
+                    "system= is given and the messages begin with a system message; give one"
+                )
+            asked = [{"role": "system", "content": system}, *asked]
         unfinished = bool(asked) and asked[-1].get("role") == "assistant"
         return self.chat_template.encode(
             asked,
@@ -213,9 +223,8 @@ class Session:
     def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
         request = self.request(prompt, dict(options))
-        reason = "length" if request.limits.max_tokens == 0 else "context"
         self.config.check_left_to_right()
-        return Generation(request, empty_reason=reason, source=self)
+        return Generation(request, empty_reason=why_full(request, 0), source=self)
 
     def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
         """What a caller asks for, checked; options as in `stream`."""

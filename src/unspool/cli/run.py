@@ -155,10 +155,8 @@ def run(
         o.check(options)
     lm = o.with_adapter(chosen.load(), adapter)
     if chat or (chat is None and lm.is_instruct):
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        asked = [*messages, {"role": "user", "content": text}]
-        told = lm.think_options(wanted, options)
-        ids: str | list[int] = lm.chat_prompt(asked, **told).ids
+        template_options = lm.think_options(wanted, options)
+        ids: str | list[int] = lm.chat_prompt(text, system=system, **template_options).ids
         options["stop"] += lm.chat_template.stops
     elif wanted is not None or think_budget is not None:
         raise SettingsError("thoughts come with the chat template; leave --raw out")

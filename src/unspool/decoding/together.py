@@ -17,6 +17,7 @@ from unspool.decoding.progress import progress_bar
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.stream import StepStream
 from unspool.errors import BatchError, UnspoolError
+from unspool.request_options import several
 from unspool.session import Prompt, Session
 
 _AT_ONCE = 512  # texts handed in together: more than fit a batch, fewer than may wait
@@ -34,6 +35,50 @@ def generate_all(
     texts = Generations(_draft(lm, number, one, options) for number, one in enumerate(prompts))
     with progress_bar("writing", len(texts), show=progress) as tell:
         failed = write_all(lm, texts, tell)
+    _raise_failures(texts, failed)
+    return texts
+
+
+async def generate_async(
+    lm: Session, prompt: Any, options: dict[str, Any]
+) -> Generation | Generations:
+    """`LanguageModel.generate` on an event loop, which is never blocked.
+
+    What may take time (tokenizing, starting the engine) runs in a thread. Cancelling the task
+    cancels every request that it started.
+    """
+    import asyncio  # large, and only needed here
+
+    async def write(text: Generation) -> None:
+        async with running:
+            await text.extend_async(await asyncio.to_thread(_submit, lm, text))
+
+    running = asyncio.Semaphore(_AT_ONCE)
+    prompts = several(prompt)
+    if prompts is None:
+        text: Generation = await asyncio.to_thread(lm.draft, prompt, **options)
+        await write(text)
+        return text
+    texts = await asyncio.to_thread(_draft_all, lm, prompts, options)
+    results = await asyncio.gather(*map(write, texts), return_exceptions=True)
+    failed = {n: result for n, result in enumerate(results) if isinstance(result, Exception)}
+    _raise_failures(texts, failed)
+    return texts
+
+
+def _submit(lm: Session, text: Generation) -> StepStream:
+    return lm.engine.submit(text.request)
+
+
+def _draft_all(lm: Session, prompts: Sequence[Prompt], options: dict[str, Any]) -> Generations:
+    """Drafts of all prompts, with what they share at their beginning computed."""
+    texts = Generations(_draft(lm, number, one, options) for number, one in enumerate(prompts))
+    if len(texts) > 1:
+        read_what_all_share(lm, texts)
+    return texts
+
+
+def _raise_failures(texts: Generations, failed: dict[int, Exception]) -> None:
     if failed:
         number, error = next(iter(failed.items()))
         raise BatchError(
@@ -42,7 +87,6 @@ def generate_all(
             texts,
             failed,
         ) from error
-    return texts
 
 
 def _draft(lm: Session, number: int, prompt: Prompt, options: dict[str, Any]) -> Generation:

@@ -54,7 +54,7 @@ class Generation:
 
     request: Request = field(repr=False)  # how it was asked for, to go on in that way
     steps: list[Step] = field(default_factory=list)
-    empty_reason: str | None = None  # why there is not a single token
+    empty_reason: str | None = None  # why its request wrote no token
     source: Source | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list)  # what the engine had to say
     reused: int = 0  # tokens of the prompt that were computed before
@@ -66,6 +66,12 @@ class Generation:
             self.take(step)
             yield step
         self.notes = list(steps.notes)
+
+    async def extend_async(self, steps: StepStream) -> None:
+        """Take in all steps without blocking the event loop; cancellation cancels the request."""
+        async for step in steps:
+            self.take(step)
+        self.reused, self.notes = steps.prompt_reused, list(steps.notes)
 
     def take(self, step: Step) -> None:
         """Put one more step at the end, and take out those that it takes back."""
@@ -101,7 +107,12 @@ class Generation:
         return forked
 
     def resume(self, **options: Unpack[Options]) -> Generation:
-        """Go on writing from here, with the same settings or with others."""
+        """Continue the text with the same options, or with others.
+
+        `max_tokens` counts new tokens: `resume(max_tokens=4)` adds up to four. Without it the text
+        may grow to the length that was allowed before, so `text.rewind(3).resume()` writes it
+        again; a text that has that length gets as many new tokens as the last call allowed.
+        """
         more, steps = self.going_on(**options)
         for _ in more.extend(steps):
             pass
@@ -111,6 +122,7 @@ class Generation:
         """`resume`, with its steps still to come."""
         more = self.fork()
         steps = self._writer().write_on(more, **options)
+        more.empty_reason = why_full(more.request, len(more.steps))
         # What was shown only because the text ended is held again.
         more.steps = _retold(more.steps, TextStream(more.request.limits.stop), ended=False)
         return more, steps
@@ -172,8 +184,9 @@ class Generation:
     @property
     def finish_reason(self) -> str:
         """`stop` (end token or stop string), `length`, `context`, or `interrupted`."""
-        last = self.steps[-1].finish_reason if self.steps else self.empty_reason
-        return last or "interrupted"
+        if len(self.steps) <= len(self.request.written) and self.empty_reason:
+            return self.empty_reason
+        return (self.steps[-1].finish_reason if self.steps else None) or "interrupted"
 
     @property
     def logprob(self) -> float:
@@ -257,6 +270,13 @@ def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
     for text, label in zip(texts, labels, strict=True):
         shown += [note(label), text_html([step.as_piece() for step in text.steps])]
     return picture(*shown, legend())
+
+
+def why_full(request: Request, num_written: int) -> str | None:
+    """The finish reason of a request that allows no token behind `num_written` new ones."""
+    if num_written < request.limits.room(len(request.prompt)):
+        return None
+    return "length" if num_written >= request.limits.max_tokens else "context"
 
 
 def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:
