@@ -146,6 +146,30 @@ import unspool.conversation
     assert done.returncode == 0, done.stderr
 
 
+def test_messages_are_formatted():
+    """No raised text holds a {name}: the f before its quotes was forgotten."""
+    unformatted = []
+    for file in SOURCE.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        formatted = {
+            id(part)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            for part in ast.walk(node)
+        }
+        unformatted += [
+            f"{file.relative_to(SOURCE)}:{part.lineno}: {part.value}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Raise)
+            for part in ast.walk(node)
+            if isinstance(part, ast.Constant)
+            and isinstance(part.value, str)
+            and id(part) not in formatted
+            and re.search(r"\{[a-z_]\w*([.!:\[][^{}]*)?\}", part.value)
+        ]
+    assert not unformatted
+
+
 def test_lint_and_format():
     for arguments in (["check"], ["format", "--check"]):
         done = subprocess.run(

@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun, for messages: "1 token", "2,000 tokens"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 class UnspoolError(ValueError):
     """Something the caller can put right; the message says what was wrong and what to do."""
 

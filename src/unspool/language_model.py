@@ -93,9 +93,15 @@ class LanguageModel(BeyondLeftToRight):
         The event loop is never blocked, and requests that run at the same time share batches.
         Cancelling the task cancels the request.
         """
-        from unspool.decoding.together import generate_async
+        from asyncio import to_thread
 
-        return await generate_async(self, prompt, dict(options))
+        from unspool.decoding.together import generate_all_async, write_async
+
+        if texts := several(prompt):
+            return await generate_all_async(self, texts, dict(options))
+        text = await to_thread(self.draft, cast(Prompt, prompt), **options)
+        await write_async(self, text)
+        return text
 
     @tells_options
     def stream(

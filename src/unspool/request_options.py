@@ -59,15 +59,15 @@ class ModelFacts:
     thinking: Callable[[Sequence[int]], Thinking | None] = lambda prompt: None
 
 
-def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """What a caller gave as stop strings: one, several or none."""
-    if stop is None:
+def strings(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """The strings of an option that takes one, several or none."""
+    if value is None:
         return ()
-    if isinstance(stop, str):
-        return (stop,)
-    if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
-        raise SettingsError(f"stop is {stop!r}; it may be a string, or a list of strings")
-    return tuple(stop)
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise SettingsError(f"{name} must be a string or a list of strings, got {value!r}")
+    return tuple(value)
 
 
 def given_ids(prompt: Any) -> list[int]:
@@ -299,7 +299,7 @@ def _adapter(value: Any) -> str | None:
 def _guards(given: Any) -> GuardPolicy | None:
     if given is None or isinstance(given, GuardPolicy):
         return given
-    return GuardPolicy.parse(strings(given))
+    return GuardPolicy.parse(strings(given, "guard"))
 
 
 def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:

@@ -33,7 +33,7 @@ from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.thinking import Thinking, think_options, thinking_of
-from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
+from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError, count
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.request_options import ModelFacts, build_request, continued_request, given_ids
@@ -424,7 +424,9 @@ class Session:
         ids = self.tokenizer.encode(text)
         if len(ids) != 1:
             pieces = ", ".join(f"{self.readable(i)!r} ({i})" for i in ids[:8]) or "none"
-            raise SettingsError(f"{text!r} is {len(ids)} tokens: {pieces}; name one of them")
+            raise SettingsError(
+                f"{text!r} is {count(len(ids), 'token')}: {pieces}; name one of them"
+            )
         return ids[0]
 
     def save(self, folder: str | Path) -> None:

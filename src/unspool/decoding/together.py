@@ -17,7 +17,6 @@ from unspool.decoding.progress import progress_bar
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.stream import StepStream
 from unspool.errors import BatchError, UnspoolError
-from unspool.request_options import several
 from unspool.session import Prompt, Session
 
 _AT_ONCE = 512  # texts handed in together: more than fit a batch, fewer than may wait
@@ -39,26 +38,25 @@ def generate_all(
     return texts
 
 
-async def generate_async(
-    lm: Session, prompt: Any, options: dict[str, Any]
-) -> Generation | Generations:
-    """`LanguageModel.generate` on an event loop, which is never blocked.
-
-    What may take time (tokenizing, starting the engine) runs in a thread. Cancelling the task
-    cancels every request that it started.
-    """
+async def write_async(lm: Session, text: Generation) -> None:
+    """Write a draft without blocking the event loop; cancelling the task cancels the request."""
     import asyncio  # large, and only needed here
+
+    # In a thread, because the first request starts the engine and a drafter may load a model.
+    await text.extend_async(await asyncio.to_thread(_submit, lm, text))
+
+
+async def generate_all_async(
+    lm: Session, prompts: Sequence[Prompt], options: dict[str, Any]
+) -> Generations:
+    """`generate_all` on an event loop; cancelling the task cancels all of its requests."""
+    import asyncio
 
     async def write(text: Generation) -> None:
         async with running:
-            await text.extend_async(await asyncio.to_thread(_submit, lm, text))
+            await write_async(lm, text)
 
     running = asyncio.Semaphore(_AT_ONCE)
-    prompts = several(prompt)
-    if prompts is None:
-        text: Generation = await asyncio.to_thread(lm.draft, prompt, **options)
-        await write(text)
-        return text
     texts = await asyncio.to_thread(_draft_all, lm, prompts, options)
     results = await asyncio.gather(*map(write, texts), return_exceptions=True)
     failed = {n: result for n, result in enumerate(results) if isinstance(result, Exception)}

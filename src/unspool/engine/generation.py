@@ -20,7 +20,7 @@ from unspool.engine.options import Options
 from unspool.engine.request import Request
 from unspool.engine.steps import Candidate, Step, Usage, brief
 from unspool.engine.stream import StepStream
-from unspool.errors import SettingsError, UnspoolError
+from unspool.errors import SettingsError, UnspoolError, count
 from unspool.sampling.settings import SamplingSettings
 from unspool.text.tokenizer.stream import TextStream
 
@@ -84,7 +84,9 @@ class Generation:
     def rewind(self, length: int) -> Generation:
         """The first `length` of the new tokens; negative: without so many of the last."""
         if not -len(self.steps) <= length <= len(self.steps):
-            raise SettingsError(f"cannot rewind to {length}: {len(self.steps)} tokens were written")
+            raise SettingsError(
+                f"cannot rewind to {length}: {count(len(self.steps), 'token')} written"
+            )
         kept = [
             step if step.finish_reason is None else replace(step, finish_reason=None)
             for step in self.steps[:length]
@@ -228,15 +230,16 @@ class Generation:
 
     def __repr__(self) -> str:
         said = brief(self.answer) if self.text else reprlib.repr(self.tokens)
-        return f"<Generation {said}, {len(self.steps)} tokens, {self.finish_reason}>"
+        return f"<Generation {said}, {count(len(self.steps), 'token')}, {self.finish_reason}>"
 
     def _repr_html_(self) -> str:
         from unspool.notebook import legend, note, picture, steps_table, text_html
 
         pieces = [step.as_piece() for step in self.steps]
         seconds = self.usage.total_seconds
-        told = f"{len(pieces)} tokens, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
-        return picture(text_html(pieces), note(told), legend(), steps_table(pieces))
+        length = count(len(pieces), "token")
+        facts = f"{length}, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
+        return picture(text_html(pieces), note(facts), legend(), steps_table(pieces))
 
     # -- copies ------------------------------------------------------------------------------
 

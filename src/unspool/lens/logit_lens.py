@@ -90,7 +90,8 @@ def logit_lens(
     """What each layer would have said at the position looked at.
 
     `token` is the one to follow, an id or text that is one token: by default the one that was
-    picked, or, at the end of a text, the likeliest. `top` candidates are told of each layer; `whole`: the whole vocabulary too.
+    picked, or, at the end of a text, the likeliest. `top` candidates are told of each layer;
+    `whole`: the whole vocabulary too.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise SettingsError(f"top is {top!r}; it may be a whole number from 0 up")

@@ -169,7 +169,7 @@ class SafetensorsCheckpoint:
             file = self._file_of.get(full)
             return None if file is None else file.stored(full, self._scales(full), self._block)
 
-        return read_weights(self.config, self.rules, fetch)
+        return read_weights(self.config, self.rules, fetch, prefix)
 
     def _scales(self, name: str) -> Stored | None:
         """The scales of a tensor of FP8 numbers."""

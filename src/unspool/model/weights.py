@@ -196,12 +196,17 @@ Fetch = Callable[[str], Stored | None]
 
 
 def read_weights(
-    config: ModelConfig, rules: tuple[Rule, ...], fetch: Fetch
+    config: ModelConfig, rules: tuple[Rule, ...], fetch: Fetch, prefix: str = ""
 ) -> Iterator[tuple[str, Stored]]:
     """Every weight of ours, found in a file by its rules; `fetch` gives their tensor or None.
 
-    Numbers stay as the file has them, packed or not, wherever only rows are moved.
+    Numbers stay as the file has them, packed or not, wherever only rows are moved. `prefix` is what
+    `{p}` stands for, in messages.
     """
+
+    def shown(name: str) -> str:
+        return name.replace("{p}", prefix).replace("{e}", "*")
+
     wanted = shapes(config)
     done: set[str] = set()
     for name in wanted:
@@ -209,7 +214,7 @@ def read_weights(
             continue
         tried = []
         for rule, theirs, parts in _fitting(rules, name, wanted):
-            tried.append(theirs)
+            tried.append(shown(theirs))
             whole = _fetch(theirs, config, fetch)
             if whole is None:
                 continue
@@ -218,8 +223,8 @@ def read_weights(
             for part, piece in zip(parts, pieces, strict=True):
                 if piece.shape != wanted[part]:
                     raise ModelFileError(
-                        f"tensor {theirs} has shape {piece.shape} where the model's settings need "
-                        f"{wanted[part]}; the settings and the weights do not belong together"
+                        f"tensor {shown(theirs)} has shape {piece.shape} where the settings "
+                        f"need {wanted[part]}; the settings and the weights do not belong together"
                     )
                 done.add(part)
                 yield part, piece
