@@ -239,6 +239,43 @@ def test_lenses_name_tokens_by_text(chat_lm: Any):
         chat_lm.attribution("The", token="xyzzy")
 
 
+def test_arguments_of_the_wrong_type_are_named(chat_lm: Any):
+    lm, prompt = chat_lm, "The state"
+    text = lm.generate(prompt, **WRITE)
+    wrong: dict[str, list[Any]] = {
+        "explain": [lambda: lm.generate(prompt, explain="yes")],
+        "end": [lambda: lm.generate(prompt, end=1), lambda: lm.beam(prompt, end="x")],
+        "cache": [lambda: lm.generate(prompt, cache="x"), lambda: text.resume(cache="x")],
+        "json": [lambda: lm.generate(prompt, json="x")],
+        "guard": [lambda: lm.generate(prompt, guard=3), lambda: text.resume(guard=[3])],
+        "tools": [lambda: lm.chat(prompt, tools=5), lambda: lm.chat(prompt, tools=["x"])],
+        "top": [lambda: lm.score(prompt, top="x"), lambda: lm.score(prompt, top=-1),
+                lambda: text.alternatives(0, top=1.5)],
+        "adapter": [lambda: lm.score(prompt, adapter=5)],
+        "length": [lambda: text.rewind("x"), lambda: text.rewind(1.5), lambda: text.rewind(None)],
+        "index": [lambda: text.alternatives("x"), lambda: text.alternatives(None)],
+        "the chosen token": [lambda: text.choose(1.5), lambda: text.choose(None),
+                             lambda: text.choose(["a"]), lambda: text.choose(True)],
+        "diversity_penalty": [lambda: lm.beam(prompt, diversity_penalty="x")],
+        "length_penalty": [lambda: lm.beam(prompt, length_penalty=float("nan"))],
+        "alpha": [lambda: lm.contrastive(prompt, alpha="x"), lambda: lm.contrastive("A", alpha=2)],
+        "threshold": [lambda: lm.edit("A.", threshold="x"), lambda: lm.edit("A.", threshold=2)],
+        "trust": [lambda: lm.edit("The cat.", trust="x"), lambda: lm.edit("The cat.", trust=-1)],
+        "twin": [lambda: lm.edit("The cat.", twin=5), lambda: lm.fill("The ___.", twin="x")],
+        "generation": [lambda: lm.trace(5), lambda: lm.attach(5)],
+        "trace": [lambda: lm.replay(5)],
+    }  # fmt: skip
+    for name, calls in wrong.items():
+        for number, call in enumerate(calls):
+            with pytest.raises(SettingsError, match=f"^{name} must be") as caught:
+                call()
+            assert "got " in str(caught.value), (name, number)
+    with pytest.raises(SettingsError, match="choices are 5"):
+        lm.fill("The ___.", choices=5)
+    with pytest.raises(SettingsError, match="nothing was chosen"):
+        text.choose("")
+
+
 @pytest.mark.parametrize("ask", ["stream", "look", "score"])
 def test_only_generate_and_chat_take_lists(tiny_lm: Any, ask: str):
     with pytest.raises(SettingsError, match="generate and chat also take a list of prompts"):

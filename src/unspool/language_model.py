@@ -21,6 +21,7 @@ from unspool.beyond import BeyondLeftToRight, Prompts
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options, tells_options
 from unspool.engine.stream import StepStream
+from unspool.errors import SettingsError
 from unspool.request_options import is_conversation, several, strings
 from unspool.session import Messages, Prompt
 
@@ -221,6 +222,8 @@ class LanguageModel(BeyondLeftToRight):
 
         Adds to `options` what a chat needs: the template's stop strings, and where thoughts are.
         """
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in _listed(tools)):
+            raise SettingsError(f"tools must be a list of JSON schemas (dicts), got {tools!r}")
         options["stop"] = strings(options.get("stop")) + self.chat_template.stops
         template_options = self.think_options(think, options)
 
@@ -465,3 +468,8 @@ class LanguageModel(BeyondLeftToRight):
 
         found = load_trace(trace) if isinstance(trace, str | Path) else trace
         return replay(self, found, tolerance=tolerance)
+
+
+def _listed(tools: Any) -> Sequence[Any]:
+    """The items of a list; anything else as the one item of a list."""
+    return tools if isinstance(tools, Sequence) and not isinstance(tools, str) else [tools]

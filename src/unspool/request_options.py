@@ -20,7 +20,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.thinking import CALL, Thinking
-from unspool.errors import SettingsError, UnspoolWarning
+from unspool.errors import SettingsError, UnspoolWarning, check_bool
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.settings import MIROSTAT_STAGES
@@ -127,7 +127,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
     _check_names(options)
     given = {name: value for name, value in options.items() if value is not None}
     seed = given.pop("seed", None)
-    end = given.pop("end", True)
+    end = check_bool("end", given.pop("end", True))
     limits = Limits(
         max_tokens=_whole("max_tokens", given.pop("max_tokens", 256)),
         context=model.context,
@@ -135,7 +135,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         stop=strings(given.pop("stop", ())),
         sample=_whole("sample", given.pop("sample", 0)),
         top=_whole("top", given.pop("top", 0)),
-        explain=bool(given.pop("explain", False)),
+        explain=check_bool("explain", given.pop("explain", False)),
         endless=kept_tokens(given.pop("endless", None), len(prompt), model.context),
     )
     request = Request(
@@ -144,7 +144,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         limits=limits,
         priority=_priority(given.pop("priority", 0)),
         adapter=_adapter(given.pop("adapter", model.adapter)),
-        cached=given.pop("cache", True) is not False,
+        cached=check_bool("cache", given.pop("cache", True)),
         guards=_guards(given.pop("guard", None)),
         grammar=_grammar(model, given),
         thinking=_thinking(model, prompt, given),
@@ -194,11 +194,11 @@ def continued_request(
     given = {n: v for n, v in options.items() if v is not None or n not in _KEPT}
     changed: dict[str, Any] = {n: _whole(n, given.pop(n)) for n in _LIMITS if n in given}
     if "explain" in given:
-        changed["explain"] = bool(given.pop("explain"))
+        changed["explain"] = check_bool("explain", given.pop("explain"))
     if "stop" in given:
         changed["stop"] = strings(given.pop("stop"))
     if "end" in given:
-        changed["end_ids"] = model.end_ids if given.pop("end") else frozenset()
+        changed["end_ids"] = model.end_ids if check_bool("end", given.pop("end")) else frozenset()
     if "endless" in given:
         asked, length = given.pop("endless"), len(generation.prompt)
         changed["endless"] = kept_tokens(asked, length, before.limits.context)
@@ -217,7 +217,7 @@ def continued_request(
     if "adapter" in given:
         request = replace(request, adapter=_adapter(given.pop("adapter") or model.adapter))
     if "cache" in given:
-        request = replace(request, cached=given.pop("cache") is not False)
+        request = replace(request, cached=check_bool("cache", given.pop("cache")))
     if "guard" in given:
         request = replace(request, guards=_guards(given.pop("guard")))
     if "thoughts" in given:
@@ -313,6 +313,8 @@ def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:
     if len(asked) > 1:
         raise SettingsError(f"{' and '.join(asked)} were given; a text can obey only one of them")
     ((name, value),) = asked.items()
+    if name == "json":
+        check_bool("json", value)
     spec = _GRAMMARS[name](value)
     if value is not spec:  # who made the spec has its notes
         for note in spec.notes:

@@ -26,14 +26,21 @@ from unspool.backends.torch.available import check_torch
 from unspool.engine.branch import Branch
 from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
-from unspool.engine.generation import Generation, why_full
+from unspool.engine.generation import Generation, check_generation, why_full
 from unspool.engine.judge import chosen_steps, explain, judge
 from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.thinking import Thinking, think_options, thinking_of
-from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError, count
+from unspool.errors import (
+    ContextError,
+    ModelFileError,
+    SettingsError,
+    UnspoolError,
+    check_int,
+    count,
+)
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.request_options import ModelFacts, build_request, continued_request, given_ids
@@ -240,6 +247,7 @@ class Session:
 
     def attach(self, generation: Generation) -> Generation:
         """A generation that came from elsewhere (a pickle, another process), to go on with here."""
+        check_generation(generation)
         request = generation.request
         longer = request.limits.endless is not None
         self.prompt_ids([*request.prompt, *generation.tokens], longer=longer)
@@ -271,15 +279,23 @@ class Session:
         adapter: str | None = None,
     ) -> list[Step]:
         """Steps for tokens that a person puts behind these, as the model judges them."""
-        added: list[int]
-        if isinstance(chosen, str):
-            added = self.tokenizer.encode(chosen)
-        else:
-            added = [int(token) for token in _several(chosen)]
+        added = self._chosen_ids(chosen)
         self.prompt_ids([*tokens, *added])
         with self.opened([*tokens, *added[:-1]], adapter) as branch:
             logits = self.engine.extend(branch, wanted=len(added))
         return chosen_steps(logits, added, len(tokens), self._token_bytes)
+
+    def _chosen_ids(self, chosen: str | int | Sequence[int]) -> list[int]:
+        """The token ids of what a person chose: words, a token id, or several ids."""
+        if isinstance(chosen, str):
+            ids = self.tokenizer.encode(chosen)
+        elif isinstance(chosen, Sequence) or hasattr(chosen, "__len__"):
+            ids = [check_int("the chosen token", token) for token in chosen]
+        else:
+            ids = [check_int("the chosen token", chosen)]
+        if not ids:
+            raise SettingsError(f"nothing was chosen: give words or token ids, got {chosen!r}")
+        return ids
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """The steps of a generation with all that can be said of how they were picked."""
@@ -347,6 +363,8 @@ class Session:
     def opened(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
         """A branch with these tokens, read from left to right, and released again afterwards."""
         self.config.check_left_to_right()
+        if adapter is not None and not isinstance(adapter, str):
+            raise SettingsError(f"adapter must be the name of a loaded adapter, got {adapter!r}")
         branch = self.engine.open(tokens, adapter or self.adapter)
         try:
             yield branch
@@ -396,6 +414,7 @@ class Session:
 
         With `top`, also the likeliest candidates at each position.
         """
+        check_int("top", top)
         ids = self.prompt_ids(text)
         # A start token that the model wants before every text is read but not judged.
         lead = isinstance(text, str) and self.tokenizer.add_bos
@@ -448,10 +467,6 @@ class Session:
             raise UnspoolError("this model came from no file, so it cannot be saved")
         check_torch()
         return load_transformer(open_checkpoint(self.path))
-
-
-def _several(tokens: int | Sequence[int]) -> Sequence[int]:
-    return tokens if isinstance(tokens, Sequence) else [tokens]
 
 
 def _token_bytes(vocabulary: Tokenizer | None, token: int) -> bytes:

@@ -113,7 +113,7 @@ def run(
       cat notes.txt | unspool "Summarize in one sentence:"
       unspool "Invent a person." --json-schema person.json
       unspool "A haiku about leaves" --samples 3
-      unspool "List ten birds" -t 0 --guard loop
+      unspool "I love you. I love you." --raw -t 0 --guard loop
       unspool "A story without end" --endless -n 20000
       unspool "Hi" --json | jq -r 'select(.generation).generation.text'
       unspool "The sea" --adapter runs/poet/adapter

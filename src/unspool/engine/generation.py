@@ -20,7 +20,7 @@ from unspool.engine.options import Options
 from unspool.engine.request import Request
 from unspool.engine.steps import Candidate, Step, Usage, brief
 from unspool.engine.stream import StepStream
-from unspool.errors import SettingsError, UnspoolError, count
+from unspool.errors import SettingsError, UnspoolError, check_int, count
 from unspool.sampling.settings import SamplingSettings
 from unspool.text.tokenizer.stream import TextStream
 
@@ -83,6 +83,7 @@ class Generation:
 
     def rewind(self, length: int) -> Generation:
         """The first `length` of the new tokens; negative: without so many of the last."""
+        check_int("length", length, least=None)
         if not -len(self.steps) <= length <= len(self.steps):
             raise SettingsError(
                 f"cannot rewind to {length}: {count(len(self.steps), 'token')} written"
@@ -131,6 +132,8 @@ class Generation:
 
     def alternatives(self, index: int, top: int = 10) -> tuple[Candidate, ...]:
         """The likeliest tokens at one place: what could have stood there."""
+        check_int("index", index, least=None)
+        check_int("top", top)
         if not 0 <= index <= len(self.steps):
             raise SettingsError(f"there is no token {index}: {len(self.steps)} were written")
         tokens = [*self.prompt, *self.tokens[:index]]
@@ -273,6 +276,14 @@ def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
     for text, label in zip(texts, labels, strict=True):
         shown += [note(label), text_html([step.as_piece() for step in text.steps])]
     return picture(*shown, legend())
+
+
+def check_generation(value: object) -> None:
+    """Raise SettingsError unless the value is a `Generation`."""
+    if not isinstance(value, Generation):
+        raise SettingsError(
+            f"generation must be what generate, chat or resume gave, got {reprlib.repr(value)}"
+        )
 
 
 def why_full(request: Request, num_written: int) -> str | None:

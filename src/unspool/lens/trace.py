@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unspool.engine.ending import Limits
-from unspool.engine.generation import Generation
+from unspool.engine.generation import Generation, check_generation
 from unspool.engine.steps import Step, brief
 from unspool.errors import SettingsError, count
 from unspool.sampling import GrammarSpec, SamplingSettings
@@ -100,6 +100,7 @@ def fingerprint(lm: Session) -> Fingerprint:
 
 def trace_of(lm: Session, generation: Generation) -> Trace:
     """Everything about a generation; ask for it with `explain` and `top` to have the detail."""
+    check_generation(generation)
     request, steps, thinking = generation.request, generation.steps, generation.request.thinking
     if request.adapter is not None:
         raise SettingsError(
