@@ -54,6 +54,7 @@ def test_the_version():
 
 def test_help_in_words():
     assert real("help").stdout == real("--help").stdout
+    assert "unspool models pull " in real("models", "help", "pull").stdout
     for words in (["serve"], ["models", "pull"]):
         done = real("help", *words)
         assert done.returncode == 0 and f"unspool {' '.join(words)} " in done.stdout
@@ -160,6 +161,16 @@ def test_remarks_that_cannot_be_written_are_lost():
     assert shell("unspool models list 2> /dev/full").returncode == 0
     assert shell("unspool -t -3 Hi 2> /dev/full").returncode == 2
     assert shell("unspool -t -3 Hi 2>&-").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["--help", "models catalogue"])
+def test_a_reader_that_leaves_early_is_no_error(command: str):
+    program = [sys.executable, "-m", "unspool", *command.split()]
+    read, write = os.pipe()
+    os.close(read)  # before anything is written
+    with os.fdopen(write, "wb") as output:
+        done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])

@@ -170,7 +170,8 @@ class LanguageModel(BeyondLeftToRight):
         in `reasoning`, not in `answer`.
         """
         prompts = self._chat_prompts(messages, system, tools, think, options)
-        return self.generate(prompts, progress=progress, **options)
+        texts: Generation | Generations = self.generate(prompts, progress=progress, **options)
+        return texts
 
     @overload
     async def achat(
@@ -208,7 +209,8 @@ class LanguageModel(BeyondLeftToRight):
         from asyncio import to_thread
 
         prompts = await to_thread(self._chat_prompts, messages, system, tools, think, options)
-        return await self.agenerate(prompts, **options)
+        texts: Generation | Generations = await self.agenerate(prompts, **options)
+        return texts
 
     def _chat_prompts(
         self,

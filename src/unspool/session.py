@@ -289,7 +289,7 @@ class Session:
         """The token ids of what a person chose: words, a token id, or several ids."""
         if isinstance(chosen, str):
             ids = self.tokenizer.encode(chosen)
-        elif isinstance(chosen, Sequence) or hasattr(chosen, "__len__"):
+        elif isinstance(chosen, Sequence):
             ids = [check_int("the chosen token", token) for token in chosen]
         else:
             ids = [check_int("the chosen token", chosen)]

@@ -33,7 +33,7 @@ def _open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  open to the end
-    sys.stderr = _LossyStream(sys.stderr)  # type: ignore[assignment]
+    setattr(sys, "stderr", _LossyStream(sys.stderr))  # noqa: B010  it is no whole TextIO
 
 
 def main() -> None:

@@ -100,6 +100,8 @@ def with_command(arguments: Sequence[str], piped: bool) -> list[str]:
     if not arguments:
         return ["run"] if piped else ["--help"]
     first = arguments[0]
+    if first in ("train", "models") and arguments[1:2] == ["help"]:
+        return [first, *arguments[2:], "--help"]
     if first == "train":
         from unspool.cli.train.group import with_new
 
@@ -150,6 +152,11 @@ def _exit_code(given: Sequence[str], piped: bool = False) -> int:
     except MemoryError:
         return _say("there is not enough memory; use a smaller model, or one with fewer bits")
     except BrokenPipeError:  # the reader of our output left: there is nobody to write for
+        _drop_output()
+        return 0
+    except SystemExit as leaving:
+        if not isinstance(leaving.__context__, BrokenPipeError):  # which typer makes an exit of
+            raise
         _drop_output()
         return 0
     except OSError as error:
