@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -53,10 +54,17 @@ def test_the_version():
 
 def test_help_in_words():
     assert real("help").stdout == real("--help").stdout
+    assert "unspool models pull " in real("models", "help", "pull").stdout
     for words in (["serve"], ["models", "pull"]):
         done = real("help", *words)
         assert done.returncode == 0 and f"unspool {' '.join(words)} " in done.stdout
     assert "did you mean unspool chat?" in refused("help", "caht")
+    assert "unspool --help lists the commands" in refused("help", "foo")
+    assert "did you mean unspool train tune?" in refused("help", "tune")
+
+
+def test_help_shows_brackets_as_they_are():
+    assert "unspool[ray]" in real("serve", "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -68,6 +76,11 @@ def test_help_in_words():
         (["version"], "unspool --version?"),
         (["generate", "a text"], 'unspool "your prompt"?'),
         (["finetune"], "unspool train tune"),
+        (["tune", "--data", "chats.jsonl"], "unspool train tune?"),
+        (["export", "runs/poet"], "unspool train export?"),
+        (["scaling"], "unspool train scaling?"),
+        (["data", "books/"], "unspool train data?"),
+        (["plan", "qwen3-0.6b"], "unspool models plan MODEL?"),
     ],
 )
 def test_a_word_meant_as_a_command(words: list[str], advice: str):
@@ -77,17 +90,93 @@ def test_a_word_meant_as_a_command(words: list[str], advice: str):
 
 def test_every_hint_leads_somewhere():
     """No hint for what is a command, and none that names a command which is none."""
-    assert not {*hints.ELSEWHERE, *hints.NOT_HERE} & {*COMMANDS}
+    from unspool.cli.train import group
+
+    assert not {*hints.ELSEWHERE, *hints.NOT_HERE, *hints.GROUPED} & {*COMMANDS}
+    assert {*group.COMMANDS} <= {*hints.GROUPED}
     for advice in hints.ELSEWHERE.values():
         word = advice.split()[1]
         assert word in COMMANDS or word.startswith(('"', "--")), advice
 
 
 @pytest.mark.parametrize(
-    "word", ["hello", "summarize", "Why?", "translate", "2+2=", "and/or", "list?"]
+    "word", ["hello", "summarize", "Why?", "translate", "2+2=", "and/or", "list?", "data", "plan"]
 )
 def test_other_words_are_prompts(word: str):
     assert hints.hint(word, COMMANDS) is None and hints.model_hint(word) is None
+
+
+def test_a_number_agrees_with_its_noun():
+    from unspool.errors import count
+
+    assert [count(n, "token") for n in (0, 1, 2, 2000)] == [
+        "0 tokens", "1 token", "2 tokens", "2,000 tokens",
+    ]  # fmt: skip
+
+
+def test_a_single_token_has_no_perplexity():
+    from unspool.engine.steps import Score, TokenScore
+
+    score = Score([TokenScore(5, "a", None, None, None)])
+    assert "nan" not in repr(score) and "1 token," in repr(score)
+    assert json.loads(json.dumps(score.to_dict(), allow_nan=False))["perplexity"] is None
+
+
+@pytest.mark.parametrize("system", ["STANDARD", "EIGHT_BIT", "TRUECOLOR"])
+def test_tints_differ_in_every_terminal(system: str, monkeypatch: pytest.MonkeyPatch):
+    from rich.color import ColorSystem
+
+    from unspool.cli import show
+
+    monkeypatch.setattr(show, "_has_16_colours", lambda: system == "STANDARD")
+    chances = [show.chance_style(least).bgcolor for least in (0.9, 0.6, 0.3, 0.1, 0)]
+    for colours in (chances, [show.piece_style(number).bgcolor for number in range(5)]):
+        shown = [colour.downgrade(ColorSystem[system]) for colour in colours if colour]
+        assert len({(c.number, c.triplet) for c in shown}) == 5
+
+
+# -- output that cannot be written ----------------------------------------------------------------
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    program = f"{shlex.quote(sys.executable)} -m unspool"
+    return subprocess.run(
+        command.replace("unspool", program, 1), shell=True, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("command", ["--help", "models list", "tokenize --vocabulary bytes Hi"])
+def test_a_full_disk_is_one_line(command: str):
+    done = shell(f"unspool {command} > /dev/full")
+    assert done.returncode in (2, 74), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("unspool: ")
+    if done.returncode == 74:
+        assert "standard output cannot be written: No space left" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_remarks_that_cannot_be_written_are_lost():
+    assert shell("unspool models list 2> /dev/full").returncode == 0
+    assert shell("unspool -t -3 Hi 2> /dev/full").returncode == 2
+    assert shell("unspool -t -3 Hi 2>&-").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["--help", "models catalogue"])
+def test_a_reader_that_leaves_early_is_no_error(command: str):
+    program = [sys.executable, "-m", "unspool", *command.split()]
+    read, write = os.pipe()
+    os.close(read)  # before anything is written
+    with os.fdopen(write, "wb") as output:
+        done = subprocess.run(program, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
+def test_closed_streams_are_no_error(closed: str):
+    done = shell(f"unspool models list {closed}")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.real

@@ -75,6 +75,7 @@ def test_a_text_is_saved_and_written_again(tiny_lm: Any, tmp_path: Path):
         ("bad_words_ids", [], r"logit_bias=\{' word'"),
         ("stream", True, r"lm\.stream"),
         ("messages", [], r"lm\.chat\(\[\{'role'"),
+        ("system_prompt", "Hi", r"lm\.chat\(question, system='Hi'\)"),
         ("temprature", 1, "did you mean 'temperature'"),
         ("max_token", 1, "did you mean 'max_tokens'"),
         ("top-p", 1, "did you mean 'top_p'"),
@@ -113,6 +114,166 @@ def test_what_is_no_prompt_is_told_so(tiny_lm: Any, prompt: Any, words: str):
 def test_what_is_no_conversation_is_told_so(lm: Any, messages: Any):
     with pytest.raises(SettingsError, match=r"the messages are .*; they may be a question, or a"):
         lm.chat(messages)
+
+
+# -- chats, also streamed ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chat_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A small random model with a vocabulary and a chat template."""
+    import small_model
+
+    import unspool
+
+    folder = tmp_path_factory.mktemp("chat-lm")
+    small_model.save_model(folder)
+    return unspool.load(folder, memory=8 << 20)
+
+
+WRITE: dict[str, Any] = {"max_tokens": 6, "seed": 4, "end": False}
+
+
+def test_a_conversation_can_be_streamed(chat_lm: Any):
+    talk = [{"role": "user", "content": "Is it strong?"}]
+    answer = chat_lm.chat(talk, **WRITE)
+    assert [step.token for step in chat_lm.stream(talk, **WRITE)] == answer.tokens
+    assert [s.token for s in chat_lm.stream("Is it strong?", **WRITE)] != answer.tokens
+    formal = chat_lm.chat("Is it strong?", system="Be formal.", **WRITE)
+    streamed = chat_lm.stream("Is it strong?", system="Be formal.", **WRITE)
+    assert [step.token for step in streamed] == formal.tokens
+    with pytest.raises(SettingsError, match="the messages are"):
+        chat_lm.stream([*talk, 5], **WRITE)
+
+
+def test_a_chat_takes_a_system_message(chat_lm: Any):
+    question = {"role": "user", "content": "Is it strong?"}
+    system = {"role": "system", "content": "Be formal."}
+    prompt = chat_lm.chat([system, question], **WRITE).prompt
+    assert chat_lm.chat("Is it strong?", system="Be formal.", **WRITE).prompt == prompt
+    assert chat_lm.chat([question], system="Be formal.", **WRITE).prompt == prompt
+    several = chat_lm.chat(["Is it strong?", "Is it?"], system="Be formal.", **WRITE)
+    assert several[0].prompt == prompt and several[1].prompt != prompt
+    with pytest.raises(SettingsError, match="messages begin with a system message"):
+        chat_lm.chat([system, question], system="Be brief.")
+    with pytest.raises(SettingsError, match="system must be text, got 5"):
+        chat_lm.chat("Is it?", system=5)
+
+
+def test_texts_are_awaited_without_blocking_the_event_loop(chat_lm: Any):
+    """The engine's thread cannot go on before the event loop has run."""
+    import asyncio
+    import threading
+
+    async def ask() -> list[Any]:
+        release = threading.Event()
+        chat_lm.engine.loop.tell(lambda: release.wait(10), at_rest=False)
+        asked = [
+            chat_lm.agenerate("The state", **WRITE),
+            chat_lm.achat("Is it?", system="Be formal.", **WRITE),
+            chat_lm.agenerate(["The state", [5, 6]], **WRITE),
+        ]
+        asyncio.get_running_loop().call_later(0.05, release.set)
+        return await asyncio.wait_for(asyncio.gather(*asked), 60)
+
+    text, answer, texts = asyncio.run(ask())
+    assert text.tokens == texts[0].tokens == chat_lm.generate("The state", **WRITE).tokens
+    assert answer.tokens == chat_lm.chat("Is it?", system="Be formal.", **WRITE).tokens
+    assert texts[1].tokens == chat_lm.generate([5, 6], **WRITE).tokens
+    assert text.finish_reason == "length"
+
+
+def test_cancelling_the_task_cancels_its_requests(chat_lm: Any):
+    import asyncio
+
+    async def cancel(prompt: Any) -> None:
+        task = asyncio.create_task(
+            chat_lm.agenerate(prompt, endless=True, max_tokens=10**9, end=False)
+        )
+        while not chat_lm.engine.loop.has_work():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(60):
+            while chat_lm.engine.loop.has_work():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(cancel([5, 6]))
+    asyncio.run(cancel([[5, 6], [7, 8]]))
+
+
+def test_an_awaited_batch_tells_what_went_wrong(chat_lm: Any):
+    import asyncio
+
+    def picky(tokens: Any, logits: Any) -> Any:
+        if tokens[0] == 6 and len(tokens) == 4:
+            raise RuntimeError("not this one")
+        return logits
+
+    with pytest.raises(BatchError, match=r"1 of 2 .* number 1: .*not this one") as caught:
+        asyncio.run(chat_lm.agenerate([[5, 1], [6, 1]], stages=[picky, ...], **WRITE))
+    assert [len(text.tokens) for text in caught.value.generations] == [6, 2]
+    with pytest.raises(SettingsError, match="no option 'temprature'"):
+        asyncio.run(chat_lm.agenerate([5, 6], temprature=1))
+
+
+def test_a_list_of_texts_is_embedded_row_by_row(chat_lm: Any):
+    vectors = chat_lm.embed(["The state", "of the union"])
+    assert vectors.shape == (2, chat_lm.config.width)
+    assert np.array_equal(vectors[1], chat_lm.embed("of the union"))
+    ids = chat_lm.embed([[5, 6, 7], [8]])
+    assert np.array_equal(ids[0], chat_lm.embed([5, 6, 7])) and ids[0].ndim == 1
+    with pytest.raises(UnspoolError, match="text 1: the prompt is empty"):
+        chat_lm.embed(["The state", ""])
+
+
+def test_lenses_name_tokens_by_text(chat_lm: Any):
+    token = chat_lm.single_token(" st")
+    found = chat_lm.attribution("The", token=" st", against="ate")
+    assert (found.token, found.against) == (token, chat_lm.single_token("ate"))
+    assert found.logit == chat_lm.attribution("The", token=token, against=found.against).logit
+    assert chat_lm.attribution("The", token=token, against="mean").against == "mean"
+    assert chat_lm.logit_lens("The", token=" st").token == token
+    with pytest.raises(SettingsError, match=r"'xyzzy' is \d tokens"):
+        chat_lm.attribution("The", token="xyzzy")
+
+
+def test_arguments_of_the_wrong_type_are_named(chat_lm: Any):
+    lm, prompt = chat_lm, "The state"
+    text = lm.generate(prompt, **WRITE)
+    wrong: dict[str, list[Any]] = {
+        "explain": [lambda: lm.generate(prompt, explain="yes")],
+        "end": [lambda: lm.generate(prompt, end=1), lambda: lm.beam(prompt, end="x")],
+        "cache": [lambda: lm.generate(prompt, cache="x"), lambda: text.resume(cache="x")],
+        "json": [lambda: lm.generate(prompt, json="x")],
+        "guard": [lambda: lm.generate(prompt, guard=3), lambda: text.resume(guard=[3])],
+        "tools": [lambda: lm.chat(prompt, tools=5), lambda: lm.chat(prompt, tools=["x"])],
+        "top": [lambda: lm.score(prompt, top="x"), lambda: lm.score(prompt, top=-1),
+                lambda: text.alternatives(0, top=1.5)],
+        "adapter": [lambda: lm.score(prompt, adapter=5)],
+        "length": [lambda: text.rewind("x"), lambda: text.rewind(1.5), lambda: text.rewind(None)],
+        "index": [lambda: text.alternatives("x"), lambda: text.alternatives(None)],
+        "the chosen token": [lambda: text.choose(1.5), lambda: text.choose(None),
+                             lambda: text.choose(["a"]), lambda: text.choose(True)],
+        "diversity_penalty": [lambda: lm.beam(prompt, diversity_penalty="x")],
+        "length_penalty": [lambda: lm.beam(prompt, length_penalty=float("nan"))],
+        "alpha": [lambda: lm.contrastive(prompt, alpha="x"), lambda: lm.contrastive("A", alpha=2)],
+        "threshold": [lambda: lm.edit("A.", threshold="x"), lambda: lm.edit("A.", threshold=2)],
+        "trust": [lambda: lm.edit("The cat.", trust="x"), lambda: lm.edit("The cat.", trust=-1)],
+        "twin": [lambda: lm.edit("The cat.", twin=5), lambda: lm.fill("The ___.", twin="x")],
+        "generation": [lambda: lm.trace(5), lambda: lm.attach(5)],
+        "trace": [lambda: lm.replay(5)],
+    }  # fmt: skip
+    for name, calls in wrong.items():
+        for number, call in enumerate(calls):
+            with pytest.raises(SettingsError, match=f"^{name} must be") as caught:
+                call()
+            assert "got " in str(caught.value), (name, number)
+    with pytest.raises(SettingsError, match="choices are 5"):
+        lm.fill("The ___.", choices=5)
+    with pytest.raises(SettingsError, match="nothing was chosen"):
+        text.choose("")
 
 
 @pytest.mark.parametrize("ask", ["stream", "look", "score"])
@@ -169,7 +330,17 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
 def test_help_tells_the_options():
     import unspool
 
-    for method in ("generate", "stream", "chat", "samples", "best_of", "vote", "search"):
+    for method in (
+        "generate",
+        "agenerate",
+        "stream",
+        "chat",
+        "achat",
+        "samples",
+        "best_of",
+        "vote",
+        "search",
+    ):
         function = getattr(unspool.LanguageModel, method)
         told = pydoc.render_doc(function, renderer=pydoc.plaintext)
         for words in ("temperature=None", "temperature          how freely", "max_tokens     "):

@@ -271,6 +271,8 @@ def test_context_can_be_limited(tmp_path: Path):
         ({"stop": ""}, "stop"),
         ({"seed": "x"}, "seed"),
         ({"top": -2}, "top is -2"),
+        ({"guard": 3}, "guard must be a string or a list of strings, got 3"),
+        ({"stop": [3]}, r"stop must be a string or a list of strings, got \[3\]"),
     ],
 )
 def test_bad_options(tiny_lm: Any, options: dict[str, Any], words: str):

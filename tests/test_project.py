@@ -33,8 +33,8 @@ MAY_IMPORT = {
                  "notebook"},
     "lens": {"errors", "text", "model", "sampling", "backends", "engine", "session", "notebook"},
     "beyond": {"engine", "request_options", "session", "decoding"},
-    "language_model": {"backends", "engine", "request_options", "session", "decoding", "lens",
-                       "beyond"},
+    "language_model": {"backends", "errors", "engine", "request_options", "session", "decoding",
+                       "lens", "beyond"},
     "loading": {"collecting", "errors", "text", "model", "backends", "native", "engine", "session",
                 "decoding", "language_model"},
     "train": {"errors", "collecting", "text", "model", "sampling", "backends", "engine", "session",
@@ -148,6 +148,30 @@ import unspool.conversation
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_messages_are_formatted():
+    """No raised text holds a {name}: the f before its quotes was forgotten."""
+    unformatted = []
+    for file in SOURCE.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        formatted = {
+            id(part)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            for part in ast.walk(node)
+        }
+        unformatted += [
+            f"{file.relative_to(SOURCE)}:{part.lineno}: {part.value}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Raise)
+            for part in ast.walk(node)
+            if isinstance(part, ast.Constant)
+            and isinstance(part.value, str)
+            and id(part) not in formatted
+            and re.search(r"\{[a-z_]\w*([.!:\[][^{}]*)?\}", part.value)
+        ]
+    assert not unformatted
 
 
 def test_lint_and_format():

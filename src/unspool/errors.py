@@ -7,7 +7,14 @@ Python caller can catch it, or `ValueError`, which it also is. Any other excepti
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun, for messages: "1 token", "2,000 tokens"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 class UnspoolError(ValueError):
@@ -63,3 +70,43 @@ class BatchError(UnspoolError):
 
 class UnspoolWarning(UserWarning):
     """Something works, but not as well as it could; the message says why."""
+
+
+# -- arguments of the wrong type or out of range ---------------------------------------------------
+
+
+def check_int(name: str, value: object, least: int | None = 0, most: int | None = None) -> int:
+    """The value as an int within its bounds; SettingsError names the argument otherwise."""
+    is_int = hasattr(type(value), "__index__") and not isinstance(value, bool)
+    number = operator.index(value) if is_int else 0  # type: ignore[arg-type]
+    too_small = least is not None and number < least
+    if not is_int or too_small or (most is not None and number > most):
+        raise SettingsError(f"{name} must be an integer{_bounds(least, most)}, got {value!r}")
+    return number
+
+
+def check_number(
+    name: str, value: object, least: float | None = None, most: float | None = None
+) -> float:
+    """The value as a float within its bounds; SettingsError names the argument otherwise."""
+    is_number = hasattr(type(value), "__float__") and not isinstance(value, bool | str)
+    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    too_small = least is not None and number < least
+    if not math.isfinite(number) or too_small or (most is not None and number > most):
+        raise SettingsError(f"{name} must be a number{_bounds(least, most)}, got {value!r}")
+    return number
+
+
+def check_bool(name: str, value: object) -> bool:
+    """The value as a bool; SettingsError names the argument otherwise."""
+    if type(value).__name__ not in ("bool", "bool_"):  # numpy's too
+        raise SettingsError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _bounds(least: float | None, most: float | None) -> str:
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    if least is not None:
+        return f" >= {least}"
+    return "" if most is None else f" <= {most}"

@@ -21,7 +21,8 @@ from unspool.beyond import BeyondLeftToRight, Prompts
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options, tells_options
 from unspool.engine.stream import StepStream
-from unspool.request_options import several, strings
+from unspool.errors import SettingsError
+from unspool.request_options import is_conversation, several, strings
 from unspool.session import Messages, Prompt
 
 if TYPE_CHECKING:
@@ -78,13 +79,50 @@ class LanguageModel(BeyondLeftToRight):
             pass
         return generation
 
+    @overload
+    async def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation: ...
+
+    @overload
+    async def agenerate(self, prompt: Prompts, **options: Unpack[Options]) -> Generations: ...
+
     @tells_options
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> StepStream:
+    async def agenerate(
+        self, prompt: Prompt | Prompts, **options: Unpack[Options]
+    ) -> Generation | Generations:
+        """`generate` for programs with an event loop: `text = await lm.agenerate(prompt)`.
+
+        The event loop is never blocked, and requests that run at the same time share batches.
+        Cancelling the task cancels the request.
+        """
+        from asyncio import to_thread
+
+        from unspool.decoding.together import generate_all_async, write_async
+
+        if texts := several(prompt):
+            return await generate_all_async(self, texts, dict(options))
+        text = await to_thread(self.draft, cast(Prompt, prompt), **options)
+        await write_async(self, text)
+        return text
+
+    @tells_options
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> StepStream:
         """Continue a prompt, step by step: iterate over it, also with `async for`.
 
-        Leaving the loop in any way ends the text.
+        A list of messages is answered by the chat template, as `chat` does; so is a text with
+        `system`, `tools` or `think`. Leaving the loop in any way cancels the request.
         """
-        _, steps = self.begin(prompt, **options)
+        is_chat = any(value is not None for value in (system, tools, think))
+        if is_chat or is_conversation(prompt):
+            prompt = self._chat_prompts(cast(Messages, prompt), system, tools, think, options)
+        _, steps = self.begin(cast(Prompt, prompt), **options)
         return steps
 
     @overload
@@ -92,6 +130,7 @@ class LanguageModel(BeyondLeftToRight):
         self,
         messages: Messages,
         *,
+        system: str | None = None,
         tools: Tools | None = None,
         think: Think = None,
         progress: bool = True,
@@ -103,6 +142,7 @@ class LanguageModel(BeyondLeftToRight):
         self,
         messages: Conversations,
         *,
+        system: str | None = None,
         tools: Tools | None = None,
         think: Think = None,
         progress: bool = True,
@@ -114,6 +154,7 @@ class LanguageModel(BeyondLeftToRight):
         self,
         messages: Messages | Conversations,
         *,
+        system: str | None = None,
         tools: Tools | None = None,
         think: Think = None,
         progress: bool = True,
@@ -123,17 +164,78 @@ class LanguageModel(BeyondLeftToRight):
 
         A conversation is a list of messages, {"role": ..., "content": ...}; one whose last message
         is the assistant's is continued where it stops. A list of questions, or of conversations, is
-        answered as one batch, in their order (see `generate`). `tools` are functions that the
-        model may call, as JSON schemas. `think` says whether a model that can is to think first,
-        or with how much effort ("low", "high"); its thoughts are in `reasoning`, not in `answer`.
+        answered as one batch, in their order (see `generate`). `system` is the system message of
+        each. `tools` are functions that the model may call, as JSON schemas. `think` says whether a
+        model that can is to think first, or with how much effort ("low", "high"); its thoughts are
+        in `reasoning`, not in `answer`.
         """
+        prompts = self._chat_prompts(messages, system, tools, think, options)
+        texts: Generation | Generations = self.generate(prompts, progress=progress, **options)
+        return texts
+
+    @overload
+    async def achat(
+        self,
+        messages: Messages,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> Generation: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Conversations,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> Generations: ...
+
+    @tells_options
+    async def achat(
+        self,
+        messages: Messages | Conversations,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> Generation | Generations:
+        """`chat` for programs with an event loop; see `agenerate`."""
+        from asyncio import to_thread
+
+        prompts = await to_thread(self._chat_prompts, messages, system, tools, think, options)
+        texts: Generation | Generations = await self.agenerate(prompts, **options)
+        return texts
+
+    def _chat_prompts(
+        self,
+        messages: Messages | Conversations,
+        system: str | None,
+        tools: Tools | None,
+        think: Think,
+        options: Options,
+    ) -> Any:
+        """The token ids of a conversation, or a list of them for several conversations.
+
+        Adds to `options` what a chat needs: the template's stop strings, and where thoughts are.
+        """
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in _listed(tools)):
+            raise SettingsError(f"tools must be a list of JSON schemas (dicts), got {tools!r}")
         options["stop"] = strings(options.get("stop")) + self.chat_template.stops
-        told = self.think_options(think, options)
-        if asked := several(messages):
-            prompts = [self.chat_prompt(one, tools=tools, **told).ids for one in asked]
-            return self.generate(prompts, progress=progress, **options)
-        ids = self.chat_prompt(cast(Messages, messages), tools=tools, **told).ids
-        return self.generate(ids, **options)
+        template_options = self.think_options(think, options)
+
+        def encode(conversation: Any) -> list[int]:
+            return self.chat_prompt(
+                conversation, system=system, tools=tools, **template_options
+            ).ids
+
+        conversations = several(messages)
+        return list(map(encode, conversations)) if conversations else encode(messages)
 
     # -- several texts for one prompt --------------------------------------------------------
 
@@ -283,14 +385,14 @@ class LanguageModel(BeyondLeftToRight):
         position: int = -1,
         *,
         top: int = 5,
-        token: int | None = None,
+        token: int | str | None = None,
         whole: bool = False,
     ) -> LogitLens:
         """What each layer would have said comes next, had it been the last.
 
         text     a text and the position in it, or what `look` gave.
-        token    the one to follow: by default the one that was picked, or, at the end of a text,
-                 the likeliest.
+        token    the one to follow, an id or text that is one token: by default the one that was
+                 picked, or, at the end of a text, the likeliest.
         top      how many candidates of each layer are told.
         whole    also give every layer's log-probabilities over the whole vocabulary.
         """
@@ -303,14 +405,15 @@ class LanguageModel(BeyondLeftToRight):
         text: Text | Look,
         position: int = -1,
         *,
-        token: int | None = None,
-        against: int | Literal["mean"] | None = None,
+        token: int | str | None = None,
+        against: int | str | None = None,
     ) -> Attribution:
         """Which parts of the model pushed a token, and which held it back.
 
         text      a text and the position in it, or what `look` gave.
-        token     by default the one that was picked, or, at the end of a text, the likeliest.
-        against   attribute the lead over another token, or over the mean of all logits.
+        token     an id, or text that is one token (" Paris"); by default the one that was picked,
+                  or, at the end of a text, the likeliest.
+        against   attribute the lead over another token, or over the mean of all logits ("mean").
         """
         from unspool.lens.attribution import attribution
 
@@ -325,11 +428,16 @@ class LanguageModel(BeyondLeftToRight):
 
         return neighbours(self, token, count)
 
-    def embed(self, text: Text) -> Floats:
-        """A text as one vector of length one: the mean of its tokens' final vectors."""
-        from unspool.lens.embedding import embedding
+    def embed(self, text: Text | Prompts | Sequence[Generation]) -> Floats:
+        """A text as a vector of length one, [width]: the mean of its tokens' final vectors.
 
-        return embedding(self, text)
+        A list of texts gives one row for each: [texts, width].
+        """
+        from unspool.lens.embedding import embedding, embeddings
+
+        if texts := several(text):
+            return embeddings(self, texts)
+        return embedding(self, cast("Text", text))
 
     def _seen(self, text: Text | Look, position: int) -> Look:
         from unspool.lens.look import Look
@@ -362,3 +470,8 @@ class LanguageModel(BeyondLeftToRight):
 
         found = load_trace(trace) if isinstance(trace, str | Path) else trace
         return replay(self, found, tolerance=tolerance)
+
+
+def _listed(tools: Any) -> Sequence[Any]:
+    """The items of a list; anything else as the one item of a list."""
+    return tools if isinstance(tools, Sequence) and not isinstance(tools, str) else [tools]

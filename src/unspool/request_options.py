@@ -20,7 +20,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.thinking import CALL, Thinking
-from unspool.errors import SettingsError, UnspoolWarning
+from unspool.errors import SettingsError, UnspoolWarning, check_bool
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.settings import MIROSTAT_STAGES
@@ -59,15 +59,15 @@ class ModelFacts:
     thinking: Callable[[Sequence[int]], Thinking | None] = lambda prompt: None
 
 
-def strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """What a caller gave as stop strings: one, several or none."""
-    if stop is None:
+def strings(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """The strings of an option that takes one, several or none."""
+    if value is None:
         return ()
-    if isinstance(stop, str):
-        return (stop,)
-    if not isinstance(stop, Sequence) or not all(isinstance(one, str) for one in stop):
-        raise SettingsError(f"stop is {stop!r}; it may be a string, or a list of strings")
-    return tuple(stop)
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise SettingsError(f"{name} must be a string or a list of strings, got {value!r}")
+    return tuple(value)
 
 
 def given_ids(prompt: Any) -> list[int]:
@@ -114,6 +114,11 @@ def several(given: Any) -> list[Any] | None:
     return None
 
 
+def is_conversation(prompt: Any) -> bool:
+    """Whether this is a list of messages."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
 _USUAL = SamplingSettings()
 
 
@@ -122,7 +127,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
     _check_names(options)
     given = {name: value for name, value in options.items() if value is not None}
     seed = given.pop("seed", None)
-    end = given.pop("end", True)
+    end = check_bool("end", given.pop("end", True))
     limits = Limits(
         max_tokens=_whole("max_tokens", given.pop("max_tokens", 256)),
         context=model.context,
@@ -130,7 +135,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         stop=strings(given.pop("stop", ())),
         sample=_whole("sample", given.pop("sample", 0)),
         top=_whole("top", given.pop("top", 0)),
-        explain=bool(given.pop("explain", False)),
+        explain=check_bool("explain", given.pop("explain", False)),
         endless=kept_tokens(given.pop("endless", None), len(prompt), model.context),
     )
     request = Request(
@@ -139,7 +144,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         limits=limits,
         priority=_priority(given.pop("priority", 0)),
         adapter=_adapter(given.pop("adapter", model.adapter)),
-        cached=given.pop("cache", True) is not False,
+        cached=check_bool("cache", given.pop("cache", True)),
         guards=_guards(given.pop("guard", None)),
         grammar=_grammar(model, given),
         thinking=_thinking(model, prompt, given),
@@ -178,26 +183,31 @@ def _bytes_alone() -> GrammarVocabulary:
 def continued_request(
     model: ModelFacts, generation: Generation, options: dict[str, Any]
 ) -> Request:
-    """The request that goes on with a generation, as it was asked for but for these options.
+    """The request that continues a generation: its own request, changed by these options.
 
-    An option of sampling, guards or grammars that is None has its usual value again.
+    `max_tokens` counts new tokens. Without it the text may grow to the length that its last request
+    allowed; a text that has that length gets as many new tokens as its last request did. An option
+    of sampling, guards or grammars that is None has its default again.
     """
     _check_names(options)
     before = generation.request
     given = {n: v for n, v in options.items() if v is not None or n not in _KEPT}
     changed: dict[str, Any] = {n: _whole(n, given.pop(n)) for n in _LIMITS if n in given}
     if "explain" in given:
-        changed["explain"] = bool(given.pop("explain"))
+        changed["explain"] = check_bool("explain", given.pop("explain"))
     if "stop" in given:
         changed["stop"] = strings(given.pop("stop"))
     if "end" in given:
-        changed["end_ids"] = model.end_ids if given.pop("end") else frozenset()
+        changed["end_ids"] = model.end_ids if check_bool("end", given.pop("end")) else frozenset()
     if "endless" in given:
         asked, length = given.pop("endless"), len(generation.prompt)
         changed["endless"] = kept_tokens(asked, length, before.limits.context)
-    if "max_tokens" not in changed and len(generation.steps) >= before.limits.max_tokens:
-        # All that was allowed is there already: as much again.
-        changed["max_tokens"] = len(generation.steps) + before.limits.max_tokens
+    num_written = len(generation.steps)
+    if "max_tokens" in changed:
+        changed["max_tokens"] += num_written
+    elif num_written >= before.limits.max_tokens:  # the limit is reached: as many tokens again
+        last_max_tokens = before.limits.max_tokens - len(before.written)
+        changed["max_tokens"] = num_written + max(last_max_tokens, 0)
     request = replace(
         before,
         limits=replace(before.limits, **changed),
@@ -207,7 +217,7 @@ def continued_request(
     if "adapter" in given:
         request = replace(request, adapter=_adapter(given.pop("adapter") or model.adapter))
     if "cache" in given:
-        request = replace(request, cached=given.pop("cache") is not False)
+        request = replace(request, cached=check_bool("cache", given.pop("cache")))
     if "guard" in given:
         request = replace(request, guards=_guards(given.pop("guard")))
     if "thoughts" in given:
@@ -289,7 +299,7 @@ def _adapter(value: Any) -> str | None:
 def _guards(given: Any) -> GuardPolicy | None:
     if given is None or isinstance(given, GuardPolicy):
         return given
-    return GuardPolicy.parse(strings(given))
+    return GuardPolicy.parse(strings(given, "guard"))
 
 
 def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:
@@ -303,6 +313,8 @@ def _grammar(model: ModelFacts, given: dict[str, Any]) -> Grammar | None:
     if len(asked) > 1:
         raise SettingsError(f"{' and '.join(asked)} were given; a text can obey only one of them")
     ((name, value),) = asked.items()
+    if name == "json":
+        check_bool("json", value)
     spec = _GRAMMARS[name](value)
     if value is not spec:  # who made the spec has its notes
         for note in spec.notes:

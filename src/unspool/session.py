@@ -26,14 +26,21 @@ from unspool.backends.torch.available import check_torch
 from unspool.engine.branch import Branch
 from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
-from unspool.engine.generation import Generation
+from unspool.engine.generation import Generation, check_generation, why_full
 from unspool.engine.judge import chosen_steps, explain, judge
 from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
 from unspool.engine.thinking import Thinking, think_options, thinking_of
-from unspool.errors import ContextError, ModelFileError, SettingsError, UnspoolError
+from unspool.errors import (
+    ContextError,
+    ModelFileError,
+    SettingsError,
+    UnspoolError,
+    check_int,
+    count,
+)
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.request_options import ModelFacts, build_request, continued_request, given_ids
@@ -178,14 +185,24 @@ class Session:
 
     # -- writing ----------------------------------------------------------------------------
 
-    def chat_prompt(self, messages: Messages, **options: Any) -> ChatPrompt:
-        """A conversation as token ids, ready for `begin`."""
+    def chat_prompt(
+        self, messages: Messages, *, system: str | None = None, **options: Any
+    ) -> ChatPrompt:
+        """A conversation as token ids, ready for `begin`; `system` is put before its messages."""
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         if not isinstance(asked, Sequence) or not all(isinstance(one, Mapping) for one in asked):
             raise SettingsError(
                 f"the messages are {reprlib.repr(messages)}; they may be a question, or a list of "
                 "{'role': 'user', 'content': '...'}"
             )
+        if system is not None:
+            if not isinstance(system, str):
+                raise SettingsError(f"system must be text, got {reprlib.repr(system)}")
+            if asked and asked[0].get("role") in ("system", "developer"):
+                raise SettingsError(
+                    "system= is given and the messages begin with a system message; give one"
+                )
+            asked = [{"role": "system", "content": system}, *asked]
         unfinished = bool(asked) and asked[-1].get("role") == "assistant"
         return self.chat_template.encode(
             asked,
@@ -215,10 +232,9 @@ class Session:
     def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """A generation of which nothing is computed until it is resumed; options as in `stream`."""
         request = self.request(prompt, dict(options))
-        reason = "length" if request.limits.max_tokens == 0 else "context"
         self.config.check_left_to_right()
         self.config.check_head()
-        return Generation(request, empty_reason=reason, source=self)
+        return Generation(request, empty_reason=why_full(request, 0), source=self)
 
     def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
         """What a caller asks for, checked; options as in `stream`."""
@@ -234,6 +250,7 @@ class Session:
 
     def attach(self, generation: Generation) -> Generation:
         """A generation that came from elsewhere (a pickle, another process), to go on with here."""
+        check_generation(generation)
         request = generation.request
         longer = request.limits.endless is not None
         self.prompt_ids([*request.prompt, *generation.tokens], longer=longer)
@@ -265,15 +282,23 @@ class Session:
         adapter: str | None = None,
     ) -> list[Step]:
         """Steps for tokens that a person puts behind these, as the model judges them."""
-        added: list[int]
-        if isinstance(chosen, str):
-            added = self.tokenizer.encode(chosen)
-        else:
-            added = [int(token) for token in _several(chosen)]
+        added = self._chosen_ids(chosen)
         self.prompt_ids([*tokens, *added])
         with self.opened([*tokens, *added[:-1]], adapter) as branch:
             logits = self.engine.extend(branch, wanted=len(added))
         return chosen_steps(logits, added, len(tokens), self._token_bytes)
+
+    def _chosen_ids(self, chosen: str | int | Sequence[int]) -> list[int]:
+        """The token ids of what a person chose: words, a token id, or several ids."""
+        if isinstance(chosen, str):
+            ids = self.tokenizer.encode(chosen)
+        elif isinstance(chosen, Sequence):
+            ids = [check_int("the chosen token", token) for token in chosen]
+        else:
+            ids = [check_int("the chosen token", chosen)]
+        if not ids:
+            raise SettingsError(f"nothing was chosen: give words or token ids, got {chosen!r}")
+        return ids
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """The steps of a generation with all that can be said of how they were picked."""
@@ -345,6 +370,8 @@ class Session:
     def opened(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
         """A branch with these tokens, read from left to right, and released again afterwards."""
         self.config.check_left_to_right()
+        if adapter is not None and not isinstance(adapter, str):
+            raise SettingsError(f"adapter must be the name of a loaded adapter, got {adapter!r}")
         branch = self.engine.open(tokens, adapter or self.adapter)
         try:
             yield branch
@@ -407,6 +434,7 @@ class Session:
 
         With `top`, also the likeliest candidates at each position.
         """
+        check_int("top", top)
         ids = self.prompt_ids(text)
         # A start token that the model wants before every text is read but not judged.
         lead = isinstance(text, str) and self.tokenizer.add_bos
@@ -435,7 +463,9 @@ class Session:
         ids = self.tokenizer.encode(text)
         if len(ids) != 1:
             pieces = ", ".join(f"{self.readable(i)!r} ({i})" for i in ids[:8]) or "none"
-            raise SettingsError(f"{text!r} is {len(ids)} tokens: {pieces}; name one of them")
+            raise SettingsError(
+                f"{text!r} is {count(len(ids), 'token')}: {pieces}; name one of them"
+            )
         return ids[0]
 
     def save(self, folder: str | Path) -> None:
@@ -483,10 +513,6 @@ class _ClosedModel:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnspoolError(_CLOSED)
-
-
-def _several(tokens: int | Sequence[int]) -> Sequence[int]:
-    return tokens if isinstance(tokens, Sequence) else [tokens]
 
 
 def _token_bytes(vocabulary: Tokenizer | None, token: int) -> bytes:

@@ -141,7 +141,7 @@ def test_steps_are_the_models_own(tiny_lm):
 
 def test_a_result_can_be_gone_on_with(tiny_lm):
     best = beam_search(tiny_lm, PROMPT, beams=3, max_tokens=6).best
-    more = best.rewind(4).resume(max_tokens=10)
+    more = best.rewind(4).resume(max_tokens=6)
     greedy = tiny_lm.generate([*PROMPT, *best.tokens[:4]], max_tokens=6, temperature=0)
     assert more.tokens == [*best.tokens[:4], *greedy.tokens]
 

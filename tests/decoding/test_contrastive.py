@@ -53,7 +53,7 @@ def test_steps_and_going_on(tiny_lm):
     for step, expected in zip(found.steps, judged, strict=True):
         assert step.logprob == pytest.approx(expected.logprob, abs=1e-4)
         assert (step.rank, len(step.candidates)) == (expected.rank, 3)
-    more = found.rewind(5).resume(max_tokens=8)
+    more = found.rewind(5).resume(max_tokens=3)
     assert more.tokens[:5] == found.tokens[:5] and len(more.tokens) == 8
 
 

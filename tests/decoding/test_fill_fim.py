@@ -78,6 +78,9 @@ def test_candidates_come_with_their_scores(coder):
         assert one.score == pytest.approx(sum(scored), abs=1e-3)
     greedy = coder.generate(prompt, max_tokens=6, temperature=0).text
     assert greedy in [one.texts[0] for one in found.candidates]
+    for one in found.candidates:
+        assert one.is_cut == (len(one.gap_steps[0]) == 6 == len(one.steps))
+        assert one.to_dict()["cut"] == one.is_cut
     assert pages_left(coder) == 0
 
 

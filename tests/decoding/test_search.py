@@ -129,7 +129,7 @@ def test_nothing_proposed(tiny_lm):
 
 def test_the_best_leaf_can_be_gone_on_with(tiny_lm):
     found = tree_search(tiny_lm, PROMPT, width=2, tokens=3, depth=2, end=False, **WARM)
-    more = found.best.resume(max_tokens=10, temperature=0)
+    more = found.best.resume(max_tokens=4, temperature=0)
     assert more.tokens[:6] == found.best.tokens and len(more.tokens) == 10
 
 

@@ -191,11 +191,30 @@ def test_rewind_choose_resume(tiny_lm: Any):
     judged = tiny_lm.score([*first.prompt, *other.tokens]).logprobs
     assert [s.logprob for s in other.steps] == pytest.approx(judged[3:], abs=1e-4)
     assert first.tokens[8] != 42 and len(first.tokens) == 20, "the old text is as it was"
-    more = first.resume(max_tokens=30)
+    more = first.resume(max_tokens=10)
     assert more.tokens[:20] == first.tokens and len(more.tokens) == 30
     hot = first.rewind(2).resume(temperature=0)
     cold = first.rewind(2).resume(temperature=0)
     assert hot.tokens == cold.tokens
+
+
+def test_max_tokens_of_resume_counts_new_tokens(tiny_lm: Any):
+    options = {"seed": 9, "end": False, "temperature": 1.0}
+    long = tiny_lm.generate([5, 6, 7], max_tokens=30, **options)
+    six = tiny_lm.generate([5, 6, 7], max_tokens=6, **options)
+    ten = six.resume(max_tokens=4)
+    assert (ten.tokens, ten.finish_reason) == (long.tokens[:10], "length")
+    assert len(ten.resume().tokens) == 14, "as many again as the last call allowed"
+    assert len(six.resume().resume().tokens) == 18
+    nothing = six.resume(max_tokens=0)
+    assert (nothing.tokens, nothing.finish_reason) == (six.tokens, "length")
+    assert six.rewind(2).resume(max_tokens=1).tokens == long.tokens[:3]
+    assert six.rewind(2).resume().tokens == six.tokens, "without it, up to the old length"
+    assert six.rewind(2).finish_reason == "interrupted"
+    full = tiny_lm.generate([5] * 120, max_tokens=500, **options)
+    assert (len(full.tokens), full.finish_reason) == (8, "context")
+    more = full.resume(max_tokens=4)
+    assert (more.tokens, more.finish_reason) == (full.tokens, "context")
 
 
 def test_alternatives(tiny_lm: Any):
@@ -230,7 +249,8 @@ def test_going_on_shows_every_character_once():
     class Source:
         def write_on(self, generation: Generation, **options: Any) -> Any:
             made = generation.request
-            limits = Limits(max_tokens=options["max_tokens"], context=512, stop=("🌿 x",))
+            most = len(generation.steps) + options["max_tokens"]
+            limits = Limits(max_tokens=most, context=512, stop=("🌿 x",))
             generation.request = dataclasses.replace(
                 made, limits=limits, written=tuple(generation.steps)
             )

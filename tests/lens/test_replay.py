@@ -118,7 +118,7 @@ def test_each_kind_of_difference(tiny_lm, tmp_path):
 
 def test_words_that_a_person_chose_are_judged(tiny_lm, tmp_path):
     draft = tiny_lm.generate(PROMPT, max_tokens=80, seed=5, end=False)
-    fixed = draft.rewind(70).choose(7).choose(8).resume(max_tokens=90, temperature=1.2)
+    fixed = draft.rewind(70).choose(7).choose(8).resume(max_tokens=18, temperature=1.2)
     trace = kept(tiny_lm, fixed, tmp_path)
     assert len(fixed.steps) == 90
     result = replay(tiny_lm, trace)
@@ -257,7 +257,7 @@ def test_on_the_default_model(lm, tmp_path):
     trace = kept(lm, generation, tmp_path)
     result = replay(lm, trace)
     assert result.exact and result.generation.text == generation.text
-    fixed = generation.rewind(4).choose(" because").resume(max_tokens=6)
+    fixed = generation.rewind(4).choose(" because").resume(max_tokens=1)
     assert replay(lm, kept(lm, fixed, tmp_path)).exact
     number = lm.generate("A number:", max_tokens=6, seed=7, regex=" [0-9]+ (apples|pears)")
     result = replay(lm, kept(lm, number, tmp_path))

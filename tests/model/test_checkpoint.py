@@ -77,7 +77,7 @@ def test_pickles_are_refused_with_the_reason(tmp_path: Path):
         ),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
         ({"hidden_size": 96}, "do not belong together"),
-        ({"num_hidden_layers": 5}, "lacks .*layers.4"),
+        ({"num_hidden_layers": 5}, r"lacks model\.layers\.4\.[^{}]*$"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "quantized with 'bitsandbytes'",

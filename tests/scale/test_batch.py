@@ -100,7 +100,36 @@ def test_bad_rows_are_set_aside(
     for (told, given), one in zip(bad.items(), aside, strict=False):
         assert told in one["error"] and one["given"] == given, one
     assert "not JSON" in aside[-1]["error"] and aside[-1]["given"] == '{"prompt": "cut o'
-    assert "12 set aside" in capsys.readouterr().err
+    assert "1 of 13 rows answered, 12 failed" in capsys.readouterr().err
+
+
+def test_a_batch_in_which_every_row_fails_says_so(
+    tmp_path: Path, chatty: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "temperature": -1}] * 3)
+    assert batch(chatty, rows, tmp_path / "out.jsonl") == 1
+    assert "0 of 3 rows answered, 3 failed" in capsys.readouterr().err
+
+
+def test_a_finished_batch_run_again_does_nothing(
+    tmp_path: Path, chatty: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows, output = write_rows(tmp_path / "in.jsonl", some_rows(3)), tmp_path / "out.jsonl"
+    assert batch(chatty, rows, output) == 0
+    answers = output.read_bytes()
+    capsys.readouterr()
+    assert batch(chatty, rows, output) == 0
+    assert "nothing to do: 3 rows in" in capsys.readouterr().err
+    assert output.read_bytes() == answers and not list(tmp_path.glob("*.unfinished"))
+    assert batch(chatty, rows, output, "--temperature", "0.3") == 2
+    assert "temperature None (now 0.3)" in capsys.readouterr().err
+    write_rows(rows, some_rows(4))
+    assert batch(chatty, rows, output) == 2
+    assert "an input of another content" in capsys.readouterr().err
+    assert batch(chatty, rows, output, "--restart") == 0
+    assert len(read_lines(output)) == 4
+    output.write_text("mine")
+    assert batch(chatty, rows, output) == 2 and output.read_text() == "mine"
 
 
 def test_parquet_in_and_out(tmp_path: Path, chatty: Path):

@@ -118,7 +118,7 @@ def test_killed_interrupted_and_gone_on_with(
     assert len({line["row"] for line in lines}) == before
     # The rest is written with the journal as it is.
     assert batch(chatty, rows, output) == 0
-    assert "going on" in capsys.readouterr().err
+    assert "resuming" in capsys.readouterr().err
     answers = read_lines(output)
     assert [answer["id"] for answer in answers] == list(range(1, 121))
     assert [line["answer"] for line in lines] == [answers[line["row"] - 1] for line in lines]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from unspool.cli import options as o
-from unspool.errors import SettingsError, UnspoolError
+from unspool.errors import SettingsError, UnspoolError, count
 
 _CLUSTER = "On a Ray cluster"
 
@@ -105,7 +105,7 @@ def batch(
     o.check(options)
     chosen.check()
     from unspool.scale.batch.job import LocalPool, Pool, job_facts
-    from unspool.scale.batch.journal import Journal
+    from unspool.scale.batch.journal import Journal, finished_job, is_unfinished
     from unspool.scale.batch.plan import WorkerPlan
     from unspool.scale.batch.rows import check_kind, survey
     from unspool.scale.batch.settings import BatchSettings
@@ -119,8 +119,9 @@ def batch(
     _check_output(rows, output, restart)
     with Journal(output) as journal:
         seed = options.pop("seed", None)
+        record = None if restart or is_unfinished(output) else finished_job(output)
         if seed is None and not restart:
-            seed = journal.begun_seed()
+            seed = record["settings"]["seed"] if record else journal.begun_seed()
         settings = BatchSettings(
             seed=secrets.randbits(32) if seed is None else seed,
             options=options,
@@ -131,7 +132,10 @@ def batch(
             any_model=any_model,
         )
         plan = WorkerPlan(_whole_path(chosen.model), chosen.options, settings, _whole_path(adapter))
-        journal.open(job_facts(facts, plan), restart=restart)
+        job = job_facts(facts, plan)
+        if record is not None:
+            return _say_finished(output, record, job)
+        journal.open(job, restart=restart)
 
         def hire() -> Pool:
             if not on_cluster:
@@ -146,7 +150,7 @@ def batch(
 
 
 def _check_output(rows: Path, output: Path, restart: bool) -> None:
-    from unspool.scale.batch.journal import is_unfinished
+    from unspool.scale.batch.journal import finished_job, is_unfinished
     from unspool.scale.batch.output import errors_file
 
     if not output.absolute().parent.is_dir():
@@ -155,10 +159,32 @@ def _check_output(rows: Path, output: Path, restart: bool) -> None:
         raise UnspoolError(f"OUTPUT: {output} is a folder; give the name of a file")
     if rows.resolve() in (output.resolve(), errors_file(output).resolve()):
         raise UnspoolError(f"{rows} is both INPUT and OUTPUT; give the answers another name")
-    if output.exists() and not restart and not is_unfinished(output):
+    if output.exists() and not (restart or is_unfinished(output) or finished_job(output)):
         raise UnspoolError(
             f"{output} is there already; give another name, or begin anew with --restart"
         )
+
+
+def _say_finished(output: Path, record: dict[str, Any], job: dict[str, Any]) -> int:
+    """The exit code of a batch that was finished before; UnspoolError if it was another one."""
+    from unspool.cli.batch_progress import SET_ASIDE
+    from unspool.scale.batch.journal import changes
+    from unspool.scale.batch.output import errors_file
+
+    differences = changes(record, job)
+    if record["model_name"] != job["model_name"]:
+        differences = f"model {record['model_name']!r} (now {job['model_name']!r})"
+    if differences:
+        raise UnspoolError(
+            f"{output} was written with {differences}; give another name, or answer all rows "
+            "again with --restart"
+        )
+    failed = f", {record['failed']:,} of them failed: {errors_file(output)}"
+    o.say(
+        f"nothing to do: {count(record['rows'], 'row')} in {output} already"
+        f"{failed if record['failed'] else ''}; --restart answers them again"
+    )
+    return SET_ASIDE if record["failed"] else 0
 
 
 def _whole_path(given: str | Path | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from unspool.cli import interrupt
 from unspool.cli.show import err, say
-from unspool.errors import UnspoolError
+from unspool.errors import UnspoolError, count
 
 if TYPE_CHECKING:
     from unspool.scale.batch.job import BatchProgress, Pool
@@ -37,7 +37,7 @@ def answer(rows: Path, journal: Journal, hire: Callable[[], Pool], *, quiet: boo
 
     begun, total = journal.done, journal.job["rows"]
     if begun and not quiet:
-        say(f"going on: {begun:,} of {total:,} rows are done already")
+        say(f"resuming: {begun:,} of {count(total, 'row')} done already")
     started = time.monotonic()
     try:
         with _stopping(), _shown(begun, quiet) as tell, warnings_said():
@@ -148,12 +148,18 @@ def _duration(seconds: float) -> str:
 def _closing(state: BatchProgress, written: int, seconds: float, journal: Journal) -> str:
     from unspool.scale.batch.output import errors_file
 
-    told = f"{written:,} rows in {_duration(seconds)}"
+    told = f"{count(written, 'row')} in {_duration(seconds)}"
+    if state.bad:
+        answered = state.done - state.bad
+        told = (
+            f"{answered:,} of {count(state.rows, 'row')} answered, {state.bad:,} failed, in "
+            f"{_duration(seconds)}"
+        )
     if written and seconds > 0:
         told += f" ({written / seconds:,.1f} rows/s, {state.tokens / seconds:,.0f} tokens/s)"
     told += f": {journal.output}"
     if state.bad:
         first = next(one["error"] for one in journal.outcomes() if "error" in one)["error"]
         reason = first["message"] if isinstance(first, dict) else first
-        told += f"; {state.bad:,} set aside: {errors_file(journal.output)} (the first: {reason})"
+        told += f"; those that failed: {errors_file(journal.output)} (the first: {reason})"
     return told

@@ -44,7 +44,7 @@ class Explorer:
     def forward(self) -> None:
         """The next token: the one that was written, or a newly picked one."""
         if self.cursor == len(self.text.steps):
-            self.branches[self.at] = self.text.resume(max_tokens=len(self.text.steps) + 1)
+            self.branches[self.at] = self.text.resume(max_tokens=1)
         self._move(min(self.cursor + 1, len(self.text.steps)))
 
     def back(self) -> None:
@@ -65,7 +65,7 @@ class Explorer:
     def run(self, tokens: int = 20) -> None:
         """Write on for a while."""
         self._leave()
-        self.branches[self.at] = self.text.resume(max_tokens=self.cursor + tokens)
+        self.branches[self.at] = self.text.resume(max_tokens=tokens)
         self._move(len(self.text.steps))
 
     def fork(self) -> None:

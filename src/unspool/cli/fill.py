@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.cli import options as o
-from unspool.errors import SettingsError, UnspoolError
+from unspool.errors import SettingsError, UnspoolError, count
 
 if TYPE_CHECKING:
     from unspool.decoding.fill.gaps import Gap
@@ -172,7 +172,7 @@ def _length(tokens: str | None) -> Gap:
     return gap(int(match[1]), int(match[2] or match[1]))
 
 
-def _show(found: Filling, count: int, *, whole: bool) -> None:
+def _show(found: Filling, shown: int, *, whole: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -181,17 +181,21 @@ def _show(found: Filling, count: int, *, whole: bool) -> None:
     console = out()
     console.print(_marked(found, None if whole else _AROUND))
     table = Table("", "in the gap", "probability", "score", "tokens", box=None)
-    for number, one in enumerate(found.candidates[:count]):
+    for number, one in enumerate(found.candidates[:shown]):
         inside: Any = Text(" … ").join(
             Text(quoted(text), chance_style(one.probability)) for text in one.texts
         )
         sizes = ", ".join(str(len(steps)) for steps in one.gap_steps)
+        if one.is_cut:
+            sizes += ", cut"
         row = (str(number), inside, f"{one.probability:.1%}", f"{one.score:.2f}", sizes)
         table.add_row(*row)
     console.print(table)
-    more = len(found.candidates) - count
-    told = f"filled by {found.by}, {len(found.candidates)} candidates"
+    more = len(found.candidates) - shown
+    told = f"filled by {found.by}, {count(len(found.candidates), 'candidate')}"
     console.print(f"{told}, {more} not shown" if more > 0 else told, style="dim")
+    if any(candidate.is_cut for candidate in found.candidates[:shown]):
+        console.print("cut: ended by the longest length of the gap; see --tokens", style="dim")
 
 
 def _marked(found: Filling, around: int | None) -> Any:

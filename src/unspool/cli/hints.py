@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _YOURS = '"your prompt"'
 _PROMPT = f"unspool {_YOURS}"
@@ -80,21 +80,51 @@ OPTIONS = {
 }
 
 
-def hint(word: str, commands: Iterable[str]) -> str | None:
-    """What to say of a first word that looks like a command but is none; None: it is a prompt."""
-    meant = word.lower()
-    if not meant.replace("-", "").isalpha() or meant.startswith("-"):
-        return None
-    near = difflib.get_close_matches(meant, [*commands, "help"], n=1, cutoff=0.75)
-    if meant in ELSEWHERE:
-        advice = f"did you mean {ELSEWHERE[meant]}?"
-    elif meant in NOT_HERE:
-        advice = f"{NOT_HERE[meant]}."
-    elif near:
-        advice = f"did you mean unspool {near[0]}?"
-    else:
+# Commands of a group, by how people call them without it.
+GROUPED = {
+    **{name: f"unspool train {name}" for name in
+       ("new", "tune", "dpo", "grpo", "twin", "merge", "task", "runs", "data", "judge", "export",
+        "scaling", "tokenizer")},
+    "catalog": "unspool models catalogue",
+    "catalogue": "unspool models catalogue",
+    "plan": "unspool models plan MODEL",
+}  # fmt: skip
+
+
+def hint(word: str, commands: Iterable[str], behind: Sequence[str] = ()) -> str | None:
+    """What to say of a first word that looks like a command but is none; None: it is a prompt.
+
+    `behind` are the arguments after it: a command of a group that is an ordinary word too (`data`)
+    is taken for one only if something follows it.
+    """
+    advice = _advice(word, commands, has_arguments=bool(behind))
+    if advice is None:
         return None
     return f"there is no command {word!r}; {advice} As a prompt: unspool run {word}"
+
+
+def unknown_command(word: str, commands: Iterable[str]) -> str:
+    """What to say of a word that must be a command and is none."""
+    advice = _advice(word, commands, has_arguments=True)
+    return f"there is no command {word!r}; {advice or 'unspool --help lists the commands'}"
+
+
+def _advice(word: str, commands: Iterable[str], *, has_arguments: bool) -> str | None:
+    name = word.lower()
+    if not name.replace("-", "").isalpha() or name.startswith("-"):
+        return None
+    if name in ELSEWHERE:
+        return f"did you mean {ELSEWHERE[name]}?"
+    if name in GROUPED and (has_arguments or name not in _ORDINARY_WORDS):
+        return f"did you mean {GROUPED[name]}?"
+    if name in NOT_HERE:
+        return f"{NOT_HERE[name]}."
+    near = difflib.get_close_matches(name, [*commands, "help"], n=1, cutoff=0.75)
+    return f"did you mean unspool {near[0]}?" if near else None
+
+
+# Of `GROUPED`, what may well be a prompt of one word.
+_ORDINARY_WORDS = ("new", "twin", "merge", "task", "data", "judge", "plan")
 
 
 def model_hint(prompt: str) -> str | None:

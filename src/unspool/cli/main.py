@@ -6,6 +6,7 @@ was written so far left on the screen.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -99,6 +100,8 @@ def with_command(arguments: Sequence[str], piped: bool) -> list[str]:
     if not arguments:
         return ["run"] if piped else ["--help"]
     first = arguments[0]
+    if first in ("train", "models") and arguments[1:2] == ["help"]:
+        return [first, *arguments[2:], "--help"]
     if first == "train":
         from unspool.cli.train.group import with_new
 
@@ -106,10 +109,17 @@ def with_command(arguments: Sequence[str], piped: bool) -> list[str]:
     if first in _COMMANDS or first in _OWN_OPTIONS or first.startswith("--show-completion"):
         return list(arguments)
     if first == "help":
-        return with_command([*arguments[1:], "--help"], piped)
-    if mistaken := hints.hint(first, _COMMANDS):
+        return _help_arguments(arguments[1:])
+    if mistaken := hints.hint(first, _COMMANDS, arguments[1:]):
         raise UnspoolError(mistaken)
     return ["run", *arguments]
+
+
+def _help_arguments(words: Sequence[str]) -> list[str]:
+    """The arguments that show the help of a command, given as `help COMMAND`."""
+    if not words or words[0] in (*_COMMANDS, "--help", "-h"):
+        return [*words, "--help"]
+    raise UnspoolError(hints.unknown_command(words[0], _COMMANDS))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,9 +151,31 @@ def _exit_code(given: Sequence[str], piped: bool = False) -> int:
         return 130
     except MemoryError:
         return _say("there is not enough memory; use a smaller model, or one with fewer bits")
-    except BrokenPipeError:  # whoever read our output has gone: nothing left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output left: there is nobody to write for
+        _drop_output()
         return 0
+    except SystemExit as leaving:
+        if not isinstance(leaving.__context__, BrokenPipeError):  # which typer makes an exit of
+            raise
+        _drop_output()
+        return 0
+    except OSError as error:
+        if error.errno not in _WRITE_ERRORS:
+            raise
+        _drop_output()
+        place = error.filename or "standard output"
+        _say(f"{place} cannot be written: {error.strerror}")
+        return WRITE_FAILED
+
+
+# What a write fails with when the disk is full, a quota is reached or a device is broken.
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+WRITE_FAILED = 74  # EX_IOERR
+
+
+def _drop_output() -> None:
+    """Send what is still buffered for standard output nowhere: flushing it would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: Any) -> str:

@@ -13,7 +13,7 @@ import typer
 from unspool.cli import hints, interrupt
 from unspool.cli import options as o
 from unspool.cli.many import Many, json_lines, show_many
-from unspool.errors import SettingsError, UnspoolError
+from unspool.errors import SettingsError, UnspoolError, count
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
@@ -114,9 +114,9 @@ def run(
       cat notes.txt | unspool "Summarize in one sentence:"
       unspool "Invent a person." --json-schema person.json
       unspool "A haiku about leaves" --samples 3
-      unspool "List ten birds" -t 0 --guard loop
+      unspool "I love you. I love you." --raw -t 0 --guard loop
       unspool "A story without end" --endless -n 20000
-      unspool "Hi" --json | jq -r .text
+      unspool "Hi" --json | jq -r 'select(.generation).generation.text'
       unspool "The sea" --adapter runs/poet/adapter
       unspool "Why is the sky blue?" -m GSAI-ML/LLaDA-8B-Instruct --diffuse
     """
@@ -156,10 +156,8 @@ def run(
         o.check(options)
     lm = o.with_adapter(chosen.load(), adapter)
     if chat or (chat is None and lm.is_instruct):
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        asked = [*messages, {"role": "user", "content": text}]
-        told = lm.think_options(wanted, options)
-        ids: str | list[int] = lm.chat_prompt(asked, **told).ids
+        template_options = lm.think_options(wanted, options)
+        ids: str | list[int] = lm.chat_prompt(text, system=system, **template_options).ids
         options["stop"] += lm.chat_template.stops
     elif wanted is not None or think_budget is not None:
         raise SettingsError("thoughts come with the chat template; leave --raw out")
@@ -311,7 +309,9 @@ def show_plain(steps: Iterable[Step], generation: Generation) -> None:
     try:
         for step in steps:
             if step.retracts and watched:  # on a screen: say so, and show what is left
-                sys.stdout.write(f"\n⟲ {step.retracts} tokens taken back\n{generation.text}")
+                sys.stdout.write(
+                    f"\n⟲ {count(step.retracts, 'token')} taken back\n{generation.text}"
+                )
             elif watched or not guarded:
                 sys.stdout.write(step.text)
             sys.stdout.flush()
@@ -334,7 +334,7 @@ def show_colours(steps: Iterable[Step], generation: Generation) -> None:
         for step in steps:
             shown = [step]
             if step.retracts:
-                console.print(f"\n⟲ {step.retracts} tokens taken back", style="dim")
+                console.print(f"\n⟲ {count(step.retracts, 'token')} taken back", style="dim")
                 shown = generation.steps
             for each in shown:
                 console.print(Text(each.text, chance_style(math.exp(each.logprob))), end="")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from unspool.cli import options as o
+from unspool.errors import count
 
 
 @o.model_options
@@ -64,7 +65,4 @@ def score(
             extra = ["  ".join(best)] if top else []
             table.add_row(quoted(position.text), str(position.token), *cells, *extra)
         console.print(table)
-    console.print(
-        f"{len(result.tokens)} tokens, log-probability {result.total:.3f}, "
-        f"perplexity {result.perplexity:.3f}"
-    )
+    console.print(f"{count(len(result.tokens), 'token')}, {result.describe()}")

@@ -14,7 +14,7 @@ from unspool.cli.starting import Starting
 from unspool.collecting import collecting_later
 from unspool.errors import SettingsError, UnspoolError
 
-_LIMITS, _OPERATION, _REPLICAS = "Limits", "Operation", "Replicas (pip install 'unspool[ray]')"
+_LIMITS, _OPERATION, _REPLICAS = "Limits", "Operation", r"Replicas (pip install 'unspool\[ray]')"
 _WARNING = (
     "anyone who can reach {host} can use this server, and there is no key; "
     "give --api-key-file, or keep --host 127.0.0.1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 from rich.cells import set_cell_size
@@ -12,15 +13,21 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from unspool.errors import count
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Candidate, Step
 
-# From "saw it coming" to "a surprise": background colours that black text can be read on.
-_SCALE = ((0.9, "#b7e4c7"), (0.6, "#d8f3a0"), (0.3, "#ffe39a"), (0.1, "#ffc58a"), (0.0, "#ff9b9b"))
-_PIECES = ("#cfe8ff", "#ffe0c2", "#d9f2d0", "#f3d4ee", "#fff3b0")
+# Background colours that black text can be read on, from probable to improbable. They are colours
+# of the 256-colour palette, which most terminals show as they are; for 16 colours there are others.
+_LEAST = (0.9, 0.6, 0.3, 0.1, 0.0)
+_SCALE = ("#afffaf", "#d7ffaf", "#ffffaf", "#ffd787", "#ffafaf")
+_SCALE_16 = ("bright_green", "green", "bright_yellow", "yellow", "bright_red")
+_PIECES = ("#afd7ff", "#ffd7af", "#d7ffd7", "#ffd7ff", "#ffffaf")
+_PIECES_16 = ("bright_cyan", "bright_yellow", "bright_green", "bright_magenta", "white")
 _BAR = 24
 _SPACE = re.compile(" (?![0-9A-F ]+⟩)")
 
@@ -34,8 +41,15 @@ def err() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+@cache
+def _has_16_colours() -> bool:
+    return Console().color_system == "standard"
+
+
 def chance_style(probability: float) -> Style:
-    for least, colour in _SCALE:
+    """The tint of a token by its probability."""
+    colours = _SCALE_16 if _has_16_colours() else _SCALE
+    for least, colour in zip(_LEAST, colours, strict=True):
         if probability >= least:
             return Style(color="black", bgcolor=colour)
     return Style()
@@ -43,13 +57,15 @@ def chance_style(probability: float) -> Style:
 
 def piece_style(number: int) -> Style:
     """Neighbouring tokens in different colours."""
-    return Style(color="black", bgcolor=_PIECES[number % len(_PIECES)])
+    colours = _PIECES_16 if _has_16_colours() else _PIECES
+    return Style(color="black", bgcolor=colours[number % len(colours)])
 
 
 def legend() -> Text:
+    """What the tints mean."""
     line = Text().append("probability  ", "dim")
-    for least, colour in _SCALE:
-        line.append(f" ≥{least:.0%} ", Style(color="black", bgcolor=colour))
+    for least in _LEAST:
+        line.append(f" ≥{least:.0%} ", chance_style(least))
     return line
 
 
@@ -110,7 +126,8 @@ def closing_line(generation: Generation) -> str:
     usage = generation.usage
     thought = f" ({usage.reasoning_tokens} of thought)" if usage.reasoning_tokens else ""
     return (
-        f"{usage.completion_tokens} tokens{thought} after {usage.prompt_tokens} of prompt, "
+        f"{count(usage.completion_tokens, 'token')}{thought} after {usage.prompt_tokens:,} of "
+        "prompt, "
         f"{usage.tokens_per_second:.1f} tokens/s, first token {usage.first_token_seconds:.2f} s, "
         f"finish: {generation.finish_reason}, seed {generation.seed}"
     )

@@ -87,12 +87,12 @@ def think(
 
     [b]Examples[/b]
 
-      unspool think "What is 17 * 24?" --policy vote --budget 3000
-      unspool think "Name three birds." --judge "regex:^\\w+, \\w+, \\w+$"
+      unspool think "How many days are in a week?" --policy vote
+      unspool think "Why is the sky blue? Answer in one sentence." --judge "regex:^[^.]{1,160}[.]$"
       unspool think "Write add(a, b) in Python." --judge tests:test_add.py
       unspool think "A haiku about rain" --judge python:haiku.py:check -o n=16
-      unspool think "Is 91 prime?" --judge ask --trace search.json
-      unspool think "Is 91 prime?" --policy beam --judge process:MODEL
+      unspool think "Name a bird." --judge ask --trace search.json
+      unspool think "What is 17 * 24?" -m MODEL --policy beam --judge process:REWARD_MODEL
     """
     from unspool.cli.run import _check_trace, read_prompt
     from unspool.decoding.think.think import most_tokens

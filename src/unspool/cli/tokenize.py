@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unspool.cli import options as o
+from unspool.errors import count
 
 if TYPE_CHECKING:
     from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -105,7 +106,8 @@ def _show_pieces(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     console.print(table)
     characters = max(1, len(ids))
     console.print(
-        f"{len(ids)} tokens, {len(text)} characters, {len(text.encode())} bytes: "
+        f"{count(len(ids), 'token')}, {count(len(text), 'character')}, "
+        f"{count(len(text.encode()), 'byte')}: "
         f"{len(text) / characters:.2f} characters a token"
     )
 

@@ -104,7 +104,7 @@ def chosen_parts(given: Sequence[str] | None) -> list[str]:
             near = difflib.get_close_matches(name, PARTS, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise SettingsError(
-                f"there is no part {name!r} of the costs; {hint}There are {', '.join(PARTS)}"
+                f"there is no part {name!r} of the costs; {hint}there are {', '.join(PARTS)}"
             )
     if not given:
         raise SettingsError(f"no part was named; there are {', '.join(PARTS)}")

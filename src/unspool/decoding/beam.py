@@ -29,7 +29,7 @@ from unspool.decoding.written import (
     whole,
 )
 from unspool.engine.branch import Branch
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, check_bool, check_number
 from unspool.session import Session
 
 
@@ -126,6 +126,9 @@ def beam_search(
 
     The rest as in `lm.stream`. Going on with a result (`resume`) is greedy.
     """
+    check_number("diversity_penalty", diversity_penalty)
+    check_number("length_penalty", length_penalty)
+    check_bool("end", end)
     whole("beams", beams)
     whole("groups", groups)
     whole("results", results, most=beams)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from unspool.decoding.written import Branches, Line, Prompt, blank, weigh, whole
 from unspool.engine.branch import Branch
 from unspool.engine.generation import Generation
-from unspool.errors import SettingsError
+from unspool.errors import check_number
 from unspool.session import Session
 
 Vectors = npt.NDArray[np.float32]  # [tokens, width], each of length one
@@ -46,8 +46,7 @@ def contrastive_search(
     The rest as in `lm.stream`. Going on with the result (`resume`) is greedy.
     """
     whole("k", k)
-    if not 0 <= alpha <= 1:
-        raise SettingsError(f"alpha is {alpha!r}; it may be a number from 0 to 1")
+    check_number("alpha", alpha, 0, 1)
     start = blank(
         lm, prompt, max_tokens=max_tokens, stop=stop, end=end, top=top, explain=False, temperature=0
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step, brief
+from unspool.errors import count
 from unspool.notebook import escape, picture
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class SearchTree:
     def label(self, node: Node) -> str:
         """A node in one line: score, text (token ids where there is no text), and its fate."""
         if node.parent is None:
-            return f"prompt of {len(node.generation.prompt)} tokens"
+            return f"prompt of {count(len(node.generation.prompt), 'token')}"
         shown = "".join(step.text for step in node.steps)
         written = repr(shown) if shown else str([step.token for step in node.steps])
         fate = "pruned" if node.pruned else "ended" if node.finished else ""

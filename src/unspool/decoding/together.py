@@ -34,6 +34,49 @@ def generate_all(
     texts = Generations(_draft(lm, number, one, options) for number, one in enumerate(prompts))
     with progress_bar("writing", len(texts), show=progress) as tell:
         failed = write_all(lm, texts, tell)
+    _raise_failures(texts, failed)
+    return texts
+
+
+async def write_async(lm: Session, text: Generation) -> None:
+    """Write a draft without blocking the event loop; cancelling the task cancels the request."""
+    import asyncio  # large, and only needed here
+
+    # In a thread, because the first request starts the engine and a drafter may load a model.
+    await text.extend_async(await asyncio.to_thread(_submit, lm, text))
+
+
+async def generate_all_async(
+    lm: Session, prompts: Sequence[Prompt], options: dict[str, Any]
+) -> Generations:
+    """`generate_all` on an event loop; cancelling the task cancels all of its requests."""
+    import asyncio
+
+    async def write(text: Generation) -> None:
+        async with running:
+            await write_async(lm, text)
+
+    running = asyncio.Semaphore(_AT_ONCE)
+    texts = await asyncio.to_thread(_draft_all, lm, prompts, options)
+    results = await asyncio.gather(*map(write, texts), return_exceptions=True)
+    failed = {n: result for n, result in enumerate(results) if isinstance(result, Exception)}
+    _raise_failures(texts, failed)
+    return texts
+
+
+def _submit(lm: Session, text: Generation) -> StepStream:
+    return lm.engine.submit(text.request)
+
+
+def _draft_all(lm: Session, prompts: Sequence[Prompt], options: dict[str, Any]) -> Generations:
+    """Drafts of all prompts, with what they share at their beginning computed."""
+    texts = Generations(_draft(lm, number, one, options) for number, one in enumerate(prompts))
+    if len(texts) > 1:
+        read_what_all_share(lm, texts)
+    return texts
+
+
+def _raise_failures(texts: Generations, failed: dict[int, Exception]) -> None:
     if failed:
         number, error = next(iter(failed.items()))
         raise BatchError(
@@ -42,7 +85,6 @@ def generate_all(
             texts,
             failed,
         ) from error
-    return texts
 
 
 def _draft(lm: Session, number: int, prompt: Prompt, options: dict[str, Any]) -> Generation:

@@ -20,7 +20,7 @@ from unspool.backends.step import Logits
 from unspool.engine.branch import Branch
 from unspool.engine.ending import Ending
 from unspool.engine.engine import Engine
-from unspool.engine.generation import Generation, texts_html
+from unspool.engine.generation import Generation, texts_html, why_full
 from unspool.engine.picking import joined
 from unspool.engine.steps import Step, explained_step
 from unspool.errors import SettingsError, UnspoolError
@@ -84,7 +84,7 @@ def blank(lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any) -> Ge
     generation, _ = lm.begin(prompt, max_tokens=0, **options)
     limits = replace(generation.request.limits, max_tokens=max_tokens)
     generation.request = replace(generation.request, limits=limits)
-    generation.empty_reason = "context" if max_tokens else "length"
+    generation.empty_reason = why_full(generation.request, 0)
     return generation
 
 

@@ -20,7 +20,7 @@ from unspool.engine.options import Options
 from unspool.engine.request import Request
 from unspool.engine.steps import Candidate, Step, Usage, brief
 from unspool.engine.stream import StepStream
-from unspool.errors import SettingsError, UnspoolError
+from unspool.errors import SettingsError, UnspoolError, check_int, count
 from unspool.sampling.settings import SamplingSettings
 from unspool.text.tokenizer.stream import TextStream
 
@@ -54,7 +54,7 @@ class Generation:
 
     request: Request = field(repr=False)  # how it was asked for, to go on in that way
     steps: list[Step] = field(default_factory=list)
-    empty_reason: str | None = None  # why there is not a single token
+    empty_reason: str | None = None  # why its request wrote no token
     source: Source | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list)  # what the engine had to say
     reused: int = 0  # tokens of the prompt that were computed before
@@ -67,6 +67,12 @@ class Generation:
             yield step
         self.notes = list(steps.notes)
 
+    async def extend_async(self, steps: StepStream) -> None:
+        """Take in all steps without blocking the event loop; cancellation cancels the request."""
+        async for step in steps:
+            self.take(step)
+        self.reused, self.notes = steps.prompt_reused, list(steps.notes)
+
     def take(self, step: Step) -> None:
         """Put one more step at the end, and take out those that it takes back."""
         if step.retracts:
@@ -77,8 +83,11 @@ class Generation:
 
     def rewind(self, length: int) -> Generation:
         """The first `length` of the new tokens; negative: without so many of the last."""
+        check_int("length", length, least=None)
         if not -len(self.steps) <= length <= len(self.steps):
-            raise SettingsError(f"cannot rewind to {length}: {len(self.steps)} tokens were written")
+            raise SettingsError(
+                f"cannot rewind to {length}: {count(len(self.steps), 'token')} written"
+            )
         kept = [
             step if step.finish_reason is None else replace(step, finish_reason=None)
             for step in self.steps[:length]
@@ -101,7 +110,12 @@ class Generation:
         return forked
 
     def resume(self, **options: Unpack[Options]) -> Generation:
-        """Go on writing from here, with the same settings or with others."""
+        """Continue the text with the same options, or with others.
+
+        `max_tokens` counts new tokens: `resume(max_tokens=4)` adds up to four. Without it the text
+        may grow to the length that was allowed before, so `text.rewind(3).resume()` writes it
+        again; a text that has that length gets as many new tokens as the last call allowed.
+        """
         more, steps = self.going_on(**options)
         for _ in more.extend(steps):
             pass
@@ -111,12 +125,15 @@ class Generation:
         """`resume`, with its steps still to come."""
         more = self.fork()
         steps = self._writer().write_on(more, **options)
+        more.empty_reason = why_full(more.request, len(more.steps))
         # What was shown only because the text ended is held again.
         more.steps = _retold(more.steps, TextStream(more.request.limits.stop), ended=False)
         return more, steps
 
     def alternatives(self, index: int, top: int = 10) -> tuple[Candidate, ...]:
         """The likeliest tokens at one place: what could have stood there."""
+        check_int("index", index, least=None)
+        check_int("top", top)
         if not 0 <= index <= len(self.steps):
             raise SettingsError(f"there is no token {index}: {len(self.steps)} were written")
         tokens = [*self.prompt, *self.tokens[:index]]
@@ -172,8 +189,9 @@ class Generation:
     @property
     def finish_reason(self) -> str:
         """`stop` (end token or stop string), `length`, `context`, or `interrupted`."""
-        last = self.steps[-1].finish_reason if self.steps else self.empty_reason
-        return last or "interrupted"
+        if len(self.steps) <= len(self.request.written) and self.empty_reason:
+            return self.empty_reason
+        return (self.steps[-1].finish_reason if self.steps else None) or "interrupted"
 
     @property
     def logprob(self) -> float:
@@ -215,15 +233,16 @@ class Generation:
 
     def __repr__(self) -> str:
         said = brief(self.answer) if self.text else reprlib.repr(self.tokens)
-        return f"<Generation {said}, {len(self.steps)} tokens, {self.finish_reason}>"
+        return f"<Generation {said}, {count(len(self.steps), 'token')}, {self.finish_reason}>"
 
     def _repr_html_(self) -> str:
         from unspool.notebook import legend, note, picture, steps_table, text_html
 
         pieces = [step.as_piece() for step in self.steps]
         seconds = self.usage.total_seconds
-        told = f"{len(pieces)} tokens, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
-        return picture(text_html(pieces), note(told), legend(), steps_table(pieces))
+        length = count(len(pieces), "token")
+        facts = f"{length}, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
+        return picture(text_html(pieces), note(facts), legend(), steps_table(pieces))
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -257,6 +276,21 @@ def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
     for text, label in zip(texts, labels, strict=True):
         shown += [note(label), text_html([step.as_piece() for step in text.steps])]
     return picture(*shown, legend())
+
+
+def check_generation(value: object) -> None:
+    """Raise SettingsError unless the value is a `Generation`."""
+    if not isinstance(value, Generation):
+        raise SettingsError(
+            f"generation must be what generate, chat or resume gave, got {reprlib.repr(value)}"
+        )
+
+
+def why_full(request: Request, num_written: int) -> str | None:
+    """The finish reason of a request that allows no token behind `num_written` new ones."""
+    if num_written < request.limits.room(len(request.prompt)):
+        return None
+    return "length" if num_written >= request.limits.max_tokens else "context"
 
 
 def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:

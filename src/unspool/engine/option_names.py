@@ -63,7 +63,8 @@ _ADVICE = {
     "response_format format": "json=True asks for JSON, json_schema= for JSON of a schema",
     "assistant_model draft_model prompt_lookup_num_tokens": "speculate='model:PATH' or "
     "speculate='lookup' guesses ahead",
-    "messages system system_prompt": "write lm.chat([{{'role': 'user', 'content': '...'}}])",
+    "messages": "write lm.chat([{{'role': 'user', 'content': '...'}}])",
+    "system system_prompt": "write lm.chat(question, system={value!r})",
     "batch_size": "give a list of prompts: they are one batch",
     "tools": "lm.chat takes them",
     "device dtype n_ctx num_ctx context num_thread threads": "that is said when loading: see "

@@ -10,6 +10,7 @@ from unspool.backends.step import Floats
 from unspool.engine.ending import Limits
 from unspool.engine.steps import Step
 from unspool.engine.thinking import Thinking
+from unspool.errors import count
 from unspool.sampling import Grammar, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 
@@ -76,7 +77,7 @@ class Request:
     cached: bool = True  # False: the whole text is read again for every token
 
     def __repr__(self) -> str:
-        return f"<Request {len(self.prompt)} tokens, {self.settings!r}>"
+        return f"<Request {count(len(self.prompt), 'token')}, {self.settings!r}>"
 
 
 DraftMaker = Callable[[Request], Drafter]

@@ -31,6 +31,7 @@ from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.state_policy import message_ends
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
+from unspool.errors import count
 from unspool.sampling import Pick, RowInput, StageState, next_state
 from unspool.sampling.picker import (
     POSITION,
@@ -439,7 +440,7 @@ class Sequence(Task):
         """Drop the written tokens from number `to` on; the last one was not sent yet."""
         assert self.marks is not None
         taken = self.length - self.prompt_length - to
-        self.queue.notes.append(f"took {taken} tokens back: {reason}")
+        self.queue.notes.append(f"took {count(taken, 'token')} back: {reason}")
         self.retracted += len(self.marks) - to
         if self.follower is not None:
             self.follower.rewind(taken)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from unspool.errors import count
 from unspool.sampling.records import Draw, Pick, StageReport
 from unspool.text.tokenizer.characters import readable
 
@@ -264,11 +265,18 @@ class Score:
 
     def __repr__(self) -> str:
         text = brief("".join(position.text for position in self.positions))
-        return f"<Score {text}, {len(self.positions)} tokens, perplexity {self.perplexity:.4g}>"
+        return f"<Score {text}, {count(len(self.positions), 'token')}, {self.describe()}>"
+
+    def describe(self) -> str:
+        """The perplexity in words; of a single token there is none."""
+        if not self._known:
+            return "nothing to judge: the first token has nothing before it"
+        return f"log-probability {self.total:.3f}, perplexity {self.perplexity:.3f}"
 
     @property
     def perplexity(self) -> float:
-        """How many equally likely tokens the model felt it was choosing from, on average."""
+        """How many equally likely tokens the model felt it was choosing from, on average; nan where
+        nothing was judged: the first token has nothing before it."""
         known = self._known
         return math.exp(-math.fsum(known) / len(known)) if known else math.nan
 
@@ -276,13 +284,13 @@ class Score:
         from unspool.notebook import legend, note, picture, steps_table, text_html
 
         pieces = [position.as_piece() for position in self.positions]
-        told = note(f"log-probability {self.total:.2f}, perplexity {self.perplexity:.4g}")
-        return picture(text_html(pieces), told, legend(), steps_table(pieces))
+        return picture(text_html(pieces), note(self.describe()), legend(), steps_table(pieces))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         positions = [asdict(position) for position in self.positions]
-        return {"total": self.total, "perplexity": self.perplexity, "positions": positions}
+        perplexity = self.perplexity if self._known else None  # JSON has no nan
+        return {"total": self.total, "perplexity": perplexity, "positions": positions}
 
     @property
     def _known(self) -> list[float]:

@@ -101,33 +101,35 @@ def attribution(
     lm: Session,
     seen: Look,
     *,
-    token: int | None = None,
-    against: int | Literal["mean"] | None = None,
+    token: int | str | None = None,
+    against: int | str | None = None,
 ) -> Attribution:
     """Attribute a token's logit at the position looked at.
 
     `token`: by default the one that was picked, or, at the end of a text, the likeliest.
-    `against`: attribute the lead over another token, or over the mean of all logits. Adding the
-    same to every logit changes nothing, so a lead often says more than the logit itself.
+    `against`: attribute the lead over another token, or over the mean of all logits ("mean").
+    Both take a token id, or text that is one token. Adding the same to every logit changes
+    nothing, so a lead often says more than the logit itself.
     """
-    token = followed(lm, seen, token)
-    if against is not None and against != "mean":
-        against = checked_token(lm, against)
-    direction, head_bias = head_row(lm, token)
+    token_id = followed(lm, seen, token)
+    baseline: int | Literal["mean"] | None = None
     if against is not None:
-        other, other_bias = head_row(lm, against)
+        baseline = "mean" if against == "mean" else checked_token(lm, against)
+    direction, head_bias = head_row(lm, token_id)
+    if baseline is not None:
+        other, other_bias = head_row(lm, baseline)
         direction = direction - other
         if head_bias is not None and other_bias is not None:
             head_bias -= other_bias
     parts, exact = _parts(lm, seen, direction, head_bias)
-    said = _lead(seen, token, against)
+    said = _lead(seen, token_id, baseline)
     softcap = lm.config.logit_softcap
     return Attribution(
         position=seen.position,
-        token=token,
-        text=lm.readable(token),
-        against=against,
-        against_text=lm.readable(against) if isinstance(against, int) else "",
+        token=token_id,
+        text=lm.readable(token_id),
+        against=baseline,
+        against_text=lm.readable(baseline) if isinstance(baseline, int) else "",
         logit=exact if softcap else said,
         said=said,
         softcap=softcap,

@@ -85,21 +85,22 @@ class LogitLens:
 
 
 def logit_lens(
-    lm: Session, seen: Look, *, top: int = 5, token: int | None = None, whole: bool = False
+    lm: Session, seen: Look, *, top: int = 5, token: int | str | None = None, whole: bool = False
 ) -> LogitLens:
     """What each layer would have said at the position looked at.
 
-    `token` is the one to follow: by default the one that was picked, or, at the end of a text, the
-    likeliest. `top` candidates are told of each layer; `whole`: the whole vocabulary too.
+    `token` is the one to follow, an id or text that is one token: by default the one that was
+    picked, or, at the end of a text, the likeliest. `top` candidates are told of each layer;
+    `whole`: the whole vocabulary too.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise SettingsError(f"top is {top!r}; it may be a whole number from 0 up")
-    token, begun = followed(lm, seen, token), lm.begun(seen.tokens)
+    token_id, begun = followed(lm, seen, token), lm.begun(seen.tokens)
     layers: list[LayerSaid] = []
     logprobs: list[Floats] = []
     for start in range(0, len(seen.residuals), _LAYERS_AT_ONCE):
         logits = lm.model.logits(seen.residuals[start : start + _LAYERS_AT_ONCE])
-        found = score(logits, [token] * len(logits), top)
+        found = score(logits, [token_id] * len(logits), top)
         if whole:
             logprobs.append(np.asarray(log_softmax(logits), np.float32))
         for row in range(len(logits)):
@@ -117,14 +118,14 @@ def logit_lens(
             )
     return LogitLens(
         position=seen.position,
-        token=token,
-        text=lm.readable(token, begun),
+        token=token_id,
+        text=lm.readable(token_id, begun),
         layers=tuple(layers),
         logprobs=np.concatenate(logprobs) if whole else None,
     )
 
 
-def followed(lm: Session, seen: Look, token: int | None) -> int:
+def followed(lm: Session, seen: Look, token: int | str | None) -> int:
     """The token that a lens is about: the one asked for, the one picked, or the likeliest."""
     if token is not None:
         return checked_token(lm, token)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.step import Floats
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, count
 from unspool.lens.subject import Text, adapter_of, tokens_of
 from unspool.lens.weights import host
 from unspool.model.recurrence import STATELESS
@@ -47,7 +47,8 @@ class Look:
     def __repr__(self) -> str:
         layers, heads, past = self.attention.shape
         here = f"{self.texts[-1]!r} at {self.position}"
-        return f"<Look at {here}: {layers} layers, {heads} heads, {past} tokens attended to>"
+        size = f"{count(layers, 'layer')}, {count(heads, 'head')}"
+        return f"<Look at {here}: {size}, {count(past, 'token')} attended to>"
 
     def _repr_html_(self) -> str:
         share = self.attention_mean
@@ -149,7 +150,7 @@ def look(lm: Session, text: Text, position: int = -1) -> Look:
         raise SettingsError(f"position is {position!r}; it must be a whole number")
     if not -len(tokens) <= position < len(tokens):
         raise SettingsError(
-            f"there is no position {position}: the text has {len(tokens)} tokens, "
+            f"there is no position {position}: the text has {count(len(tokens), 'token')}, "
             f"from 0 to {len(tokens) - 1}"
         )
     position %= len(tokens)

@@ -37,7 +37,7 @@ def neighbours(lm: Session, token: int | str, count: int = 10) -> tuple[Neighbou
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise SettingsError(f"count is {count!r}; it may be a whole number from 0 up")
-    token = lm.single_token(token) if isinstance(token, str) else checked_token(lm, token)
+    token = checked_token(lm, token)
     own = embedding(lm, token).astype(np.float64)
     own /= np.linalg.norm(own) or 1.0
     similar = np.concatenate([_cosines(rows, own) for rows in embeddings(lm)])

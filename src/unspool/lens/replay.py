@@ -23,7 +23,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.request import Request
 from unspool.engine.steps import Step
 from unspool.engine.thinking import CALL, Thinking
-from unspool.errors import ContextError, UnspoolError
+from unspool.errors import ContextError, SettingsError, UnspoolError, count
 from unspool.lens.trace import Trace, fingerprint
 from unspool.lens.weights import host
 from unspool.sampling import Grammar, score
@@ -91,11 +91,11 @@ class Replay:
             found = self.difference.describe()
         elif self.judged:
             found = (
-                f"reproduced exactly: {self.judged} tokens judged as likely as then, "
+                f"reproduced exactly: {count(self.judged, 'token')} judged as likely as then, "
                 f"{written} written again"
             )
         else:
-            found = f"reproduced exactly: {written} tokens"
+            found = f"reproduced exactly: {count(written, 'token')}"
         return f"{found}; the model is another: {self.other_model}" if self.other_model else found
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +125,8 @@ def replay(
     1e-3, and 0.1 where weights are in 16 bits. `guards`: those that the text was written under, if
     they are a caller's own, which no file can hold; without them such a text is judged only.
     """
+    if not isinstance(trace, Trace):
+        raise SettingsError(f"trace must be a trace or the name of a file, got {trace!r}")
     _check_fits(lm, trace)
     known = _TOLERANCE.get(lm.model.precision, _TOLERANCE_16_BITS)
     limit = known if tolerance is None else tolerance

@@ -23,8 +23,10 @@ def adapter_of(text: Text) -> str | None:
     return text.request.adapter if isinstance(text, Generation) else None
 
 
-def checked_token(lm: Session, token: int) -> int:
-    """The token, if the vocabulary has it."""
+def checked_token(lm: Session, token: int | str) -> int:
+    """The id of a token given by its id, or by text that is exactly one token."""
+    if isinstance(token, str):
+        return lm.single_token(token)
     size = lm.config.vocab_size
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
         raise SettingsError(f"token {token!r} is not in the vocabulary, which ends at {size - 1}")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unspool.engine.ending import Limits
-from unspool.engine.generation import Generation
+from unspool.engine.generation import Generation, check_generation
 from unspool.engine.steps import Step, brief
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, count
 from unspool.sampling import GrammarSpec, SamplingSettings
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
 from unspool.session import Session
@@ -67,7 +67,9 @@ class Trace:
     guarded: bool = False  # guards watched, even if they were a caller's own, which no file holds
 
     def __repr__(self) -> str:
-        return f"<Trace {brief(self.text)}, {len(self.steps)} tokens, by {self.model.name}>"
+        return (
+            f"<Trace {brief(self.text)}, {count(len(self.steps), 'token')}, by {self.model.name}>"
+        )
 
     @property
     def text(self) -> str:
@@ -98,6 +100,7 @@ def fingerprint(lm: Session) -> Fingerprint:
 
 def trace_of(lm: Session, generation: Generation) -> Trace:
     """Everything about a generation; ask for it with `explain` and `top` to have the detail."""
+    check_generation(generation)
     request, steps, thinking = generation.request, generation.steps, generation.request.thinking
     if request.adapter is not None:
         raise SettingsError(

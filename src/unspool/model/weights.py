@@ -211,7 +211,7 @@ def read_weights(
             continue
         tried = []
         for rule, theirs, parts in _fitting(rules, name, wanted):
-            tried.append(theirs)
+            tried.append(theirs.replace("{e}", "*"))
             whole = _fetch(theirs, config, fetch)
             if whole is None:
                 continue
@@ -220,8 +220,8 @@ def read_weights(
             for part, piece in zip(parts, pieces, strict=True):
                 if piece.shape != wanted[part]:
                     raise ModelFileError(
-                        f"tensor {theirs} has shape {piece.shape} where the model's settings need "
-                        f"{wanted[part]}; the settings and the weights do not belong together"
+                        f"tensor {theirs} has shape {piece.shape} where the settings "
+                        f"need {wanted[part]}; the settings and the weights do not belong together"
                     )
                 done.add(part)
                 yield part, piece

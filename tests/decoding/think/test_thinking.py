@@ -185,7 +185,7 @@ def test_what_is_put_is_judged_and_counted(tiny_lm):
 def test_the_winner_can_be_gone_on_with(tiny_lm):
     thought = think(tiny_lm, PROMPT, policy="beam", budget=300, max_tokens=6, end=False,
                     **OPTIONS["beam"], **WARM)  # fmt: skip
-    more = thought.best.resume(max_tokens=10, temperature=0)
+    more = thought.best.resume(max_tokens=4, temperature=0)
     assert more.tokens[:6] == thought.best.tokens and len(more.tokens) == 10
 
 

@@ -9,7 +9,6 @@ print(edit.text, edit.before.perplexity, edit.after.perplexity)
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +23,7 @@ from unspool.decoding.fill.masked import MaskedModel, masked_model
 from unspool.decoding.progress import Tell, progress_bar
 from unspool.decoding.written import whole
 from unspool.engine.steps import Score, brief
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, check_number
 from unspool.notebook import bar, escape, note, percent, picture, table
 from unspool.session import Session
 
@@ -143,10 +142,10 @@ def edit(
             "edits are ranked by a causal model; load one, and give this as its twin: "
             "lm.edit(text, twin=masked)"
         )
-    if not 0 <= threshold <= 1:
-        raise SettingsError(f"threshold is {threshold!r}; it may be from 0 to 1")
-    if not 0 <= trust < math.inf:
-        raise SettingsError(f"trust is {trust!r}; it may be from 0 up, in nats")
+    check_number("threshold", threshold, 0, 1)
+    check_number("trust", trust, 0)
+    if reach is not None:
+        whole("reach", reach)
     whole("passes", passes)
     whole("places", places)
     whole("candidates", candidates)

@@ -108,6 +108,7 @@ def _given(choices: Sequence[str], gapped: GappedText) -> list[tuple[str, ...]]:
     """A caller's own candidates, for the one gap that there is."""
     if len(gapped.gaps) > 1:
         raise SettingsError(f"choices are for one gap, and the text has {len(gapped.gaps)}")
-    if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
+    is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
+    if not is_list or not choices or not all(isinstance(choice, str) for choice in choices):
         raise SettingsError(f"choices are {choices!r}; they may be a list of texts, at least one")
     return [(choice,) for choice in dict.fromkeys(choices)]

@@ -156,4 +156,5 @@ def _filled(before: Filled, text: Generation, right: str, tokens: FimTokens) -> 
         before.score + text.logprob,
         (*before.steps, *text.steps),
         (*before.gap_steps, inside),
+        is_cut=before.is_cut or text.finish_reason == "length",
     )

@@ -65,7 +65,11 @@ class WholeText:
 
 def masked_model(given: Session | MaskedModel) -> MaskedModel:
     """What a caller gave as a masked model: a loaded one, or anything that answers as one does."""
-    return WholeText(given) if isinstance(given, Session) else given
+    if isinstance(given, Session):
+        return WholeText(given)
+    if not hasattr(given, "mask_id") or not hasattr(given, "logits"):
+        raise SettingsError(f"twin must be a loaded masked model, got {given!r}")
+    return given
 
 
 def framed(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], int]:

@@ -25,6 +25,7 @@ class Filled:
     # the text beside the gap as well.
     gap_steps: tuple[tuple[Step, ...], ...] = ()
     probability: float = 1.0  # among the candidates
+    is_cut: bool = False  # whether a gap's longest length ended what the model wrote into it
 
     def __repr__(self) -> str:
         inside = ", ".join(brief(text, 32) for text in self.texts)
@@ -40,6 +41,7 @@ class Filled:
             "text": self.text,
             "score": self.score,
             "probability": self.probability,
+            "cut": self.is_cut,
             "steps": [step.to_dict() for step in self.steps],
         }
 

@@ -79,7 +79,8 @@ def job_facts(facts: InputFacts, plan: WorkerPlan) -> dict[str, Any]:
     neutral = ("threads", "offline", "exact")
     load = {name: value for name, value in plan.options.items() if name not in neutral}
     settings = {**plan.settings.to_dict(), "load": load, "adapter": plan.adapter}
-    return {"input": facts.digest, "rows": facts.rows, "settings": settings}
+    names = {"input": facts.digest, "model_name": plan.model}
+    return {**names, "rows": facts.rows, "settings": settings}
 
 
 def run(

@@ -5,6 +5,8 @@ Beside OUTPUT lies the folder OUTPUT.unfinished while the work goes on:
     job.json       what was asked for: the input's digest, the settings, the model
     answers.jsonl  a line for each row that is done, in the order in which they were
 
+When all is done, OUTPUT.job.json says what was asked for, so that the same command does nothing.
+
 A line is there whole or not at all: one that was cut off (a kill, a full disk, a lost machine) is
 dropped with all behind it when the work goes on, and its row is written once more. So every row
 that has a line is done, every other is not, and it does not matter when the last run ended.
@@ -39,6 +41,25 @@ def unfinished_folder(output: Path) -> Path:
 def is_unfinished(output: Path) -> bool:
     """Whether there is something to go on with."""
     return (unfinished_folder(output) / _JOB).exists()
+
+
+def finished_job(output: Path) -> dict[str, Any] | None:
+    """The record of the batch that wrote an output; None if it is not what a batch left there."""
+    try:
+        record: dict[str, Any] = json.loads(_record_file(output).read_text(encoding="utf-8"))
+        return record if record["output_bytes"] == output.stat().st_size else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _record_file(output: Path) -> Path:
+    return output.with_name(f"{output.name}.job.json")
+
+
+def _write_whole(file: Path, content: dict[str, Any]) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    part.replace(file)
 
 
 class JobChangedError(UnspoolError):
@@ -93,7 +114,7 @@ class Journal:
             self._keep(wanted)
         else:
             self.job = begun
-            if changed := _changes(begun, wanted):
+            if changed := changes(begun, wanted):
                 raise JobChangedError(
                     f"{self.folder} was begun with {changed}; give the command as it was then, "
                     "or begin anew with --restart"
@@ -118,10 +139,8 @@ class Journal:
             )
 
     def _keep(self, job: dict[str, Any]) -> None:
-        self.job, file = job, self.folder / _JOB
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(job, indent=1), encoding="utf-8")
-        part.replace(file)
+        self.job = job
+        _write_whole(self.folder / _JOB, job)
 
     def _read_back(self) -> None:
         """Find the rows that are done; cut off what is not whole."""
@@ -179,7 +198,9 @@ class Journal:
                     yield json.loads(file.readline())
 
     def finish(self) -> None:
-        """The output is there: nothing is left to go on with."""
+        """Record that the output is complete, and drop what a resumed run would need."""
+        record = {**self.job, "failed": self.bad, "output_bytes": self.output.stat().st_size}
+        _write_whole(_record_file(self.output), record)
         (self.folder / _JOB).unlink()
 
 
@@ -204,9 +225,9 @@ def _read_job(file: Path) -> dict[str, Any] | None:
     return found
 
 
-def _changes(begun: dict[str, Any], wanted: dict[str, Any]) -> str:
+def changes(begun: dict[str, Any], wanted: dict[str, Any]) -> str:
     """In words, what was different then; nothing: it is the same."""
-    if begun.get("version") != wanted["version"]:
+    if begun.get("version") != _VERSION:
         return "another version of Unspool"
     if begun.get("input") != wanted["input"]:
         return "an input of another content"

@@ -30,7 +30,7 @@ async def try_step(identity: str, body: TryRequest, request: Request) -> Respons
     branch = branches_of(request).get(identity)
     at = branch.place(body.at, "at")
     draft = branch.generation.rewind(at)  # as it stands now: others may go on writing it
-    one_step = {"max_tokens": at + 1, "stop": (), "guard": None, "speculate": None, "explain": True}
+    one_step = {"max_tokens": 1, "stop": (), "guard": None, "speculate": None, "explain": True}
     async with state_of(request).call(request, branch.model) as call:
         draft.source = call.served.lm
         made: Generation = await call.thread(draft.resume, **{**body.settings(), **one_step})

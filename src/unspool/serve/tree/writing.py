@@ -49,7 +49,7 @@ class BranchTexts(Texts):
         options = {
             **self.options,
             "sample": self.options["sample"] + number,
-            "max_tokens": len(draft.steps) + self.max_tokens,
+            "max_tokens": self.max_tokens,
         }
         return draft.going_on(**options)
 

@@ -27,7 +27,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
-from unspool.errors import SettingsError, UnspoolError
+from unspool.errors import SettingsError, UnspoolError, count
 from unspool.text.chat.messages import Message, checked_messages, joined_parts, plain_json
 from unspool.text.chat.origin import (
     TEMPLATE,
@@ -80,7 +80,9 @@ class ChatPrompt:
     text: str
 
     def __repr__(self) -> str:
-        return f"<ChatPrompt of {len(self.spans)} messages, {len(self.ids)} tokens>"
+        return (
+            f"<ChatPrompt of {count(len(self.spans), 'message')}, {count(len(self.ids), 'token')}>"
+        )
 
 
 # Templates build control tokens from these on purpose: '<|' + message.role + '|>'.

@@ -135,7 +135,7 @@ function unspoolProgram({ branch, pieces, first, most }) {
       continue;
     }
     const changes = changesBetween(before, piece.run.settings);
-    lines.push(`text = text.resume(${given({ max_tokens: piece.reached, ...changes }).join(", ")})  # tokens in all`);
+    lines.push(`text = text.resume(${given({ max_tokens: piece.reached - piece.from, ...changes }).join(", ")})`);
     if (piece.reached > piece.to) lines.push(`text = text.rewind(${piece.to})`);
     before = piece.run.settings;
   }
