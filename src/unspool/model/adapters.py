@@ -259,7 +259,7 @@ def _scale(settings: dict[str, Any], name: str, rank: int) -> float:
         raise ModelFileError(
             f"{CONFIG}: use_rslora must be true or false, got {settings['use_rslora']!r}"
         )
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _pattern(table: Any, name: str, usual: Any) -> Any:
