@@ -259,10 +259,12 @@ class ModelConfig:
         if self.sight == "causal":
             return
         far = "over the whole text" if self.sight == "whole" else f"over {self.block} at a time"
+        use = "lm.diffuse(prompt) writes with it, and lm.fill(before, gap, after) fills gaps"
+        if self.mask_id is None:
+            use = "it has no mask token either, so it cannot write; its logits can be computed"
         raise UnspoolError(
             f"this {self.family} model does not go from left to right, because its tokens look "
-            f"both ways, {far}: lm.diffuse(prompt) writes with it, and lm.fill(before, gap, after) "
-            "fills gaps"
+            f"both ways, {far}: {use}"
         )
 
     def check_head(self) -> None:
