@@ -154,7 +154,7 @@ def test_reprs_read_well(lm: Any):
     text = lm.generate("The capital of Germany is", max_tokens=8, temperature=0)
     assert repr(text) == f"<Generation {text.text!r}, 8 tokens, length>"
     assert repr(text.steps[0]).startswith(f"<Step {text.steps[0].text!r} ({text.tokens[0]}), p 0.")
-    assert repr(lm.score("The sky")).startswith("<Score 'The sky', 2 tokens, perplexity ")
+    assert repr(lm.score("The sky")).startswith("<Score 'The sky', 2 tokens, log-probability ")
     assert "temperature=0.0" in repr(text.settings)
     assert repr(lm.chat_prompt("Hi")).startswith("<ChatPrompt of ")
 
