@@ -249,7 +249,7 @@ def test_it_can_be_shown(worded):
     [
         ("  ", {}, "nothing to edit"),
         (TEXT, {"threshold": 2}, "from 0 to 1"),
-        (TEXT, {"trust": -1}, "from 0 up"),
+        (TEXT, {"trust": -1}, "trust must be a number >= 0"),
         (TEXT, {"passes": 0}, "from 1 up"),
         (TEXT, {"budget": -1}, "from 0 up"),
         (TEXT, {"doubt": "nobody"}, "causal, masked"),

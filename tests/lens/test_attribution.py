@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from unspool.errors import SettingsError
+from unspool.errors import UnspoolError
 from unspool.lens.attribution import attribution
 from unspool.lens.look import look
 
@@ -117,7 +117,7 @@ def test_the_picked_token_is_the_default(tiny_lm):
 def test_wrong_tokens_are_refused(tiny_lm):
     seen = look(tiny_lm, TOKENS, 5)
     for options in ({"token": 259}, {"against": -1}, {"against": "median"}, {"token": True}):
-        with pytest.raises(SettingsError, match="vocabulary"):
+        with pytest.raises(UnspoolError, match="vocabulary"):
             attribution(tiny_lm, seen, **options)
 
 

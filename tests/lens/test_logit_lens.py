@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from unspool.errors import SettingsError
+from unspool.errors import UnspoolError
 from unspool.lens.logit_lens import logit_lens
 from unspool.lens.look import look
 from unspool.sampling import log_softmax
@@ -56,7 +56,7 @@ def test_candidates_beyond_the_vocabulary_and_bad_settings(tiny_lm):
     seen = look(tiny_lm, TOKENS)
     assert len(logit_lens(tiny_lm, seen, top=10_000).layers[0].candidates) == 259
     for options in ({"top": -1}, {"top": 1.5}, {"token": 259}, {"token": -1}, {"token": "x"}):
-        with pytest.raises(SettingsError):
+        with pytest.raises(UnspoolError):
             logit_lens(tiny_lm, seen, **options)
 
 

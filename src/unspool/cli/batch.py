@@ -179,11 +179,10 @@ def _say_finished(output: Path, record: dict[str, Any], job: dict[str, Any]) -> 
             f"{output} was written with {differences}; give another name, or answer all rows "
             "again with --restart"
         )
-    failed = f", {record['failed']:,} of them failed: {errors_file(output)}"
-    o.say(
-        f"nothing to do: {count(record['rows'], 'row')} in {output} already"
-        f"{failed if record['failed'] else ''}; --restart answers them again"
-    )
+    rows, failed = count(record["rows"], "row"), ""
+    if record["failed"]:
+        failed = f", {record['failed']:,} of them failed: {errors_file(output)}"
+    o.say(f"nothing to do: {rows} in {output} already{failed}; --restart answers them again")
     return SET_ASIDE if record["failed"] else 0
 
 
