@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.request import Request
+from unspool.engine.request import DraftTree, Request
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 
@@ -46,21 +47,37 @@ KINDS: dict[str, dict[str, Any]] = {
     "grammar": FREE,
     "guarded": {**FREE, "top_k": 3},
     "drafted": FREE,
+    "tree-drafted": FREE,
     "uncached": GREEDY,
     "unusual": {**FREE, "typical_p": 0.9},
 }
 
 
 class Guesses:
-    """Drafts the text that is known to come, with mistakes."""
+    """Drafts the text that is known to come, with mistakes, as a chain or as a tree."""
 
-    def __init__(self, text: list[int], prompt: int, seed: int) -> None:
+    def __init__(self, text: list[int], prompt: int, seed: int, tree: bool) -> None:
         self.text, self.prompt, self.chance = text, prompt, random.Random(seed)
+        self.tree = tree
 
-    def propose(self, tokens: Any, most: int) -> list[int]:
+    def propose(self, tokens: Any, most: int) -> list[int] | DraftTree:
         written = len(tokens) - self.prompt
         guess = self.text[written : written + min(most, self.chance.randrange(6))]
-        return [t if self.chance.random() < 0.8 else self.chance.choice(self.text) for t in guess]
+        if not self.tree or not guess:
+            return [self._mistaken(token) for token in guess]
+        # Each node hangs at the start or at any node before it; the right token stands somewhere.
+        draft, parents = list[int](), list[int]()
+        for number in range(min(most, len(guess) + self.chance.randrange(4))):
+            parent = self.chance.randint(-1, number - 1)
+            depth, node = 0, parent
+            while node >= 0:
+                depth, node = depth + 1, parents[node]
+            draft.append(self._mistaken(guess[min(depth, len(guess) - 1)]))
+            parents.append(parent)
+        return DraftTree(draft, parents)
+
+    def _mistaken(self, token: int) -> int:
+        return token if self.chance.random() < 0.8 else self.chance.choice(self.text)
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> None: ...
 
@@ -114,10 +131,10 @@ def write_alone(engine: Engine, asked: list[Asked]) -> None:
     """One after the other; afterwards drafts can be made of what is known."""
     for one in asked:
         one.text = taken(engine.submit(one.request))
-        if one.kind == "drafted":
-            text, prompt = one.text, len(one.request.prompt)
-            made = lambda request, text=text, prompt=prompt: Guesses(text, prompt, 1)  # noqa: E731
-            one.request = replace(one.request, drafter=made)
+        if one.kind in ("drafted", "tree-drafted"):
+            prompt, tree = len(one.request.prompt), one.kind == "tree-drafted"
+            make_drafter = partial(Guesses, one.text, prompt, 1, tree)
+            one.request = replace(one.request, drafter=lambda request, m=make_drafter: m())
 
 
 def taken(stream: Any) -> list[int]:
