@@ -133,6 +133,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-neox: leftovers": ("gpt-neox", {"sliding_window": 7, "partial_rotary_factor": 1.0}),
     "ministral3: silent": ("ministral3", {"rope_parameters": GONE}),
+    "ministral3: the original context beside the scaling": (
+        "ministral3", {"original_max_position_embeddings": 2},
+    ),
     "ministral3: window": ("ministral3", {"sliding_window": 7, **_LISTED}),
     "mellum: silent": ("mellum", {"rope_parameters": GONE}),
     "mellum: other positions": (
@@ -247,6 +250,7 @@ def test_no_window_where_it_is_null(name: str, tmp_path: Path) -> None:
         ("granite-hybrid", {"hidden_act": "gelu"}),
         ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
         ("lfm2", {"is_causal": False}),
+        ("granite", {"attention_multiplier": 0}),
     ],
 )
 def test_settings_that_are_refused_by_name(
@@ -257,3 +261,24 @@ def test_settings_that_are_refused_by_name(
     key = "sight" if "is_causal" in changes else next(iter(changes))
     with pytest.raises(ModelFileError, match=key):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3.5", {"head_dim": None}, "do not belong together"),
+        (
+            "gpt-neox",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "dynamic rope scaling needs heads that turn more than 2 numbers, got 2",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_weights(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Found by reading random changes of config.json beside transformers."""
+    tiny.save(name, tmp_path)
+    rewrite(tmp_path, changes)
+    with pytest.raises(ModelFileError, match=message):
+        load_transformer(open_checkpoint(tmp_path))

@@ -207,6 +207,7 @@ _NULLABLE = (
     "n_inner", "original_max_position_embeddings", "max_window_layers", "pad_token_id",
 )  # fmt: skip
 _POSITIVE = (
+    "attention_multiplier",
     "head_dim", "query_pre_attn_scalar", "logits_scaling", "decoder_sparse_step",
     "block_multiple_of", "no_rope_layer_interval", "global_attn_every_n_layers",
     "full_attention_interval", "sliding_window_pattern", "rope_theta", "rope_local_base_freq",

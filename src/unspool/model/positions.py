@@ -18,6 +18,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from unspool.errors import ModelFileError
+
 Floats = npt.NDArray[np.float32]
 Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
@@ -51,6 +53,12 @@ class Rotary:
     short_factors: tuple[float, ...] = ()  # longrope, or factors a file gives as they are
     long_factors: tuple[float, ...] = ()  # longrope, for texts beyond the original context
     share: float = 1.0  # proportional: the part of the pairs that turn at all; the slowest do not
+
+    def __post_init__(self) -> None:
+        if self.scaling == "dynamic" and self.width <= 2:
+            raise ModelFileError(
+                f"dynamic rope scaling needs heads that turn more than 2 numbers, got {self.width}"
+            )
 
     @property
     def has_two_ranges(self) -> bool:

@@ -18,7 +18,9 @@ def read_today(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
     if family.name == "ministral3":
         rope = full.get("rope_scaling") or full["rope_parameters"]
         grown = float(rope.get("llama_4_scaling_beta") or 0.0)
-        return query_growth(grown, int(rope.get("original_max_position_embeddings") or 0))
+        original = full.get("original_max_position_embeddings")  # it wins, as in transformers
+        original = original or rope.get("original_max_position_embeddings")
+        return query_growth(grown, int(original or 0))
     if family.name == "granite":
         return {"logit_scale": 1 / full["logits_scaling"]}
     if family.name == "mellum":

@@ -541,7 +541,8 @@ def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np
         return None
     else:  # q, k and v of head 0, then of head 1, ...
         shape, axes = (config.heads, 3, config.head_width), (1, 0, 2)
-    if not shape[1] or count % abs(math.prod(shape)):
+    size = abs(math.prod(shape))
+    if not shape[1] or (count % size if -1 in shape else count != size):
         return None
     return np.arange(count).reshape(shape).transpose(axes).reshape(-1)
 
