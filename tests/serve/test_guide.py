@@ -178,7 +178,7 @@ def test_every_endpoint_is_in_the_table(server: Any):
     document = httpx.get(f"{server.url}/openapi.json").json()
     told = re.findall(r"`(/[^`]+)`", " ".join(rows("| endpoint |")))
     for path in told:
-        assert path in document["paths"] or httpx.get(server.url + path).status_code == 200, path
+        assert path in document["paths"] or httpx.get(server.url + path).status_code != 404, path
     for path in document["paths"]:
         assert any(path == known or path.startswith(known + "/") for known in told), path
 

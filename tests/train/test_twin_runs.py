@@ -20,6 +20,7 @@ from unspool.model.adapters import Twin, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.train.data.tokenizer import TokenizerSettings, learn, save
 from unspool.train.running.events import Event, Logged
+from unspool.train.running.loop import Trainer
 from unspool.train.running.runs import Run
 from unspool.train.twins.draft import DraftHead
 from unspool.train.twins.head_files import open_head
@@ -181,7 +182,10 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path, kind: str):
     assert (whole.final / name).read_bytes() == (parts.final / name).read_bytes()
 
 
-def test_minutes_become_steps_and_the_trial_leaves_no_trace(here: Path):
+def test_minutes_become_steps_and_the_trial_leaves_no_trace(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Trainer, "_fit_time_budget", lambda trainer, elapsed_s: None)
     run, _ = trained(settings(here, "countdown:2", steps=None, minutes=0.005, batch=2))
     assert 1 <= run.steps < 500
     again, _ = trained(settings(here, "countdown:2", steps=run.steps, batch=2))

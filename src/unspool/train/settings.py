@@ -17,7 +17,7 @@ OBJECTIVES = ("next_token", "masked", "block_diffusion")
 _POSITIVE = (
     "limit", "vocab_size", "depth", "width", "heads", "kv_heads", "head_width", "ff_width",
     "block", "length", "batch", "batch_tokens", "steps", "tokens", "minutes", "log_every",
-    "judge_every", "sample_every", "save_every", "keep",
+    "judge_every", "sample_every", "save_every",
 )  # fmt: skip
 
 

@@ -201,7 +201,9 @@ class Trainer:
             return last or (not first and every > 0 and self.step % every == 0)
 
         frame = self.step in film_steps(settings.steps)
-        if due(settings.judge_every) or (first and settings.judge_every):
+        # Before the first step FSDP has not set up the shards that an evaluation would gather.
+        at_start = first and settings.judge_every > 0 and not self.parallel.shard
+        if at_start or due(settings.judge_every):
             self._judge_now()
         if self._sampler is not None and (frame or due(settings.sample_every)):
             self._sample_now()
