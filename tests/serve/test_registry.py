@@ -35,11 +35,13 @@ def without_tools():
 class FakeModel:
     """As much of a session as the registry needs; knows what was done to it."""
 
-    def __init__(self, machine: Machine, name: str, content: int, size: int) -> None:
-        self.machine, self.name, self.content, self.size = machine, name, content, size
+    def __init__(self, machine: Machine, entry: ModelEntry) -> None:
+        self.machine, self.entry = machine, entry
+        self.name, self.size = entry.name, entry.size
+        self.content = machine.contents[self.name]  # newer than the stamp if rewritten since
         self.is_closed, self.adapters = False, {}
         self.tokenizer = SimpleNamespace(chat_template=None)
-        self.model = SimpleNamespace(fingerprint=lambda: name, precision="", device="")
+        self.model = SimpleNamespace(fingerprint=lambda: entry.name, precision="", device="")
         self.engine = SimpleNamespace(loop=SimpleNamespace(alive=True))
 
     def load_adapter(self, name: str, folder: Path) -> None:
@@ -75,8 +77,9 @@ class Machine:
     def entry(self, name: str, size: int, stamp: int = 0) -> ModelEntry:
         def load() -> Any:
             with self._lock:
-                assert not [m for m in self.models if m.name == name and m.content == stamp]
-                model = FakeModel(self, name, self.contents[name], size)
+                others = [(m.name, m.entry.stamp) for m in self.models]
+                assert (name, stamp) not in others, f"two instances of {name} {stamp}"
+                model = FakeModel(self, entry)
                 self.models.append(model)
                 self.loads[name] += 1
                 self.peak = max(self.peak, sum(each.size for each in self.models))
@@ -86,7 +89,8 @@ class Machine:
                 raise StopIteration(f"{name} is damaged")  # the worst to pass through a future
             return model
 
-        return ModelEntry(name, load, size, stamp=stamp)
+        entry = ModelEntry(name, load, size, stamp=stamp)
+        return entry
 
     def find(self, name: str, size: int) -> ModelEntry:
         return self.entry(name, size, self.contents[name])
@@ -192,6 +196,31 @@ def test_a_checkpoint_rewritten_while_it_is_loaded():
         assert await answer(registry, "run@1") == 1
         assert await early == 0
         await registry.close_all()
+
+    run(check())
+
+
+def test_a_checkpoint_rewritten_between_its_request_and_its_load():
+    """It has newer content than its stamp says. The next request sees another stamp and loads
+    anew: equal content in two versions, for the registry knows only the stamps."""
+
+    async def check() -> None:
+        machine = Machine(room=100)
+        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+
+        def find(name: str) -> ModelEntry | None:
+            entry = machine.find(name, 5)
+            machine.contents[name] = 1  # just after it was found
+            return entry
+
+        registry.find = find
+        async with registry.use("run@1") as old:
+            assert (old.entry.stamp, old.lm.content) == (0, 1)
+            assert await answer(registry, "run@1") == 1
+            assert await answer(registry, "run@1") == 1
+        assert machine.loads["run@1"] == 2
+        await registry.close_all()
+        assert not machine.models
 
     run(check())
 
@@ -332,6 +361,64 @@ def test_a_second_model_for_one_request_never_deadlocks():
             async with registry.use("a", beside=held) as again:
                 assert again is held
         await other
+        await registry.close_all()
+
+    run(check())
+
+
+def test_a_request_never_waits_for_the_model_that_it_holds_itself():
+    """The old version in its hands counts as memory, and only an idle model can make room."""
+
+    async def check() -> None:
+        machine = Machine(room=10)
+        registry = ModelRegistry([machine.entry("c", 3), machine.entry("b", 5)], room=10)
+        registry.find = lambda name: machine.find(name, 4) if name == "run@1" else None
+        await answer(registry, "c")
+        async with registry.use("run@1") as old:
+            machine.contents["run@1"] = 1
+            async with registry.use("run@1", beside=old) as new:
+                assert (old.lm.content, new.lm.content) == (0, 1)
+                assert "c" not in registry.loaded
+        await registry.close_all()
+        assert machine.peak <= 10
+
+    run(check())
+
+
+def test_an_idle_model_makes_room_before_an_old_version_in_use():
+    async def check() -> None:
+        machine = Machine(room=12)
+        registry = ModelRegistry([machine.entry("c", 3), machine.entry("b", 5)], room=12)
+        registry.find = lambda name: machine.find(name, 4) if name == "run@1" else None
+        async with registry.use("run@1"):
+            machine.contents["run@1"] = 1
+            await answer(registry, "run@1")
+            assert await answer(registry, "b") == 0  # while the old version is in use
+        await registry.close_all()
+        assert machine.peak <= 12
+
+    run(check())
+
+
+def test_a_steady_stream_does_not_starve_a_request_that_holds_a_model():
+    """Only the model of the stream can make room: it drains, not the one that is held."""
+
+    async def check() -> None:
+        machine = Machine(room=10)
+        registry = ModelRegistry([machine.entry(name, 5) for name in "abc"], room=10)
+        is_over = False
+
+        async def stream() -> None:
+            while not is_over:
+                await answer(registry, "b", 0.002)
+
+        async with registry.use("a") as held:
+            streams = [asyncio.ensure_future(stream()) for _ in range(3)]
+            await until(lambda: "b" in registry.loaded and registry.loaded["b"].users == 3)
+            async with registry.use("c", beside=held) as served:
+                assert served.lm.content == 0
+            is_over = True
+        await asyncio.gather(*streams)
         await registry.close_all()
 
     run(check())

@@ -11,9 +11,10 @@ A small state machine, all of it on the event loop; threads only load and close:
 Every request takes a ticket and is a user of its model from the moment the ticket is granted.
 Tickets are served in the order of asking. A ticket for a loaded model is granted at once. The first
 ticket whose model does not fit makes the least recently used models leave: idle ones are closed,
-busy ones drain (new requests for them queue up behind that ticket). Models are loaded one at a
-time, and a loaded model is granted to all who wait for it before anything else happens. So a model
-that is in use is never closed, and a steady stream of requests for one model starves no other.
+busy ones drain (new requests for them queue up behind that ticket). A model held by a request that
+waits for a second one is never chosen: it would not become idle. Models are loaded one at a time,
+and a loaded model is granted to all who wait for it before anything else happens. So a model that
+is in use is never closed, and a steady stream of requests for one model starves no other.
 
 `_advance` takes all these decisions, without waiting, whenever something has changed. Nothing is
 locked. A waiting request may be cancelled at any time.
@@ -334,8 +335,8 @@ class ModelRegistry:
 
     def _load_or_make_room(self, ticket: _Ticket) -> None:
         """Begin to load a ticket's model, or have others leave until it fits."""
-        leaving = self._leaving_for(ticket.entry, self._in_memory())
-        assert leaving is not None  # everything else may leave
+        leaving = self._leaving_for(ticket.entry, self._able_to_leave())
+        assert leaving is not None  # or `_refuse_deadlocks` would have refused the ticket
         # An instance of the same model that is being closed goes first: never two of them at once.
         leaving += [served for served in self._closing if served.name == ticket.entry.name]
         if not leaving:
@@ -353,11 +354,16 @@ class ModelRegistry:
 
     def _in_memory(self) -> list[ServedModel]:
         """All models in memory, those first that should leave first."""
-        return [
-            *self._closing,
-            *self._retired,
-            *sorted(self.loaded.values(), key=lambda served: (served.users > 0, served.used)),
-        ]
+        loaded = sorted(self.loaded.values(), key=lambda served: served.used)
+        idle = [served for served in loaded if not served.users]
+        busy = [served for served in loaded if served.users]
+        return [*self._closing, *idle, *self._retired, *busy]
+
+    def _able_to_leave(self) -> list[ServedModel]:
+        """The models in memory that are closed or idle sooner or later: not those of requests that
+        wait for room themselves."""
+        held = {ticket.beside for ticket in self._tickets}
+        return [served for served in self._in_memory() if served not in held]
 
     def _leaving_for(
         self, entry: ModelEntry, candidates: Sequence[ServedModel]
@@ -393,9 +399,7 @@ class ModelRegistry:
                 continue
             if self._loading is not None and self._loading.entry.name == entry.name:
                 continue
-            waiting = {each.beside for each in self._tickets}
-            free = [served for served in self._in_memory() if served not in waiting]
-            if self._leaving_for(entry, free) is not None:
+            if self._leaving_for(entry, self._able_to_leave()) is not None:
                 continue
             sizes = f"{entry.name} has {entry.size:,} bytes of weights"
             if entry.size + holding.entry.size > self.room:
