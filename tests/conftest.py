@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import assets`
 
 # The same examples in every run, so that a failure is never a matter of luck. To look for new
 # ones: pytest --hypothesis-profile=explore
-settings.register_profile("same-every-run", derandomize=True)
-settings.register_profile("explore", max_examples=2_000)
+# Seconds say nothing here: the first draw of all reads every module for its constants.
+_ANY_SPEED = [HealthCheck.too_slow]
+settings.register_profile("same-every-run", derandomize=True, suppress_health_check=_ANY_SPEED)
+settings.register_profile("explore", max_examples=2_000, suppress_health_check=_ANY_SPEED)
 settings.load_profile("same-every-run")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -9,7 +9,9 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,7 +34,7 @@ from unspool.serve.tree.branches import (
     fork_branch,
     step_weight,
 )
-from unspool.serve.tree.writing import BranchTexts
+from unspool.serve.tree.writing import BranchTexts, BranchWriting
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -247,6 +249,45 @@ def test_a_change_of_a_branch_that_is_deleted_meanwhile_is_not_acknowledged(
             patch.setattr(Generation, "choose", deletes)
             assert alice.do(verb, made, 404, **given)["error"]["code"] == "branch_not_found"
     assert serving.state.branches.weight == 0
+
+
+def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> None:
+    """A stop may come between the last step and the news that the engine is done."""
+    last = replace(step(), finish_reason="length")
+
+    async def finish_reason(*steps: Step) -> str | None:
+        delivered = asyncio.Event()
+
+        stream = SimpleNamespace(
+            notes=[], stopped_by=None, drafted=0, accepted=0, close=lambda: None
+        )
+
+        class Endless:
+            def __init__(self) -> None:
+                self.texts = {0: SimpleNamespace(stream=stream, ended=False, reused=0)}
+
+            async def start(self) -> None: ...
+
+            async def deliver(self, take: Any) -> None:
+                take([(0, each) for each in steps])
+                delivered.set()
+                await asyncio.Event().wait()
+
+            def close(self) -> None: ...
+
+        texts: Any = Endless()
+        branch = branch_of(small, step())
+        async with BranchWriting(texts, [branch], pace=None) as writing:
+            await delivered.wait()
+            while len(branch.steps) <= len(steps):
+                await asyncio.sleep(0)
+            writing.stop(branch)
+            await writing.over()
+        assert [*branch.steps[1:]] == [*steps]
+        return branch.finish_reason
+
+    assert asyncio.run(finish_reason(step(), last)) == "length"
+    assert asyncio.run(finish_reason(step(), step())) == "interrupted"
 
 
 # -- random operations at once ---------------------------------------------------------------

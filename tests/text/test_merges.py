@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -37,6 +38,11 @@ def test_equal_to_the_library(case: str) -> None:
     @SAME_EVERY_RUN
     @given(TEXTS)
     def check(text: str) -> None:
+        if tokenizer.missing_character(text) is not None:
+            for encode in (tokenizer.encode, partial(merge_steps, tokenizer)):
+                with pytest.raises(UnspoolError, match="is not in the model's vocabulary"):
+                    encode(text)
+            return
         words = merge_steps(tokenizer, text)
         ids = list(chain.from_iterable(word.ids for word in words))
         assert ids == tokenizer.encode(text)

@@ -84,7 +84,7 @@ def _scaled(vector: Any, norm: int) -> Any:
     return vector / max(float(np.linalg.norm(vector, norm)), 1e-12)
 
 
-@router.post("/rerank", summary="Not supported: there are no reranking models")
+@router.post("/rerank", include_in_schema=False)
 @router.post("/reranking", include_in_schema=False)
 @router.post("/v1/rerank", include_in_schema=False)
 @router.post("/v1/reranking", include_in_schema=False)

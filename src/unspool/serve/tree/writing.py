@@ -186,7 +186,8 @@ class BranchWriting:
                 with contextlib.suppress(UnspoolError):
                     text.stream.close()
             self._pending[number].clear()
-            self._end(number, "interrupted")
+            # Its last step may be in the branch already, and only the stream's end still to come.
+            self._end(number, _last_reason(self.branches[number]) or "interrupted")
 
     def _hand_out(self, fed: bool) -> bool:
         """Put steps into their branches: all there are, or with a pace one each."""
@@ -209,7 +210,7 @@ class BranchWriting:
         return handed
 
     def _reason(self, branch: TreeBranch) -> str:
-        last = branch.steps[-1].finish_reason if branch.steps else None
+        last = _last_reason(branch)
         if last is not None:
             return last
         if self.fault is not None:
@@ -236,6 +237,12 @@ class BranchWriting:
         }
         branch.ended(reason, None if self.fault is None else to_api_error(self.fault))
         self.results[number] = (branch_json(branch), list(branch.steps), list(branch.cuts))
+
+
+def _last_reason(branch: TreeBranch) -> str | None:
+    """Why its last step ended the text; None: it did not. Steps of earlier writings have no reason
+    any more, see `Generation.rewind`."""
+    return branch.steps[-1].finish_reason if branch.steps else None
 
 
 # -- telling ---------------------------------------------------------------------------------

@@ -127,7 +127,9 @@ class Tokenizer:
         single = {self.token_text(n) for n in range(self.vocab_size) if n not in self.special_ids}
         listed = sorted(piece for piece in single if len(piece) == 1)
         shown = " ".join(repr(piece)[1:-1] if piece != " " else "' '" for piece in listed)
-        allowed = f"allowed are: {shown}" if len(listed) <= _MOST_LISTED else "it has no such token"
+        allowed = (
+            f"allowed are: {shown}" if len(listed) <= _MOST_LISTED else "leave it out of the text"
+        )
         raise UnspoolError(
             f"the character {missing!r} is not in the model's vocabulary, and it has no token for "
             f"unknown ones; {allowed}"
