@@ -80,5 +80,6 @@ def test_memory_of_unloaded_models_goes_back(default_model: Path):
     figures = json.loads(done.stdout)
     after, size = figures["after"], figures["size"]
     assert figures["alone"] - after[0] > size * 3 // 4  # the weights are gone
-    assert after[-1] <= after[0] + 24 * MEGABYTE
+    # Less than one model (98 MB): the allocator keeps a little, and by chance.
+    assert after[-1] <= after[0] + 64 * MEGABYTE
     assert figures["together"] <= figures["alone"] + size // 2  # two would take a whole one more
