@@ -215,7 +215,7 @@ BAD = [
     (["--grammar", "start: nothing"], "grammar"),
     (["--choice", "a", "--regex", "b"], "only one of them"),
     (["--speculate", "magic"], "speculate is 'magic'"),
-    (["--speculate", "corpus:/no/file"], "/no/file"),
+    (["--speculate", "head:/no/folder"], "/no/folder"),
     (["--stages", "top_q"], "top_q"),
     (["--logit-bias", "1=nan"], "logit_bias"),
     (["-n", "-5"], "max_tokens is -5"),

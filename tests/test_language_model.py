@@ -28,7 +28,6 @@ def test_every_strategy_is_a_method(tiny_lm: Any):
     assert tiny_lm.best_of(PROMPT, 3, **options).best.tokens in [text.tokens for text in texts]
     assert tiny_lm.vote(PROMPT, 3, extract=lambda text: 1, **options).counts == {1: 3}
     assert len(tiny_lm.beam(PROMPT, beams=3, results=2, max_tokens=4).generations) == 2
-    assert len(tiny_lm.contrastive(PROMPT, k=2, max_tokens=3, end=False).tokens) == 3
     assert tiny_lm.search(PROMPT, width=2, tokens=2, keep=1, depth=2, seed=1).best.tokens
 
 
@@ -258,7 +257,6 @@ def test_arguments_of_the_wrong_type_are_named(chat_lm: Any):
                              lambda: text.choose(["a"]), lambda: text.choose(True)],
         "diversity_penalty": [lambda: lm.beam(prompt, diversity_penalty="x")],
         "length_penalty": [lambda: lm.beam(prompt, length_penalty=float("nan"))],
-        "alpha": [lambda: lm.contrastive(prompt, alpha="x"), lambda: lm.contrastive("A", alpha=2)],
         "threshold": [lambda: lm.edit("A.", threshold="x"), lambda: lm.edit("A.", threshold=2)],
         "trust": [lambda: lm.edit("The cat.", trust="x"), lambda: lm.edit("The cat.", trust=-1)],
         "twin": [lambda: lm.edit("The cat.", twin=5), lambda: lm.fill("The ___.", twin="x")],
@@ -371,7 +369,7 @@ def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
 
 
 def test_more_prompts_than_may_wait(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.decoding.together._AT_ONCE", 4)
+    monkeypatch.setattr("unspool.decoding.together._MAX_SUBMITTED", 4)
     prompts = [[5, n] for n in range(40)]
     texts = tiny_lm.generate(prompts, max_tokens=3, seed=1)
     assert [list(text.prompt) for text in texts] == prompts

@@ -89,7 +89,7 @@ def best_by(value: Callable[[Sample], float]) -> Choice:
 
 def vote_by(weight: Callable[[Sample], float] | None = None) -> Choice:
     """The answer with most votes; of equals the one with the likeliest text. Weights below zero
-    count as e^weight, as `VoteJudge` has it. None: no text has an answer."""
+    count as e^weight, as `VoteVerifier` has it. None: no text has an answer."""
 
     def choose(samples: Sequence[Sample]) -> Sample | None:
         given = [1.0 if weight is None else weight(one) for one in samples]

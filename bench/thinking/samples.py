@@ -15,7 +15,7 @@ from thinking.asking import drawn, prompt_of
 from thinking.checks import answer_of, score
 from thinking.records import Drawn, Sample, append, drawn_in
 from thinking.tasks import Problem
-from unspool.decoding.think.judge import CertaintyJudge
+from unspool.decoding.think.judge import CertaintyVerifier
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.language_model import LanguageModel
@@ -56,7 +56,7 @@ def draw_all(
 
 def _certainties(lm: LanguageModel, texts: list[Generation]) -> dict[int, float | None]:
     """Of each text, by its identity."""
-    verdicts = CertaintyJudge(lm).judge(texts)
+    verdicts = CertaintyVerifier(lm).score(texts)
     return {id(text): verdict.score for text, verdict in zip(texts, verdicts, strict=True)}
 
 

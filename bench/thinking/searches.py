@@ -19,7 +19,7 @@ from thinking.checks import is_right, score
 from thinking.records import Drawn, Searched, append, searched_in
 from thinking.tasks import Problem
 from unspool.decoding.think.judge import Judge
-from unspool.decoding.think.judges.function import FunctionJudge
+from unspool.decoding.think.judges.function import FunctionVerifier
 from unspool.errors import UnspoolError
 from unspool.language_model import LanguageModel
 
@@ -128,7 +128,7 @@ def _searched(lm: LanguageModel, name: str, seed: int, asked: Asked) -> Searched
     given: dict[str, Any] = {**options_of(lm, problem, seed), **options(asked)}
     by: str | Judge = judge
     if judge == "check":
-        by = FunctionJudge(lambda text: score(problem, text.text), partial=False)
+        by = FunctionVerifier(lambda text: score(problem, text.text), partial=False)
     try:
         thought = lm.think(asked.prompt, policy=policy, judge=by, budget=budget, **given)
     except UnspoolError as error:  # too small a budget for this policy: it has no answer then

@@ -308,28 +308,6 @@ class LanguageModel(BeyondLeftToRight):
             top=top,
         )
 
-    def contrastive(
-        self,
-        prompt: Prompt,
-        *,
-        k: int = 4,
-        alpha: float = 0.6,
-        max_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        end: bool = True,
-        top: int = 5,
-    ) -> Generation:
-        """Contrastive search: likely, and unlike what stands there already.
-
-        Of the `k` likeliest tokens the one is taken that is best by probability less `alpha` times
-        its likeness to any token before; `alpha` 0 or `k` 1 is greedy.
-        """
-        from unspool.decoding.contrastive import contrastive_search
-
-        return contrastive_search(
-            self, prompt, k=k, alpha=alpha, max_tokens=max_tokens, stop=stop, end=end, top=top
-        )
-
     @tells_options
     def search(
         self,

@@ -104,7 +104,6 @@ def test_whatever_is_asked_in_little_memory_gives_the_same():
                 lm.score(prompt).logprobs,
                 drafted.tokens,
                 [text.tokens for text in ranking.generations],
-                lm.contrastive(prompt, max_tokens=5, end=False).tokens,
                 look.attention.tolist(),
             )
         )

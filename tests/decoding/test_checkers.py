@@ -17,13 +17,13 @@ import pytest
 from unspool.decoding.think.judge import Verdict
 from unspool.decoding.think.judges import limited
 from unspool.decoding.think.judges.checkers import (
-    FileJudge,
-    PatternJudge,
-    PatternVoteJudge,
-    UnitTestJudge,
+    FileVerifier,
+    PatternVerifier,
+    PatternVoteVerifier,
+    UnitTestVerifier,
 )
-from unspool.decoding.think.judges.function import FunctionJudge
-from unspool.decoding.think.judges.limited import Limits
+from unspool.decoding.think.judges.function import FunctionVerifier
+from unspool.decoding.think.judges.limited import CheckerLimits
 from unspool.decoding.think.judges.suite import code_in
 from unspool.errors import SettingsError, UnspoolError
 
@@ -52,24 +52,24 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_pattern_is_found_or_not():
-    judge = PatternJudge(LM, r"answer is (\d+)")
+    judge = PatternVerifier(LM, r"answer is (\d+)")
     said = [text("The answer is 4. No: the answer is 42."), text("No idea.")]
-    assert [one.score for one in judge.judge(said)] == [1.0, 0.0]
-    assert "answer is" in judge.judge(said)[1].why
+    assert [one.score for one in judge.score(said)] == [1.0, 0.0]
+    assert "answer is" in judge.score(said)[1].why
     assert [one.answer for one in judge.found(said)] == ["42", None]
     assert judge.cost(said) == 0 and not judge.partial
 
 
 def test_a_pattern_that_never_ends_fails_its_text_alone():
-    judge = PatternJudge(LM, r"(a+)+b", Limits(seconds=1))
-    found = judge.judge([text("ab"), text("a" * 60), text("b"), text("aab")])
+    judge = PatternVerifier(LM, r"(a+)+b", CheckerLimits(seconds=1))
+    found = judge.score([text("ab"), text("a" * 60), text("b"), text("aab")])
     assert [one.score for one in found] == [1.0, None, 0.0, 1.0]
     assert "1 s" in found[1].why
 
 
 def test_a_vote_on_what_a_pattern_finds():
-    judge = PatternVoteJudge(LM, r"(?:a+)+b(\d)", limits=Limits(seconds=1))
-    found = judge.judge([text("ab1"), text("aab1"), text("ab2"), text("c"), text("a" * 60)])
+    judge = PatternVoteVerifier(LM, r"(?:a+)+b(\d)", limits=CheckerLimits(seconds=1))
+    found = judge.score([text("ab1"), text("aab1"), text("ab2"), text("c"), text("a" * 60)])
     assert [one.score for one in found] == pytest.approx([2 / 3, 2 / 3, 1 / 3, None, None])
     assert [one.answer for one in found] == ["1", "1", "2", None, None]
     assert "matches" in found[3].why and "within 1 s" in found[4].why
@@ -78,7 +78,7 @@ def test_a_vote_on_what_a_pattern_finds():
 @pytest.mark.parametrize("pattern", ["(", "a" * 2000])
 def test_what_is_no_pattern_is_refused(pattern: str):
     with pytest.raises(SettingsError, match="pattern"):
-        PatternJudge(LM, pattern)
+        PatternVerifier(LM, pattern)
 
 
 # -- functions in files ------------------------------------------------------------------------
@@ -136,8 +136,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_function_of_a_file(file: Path):
-    assert FileJudge(LM, file).judge([text("abc")]) == [Verdict(3.0)]
-    both = FileJudge(LM, str(file), "both").judge([text("abc", "b"), text("abc", "x")])
+    assert FileVerifier(LM, file).score([text("abc")]) == [Verdict(3.0)]
+    both = FileVerifier(LM, str(file), "both").score([text("abc", "b"), text("abc", "x")])
     assert [one.score for one in both] == [1.0, 0.0]
 
 
@@ -160,8 +160,8 @@ def test_whatever_goes_wrong_is_told_of_its_text(file: Path):
         "list": "[1]",
         "fine again": "",
     }
-    limits = Limits(seconds=2, memory=512 << 20, files=2 << 20)
-    found = FileJudge(LM, file, "trouble", limits).judge([text(name) for name in said])
+    limits = CheckerLimits(seconds=2, memory=512 << 20, files=2 << 20)
+    found = FileVerifier(LM, file, "trouble", limits).score([text(name) for name in said])
     assert len(found) == len(said)
     for (name, why), verdict in zip(said.items(), found, strict=True):
         if name == "forges":  # what it writes into our pipe is no verdict, and harms nobody else
@@ -173,7 +173,7 @@ def test_whatever_goes_wrong_is_told_of_its_text(file: Path):
 @LINUX
 def test_what_was_started_ends_with_its_checker(file: Path):
     before = children()
-    FileJudge(LM, file, "trouble").judge([text("forks")])
+    FileVerifier(LM, file, "trouble").score([text("forks")])
     until = time.monotonic() + 20
     while children() - before and time.monotonic() < until:
         time.sleep(0.01)
@@ -194,15 +194,15 @@ def children() -> set[str]:
 
 def test_a_checker_that_cannot_be_loaded_is_told_at_once(file: Path, tmp_path: Path):
     with pytest.raises(UnspoolError, match="no function 'absent'"):
-        FileJudge(LM, file, "absent")
+        FileVerifier(LM, file, "absent")
     with pytest.raises(SettingsError, match="not there"):
-        FileJudge(LM, tmp_path / "absent.py")
+        FileVerifier(LM, tmp_path / "absent.py")
     broken = tmp_path / "broken.py"
     broken.write_text("def check(text:\n")
     with pytest.raises(UnspoolError, match="SyntaxError"):
-        FileJudge(LM, broken)
+        FileVerifier(LM, broken)
     with pytest.raises(UnspoolError, match="SyntaxError"):
-        UnitTestJudge(LM, broken)
+        UnitTestVerifier(LM, broken)
 
 
 # -- what they may not do ----------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
 
     def asked(function: str, said: str = "") -> Verdict:
-        return FileJudge(LM, path, function).judge([text(said)])[0]
+        return FileVerifier(LM, path, function).score([text(said)])[0]
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert "PermissionError" in asked("listening", str(server.getsockname()[1])).why
@@ -313,7 +313,7 @@ def test_the_share_of_tests_that_a_texts_code_passes(tmp_path: Path):
         text("while True:\n    pass\n"),
         text("I do not know."),
     ]
-    found = UnitTestJudge(LM, path, Limits(seconds=4)).judge(said)
+    found = UnitTestVerifier(LM, path, CheckerLimits(seconds=4)).score(said)
     assert [one.score for one in found] == [0.75, 0.75, 0.75, 0.5, 0, 0, 0, 0, 0]
     assert "3 of 4 tests passed; test_two: AssertionError: two and two" in found[0].why
     assert "SyntaxError" in found[4].why and "within 4 s" in found[7].why
@@ -322,7 +322,7 @@ def test_the_share_of_tests_that_a_texts_code_passes(tmp_path: Path):
 def test_plain_asserts_are_one_test(tmp_path: Path):
     path = tmp_path / "asserts.py"
     path.write_text("assert add(1, 2) == 3\n")
-    found = UnitTestJudge(LM, path).judge([text(GOOD), text(GOOD.replace("+", "-"))])
+    found = UnitTestVerifier(LM, path).score([text(GOOD), text(GOOD.replace("+", "-"))])
     assert [one.score for one in found] == [1.0, 0.0]
 
 
@@ -335,7 +335,7 @@ def test_which_code_is_meant():
 def test_leaving_a_test_run_early_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, scratch = tmp_path / "tests.py", tmp_path / "scratch"
     path.write_text(TESTS)
-    judge = UnitTestJudge(LM, path, Limits(seconds=120))
+    judge = UnitTestVerifier(LM, path, CheckerLimits(seconds=120))
 
     def interrupted(_: Any) -> None:
         until = time.monotonic() + 60
@@ -345,16 +345,16 @@ def test_leaving_a_test_run_early_leaves_nothing(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("concurrent.futures.Future.result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        judge.judge([text("while True: pass")])
+        judge.score([text("while True: pass")])
     until = time.monotonic() + 60
     while list(scratch.iterdir()) and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def test_a_checker_can_be_ended_from_elsewhere(tmp_path: Path):
-    judge = PatternJudge(LM, r"(a+)+b", Limits(seconds=120))
+    judge = PatternVerifier(LM, r"(a+)+b", CheckerLimits(seconds=120))
     found: list[Verdict] = []
-    working = threading.Thread(target=lambda: found.extend(judge.judge([text("a" * 60)] * 3)))
+    working = threading.Thread(target=lambda: found.extend(judge.score([text("a" * 60)] * 3)))
     working.start()
     until = time.monotonic() + 60
     while not list((tmp_path / "scratch").iterdir()) and time.monotonic() < until:
@@ -362,7 +362,7 @@ def test_a_checker_can_be_ended_from_elsewhere(tmp_path: Path):
     judge.cancel()
     working.join(60)
     assert [one.score for one in found] == [None] * 3
-    assert judge.judge([text("ab")])[0].score == 1.0  # it can be asked again
+    assert judge.score([text("ab")])[0].score == 1.0  # it can be asked again
 
 
 # -- a caller's own function -------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_a_function_that_hangs_raises_or_talks_nonsense():
         )
 
     names = ["true", "hangs", "raises", "leaves", "nan", "none", "words", "why", "false"]
-    found = FunctionJudge(judge, seconds=0.5).judge([text(name) for name in names])
+    found = FunctionVerifier(judge, seconds=0.5).score([text(name) for name in names])
     release.set()
     assert [one.score for one in found] == [1, None, None, None, None, None, None, 2, 0]
     assert "0.5 s" in found[1].why and "KeyError" in found[2].why and found[7].why == "so"
@@ -392,7 +392,7 @@ def test_a_function_that_hangs_raises_or_talks_nonsense():
 def test_the_process_of_a_checker_is_another(tmp_path: Path):
     path = tmp_path / "who.py"
     path.write_text("import os\ndef check(text):\n    return os.getpid()\n")
-    assert FileJudge(LM, path).judge([text("")])[0].score not in (None, float(os.getpid()))
+    assert FileVerifier(LM, path).score([text("")])[0].score not in (None, float(os.getpid()))
 
 
 @pytest.mark.parametrize("broken", ["os.pipe", "subprocess.Popen"])

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pytest
 from drafts_support import Says, a_request, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.decoding.adaptive import FIRST_REST, HOPELESS, Adaptive
 from unspool.decoding.speculative import (
-    Corpus,
     PromptLookup,
-    drafter_from,
 )
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
-from unspool.errors import SettingsError
 
 # -- the drafters ----------------------------------------------------------------------------
 
@@ -51,51 +44,6 @@ def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
     for back, more in edits:  # also back to the beginning, and on with another text
         text = [*text[: max(0, len(text) - back)], *more]
         assert drafter.propose(text, most) == looked_up(text, 4, 1, most)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    documents=st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=5),
-    text=st.lists(st.integers(0, 3), max_size=10),
-    most=st.integers(0, 5),
-)
-def test_a_corpus_gives_what_followed_the_longest_match(documents: Any, text: Any, most: int):
-    found = Corpus(documents).following(text, most)
-    longest = 0  # that something follows, or that is the longest at all
-    for document in documents:
-        for end in range(2, len(document) + 1):
-            for length in range(2, min(8, end, len(text)) + 1):
-                if document[end - length : end] == text[-length:]:
-                    longest = max(longest, length)
-    if not longest:
-        assert found == []
-    elif found:
-        joined = [*text[-longest:], *found]
-        assert any(
-            document[n : n + len(joined)] == joined
-            for document in documents
-            for n in range(len(document))
-        )
-        assert len(found) <= most
-    else:  # nothing followed where it stood
-        assert most == 0 or all(
-            document[n : n + longest] != text[-longest:]
-            for document in documents
-            for n in range(len(document) - longest)
-        )
-
-
-def test_a_corpus_asks_the_majority(tmp_path: Path):
-    corpus = Corpus([[1, 2, 7, 7], [1, 2, 5, 6], [1, 2, 5, 8], [4, 1, 2, 9]])
-    assert corpus.following([3, 1, 2], 2) == [5, 8]
-    assert corpus.following([4, 1, 2], 9) == [9]
-    assert corpus.following([2], 9) == []
-    np.save(tmp_path / "ids.npy", np.array([5, 6, 7, 8, 9]))
-    make = drafter_from(f"corpus:{tmp_path}/ids.npy:2", SimpleNamespace())  # type: ignore[arg-type]
-    assert isinstance(drafter := make(a_request([1])), Adaptive)
-    assert drafter.drafter.propose([1, 6, 7], 9) == [8, 9]
-    with pytest.raises(SettingsError, match="no such file"):
-        drafter_from("corpus:nowhere.txt", SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
 
 
 # -- whether it pays -------------------------------------------------------------------------

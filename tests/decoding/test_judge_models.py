@@ -16,8 +16,8 @@ from support import PROMPT
 from worded import save_chatty, save_worded
 
 import unspool
-from unspool.decoding.think.judges.ask import AskJudge
-from unspool.decoding.think.judges.reward import RewardJudge, _pieces
+from unspool.decoding.think.judges.ask import AskVerifier
+from unspool.decoding.think.judges.reward import RewardVerifier, _pieces
 from unspool.errors import ModelFileError, SettingsError
 
 
@@ -56,9 +56,9 @@ def test_rewards_are_those_of_transformers(
 ):
     oracle = reward_model(tmp_path, family, kind, labels)
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
-        judge = RewardJudge(tiny_lm, model)
+        judge = RewardVerifier(tiny_lm, model)
         texts = rows(tiny_lm)
-        found = [verdict.score for verdict in judge.judge(texts)]
+        found = [verdict.score for verdict in judge.score(texts)]
     wanted = [logits(oracle, text) for text in texts]
     if kind == "TokenClassification":
         wanted = [each[-1] for each in wanted]
@@ -71,22 +71,22 @@ def test_the_native_backend_gives_the_same(native: Any, tmp_path: Path):
     oracle = reward_model(tmp_path, "Llama", "SequenceClassification", 1)
     texts = rows(native)
     with unspool.load(tmp_path, backend="native", memory=8 << 20) as model:
-        found = [verdict.score for verdict in RewardJudge(native, model).judge(texts)]
+        found = [verdict.score for verdict in RewardVerifier(native, model).score(texts)]
     assert found == pytest.approx([float(logits(oracle, text)[0]) for text in texts], abs=0.05)
 
 
 def test_what_begins_alike_is_read_once(tiny_lm: Any, tmp_path: Path):
     reward_model(tmp_path, "Llama", "SequenceClassification", 1)
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
-        judge, texts = RewardJudge(tiny_lm, model), rows(tiny_lm, 3)
+        judge, texts = RewardVerifier(tiny_lm, model), rows(tiny_lm, 3)
         page, length = model.engine.tree.page_size, len(PROMPT) + 12
         assert len(PROMPT) > page
         cost = judge.cost(texts)
         assert cost == length + 2 * (length - page)
-        counted = tokens_read(model, lambda: judge.judge(texts))
+        counted = tokens_read(model, lambda: judge.score(texts))
         assert counted <= cost
         assert judge.cost(texts) == 0  # what was scored once is known
-        assert tokens_read(model, lambda: judge.judge(texts)) == 0
+        assert tokens_read(model, lambda: judge.score(texts)) == 0
 
 
 def tokens_read(lm: Any, work: Any) -> int:
@@ -123,24 +123,24 @@ def test_a_head_of_two_matrices(tiny_lm: Any, tmp_path: Path):
     oracle.score = head
     text = rows(tiny_lm, 1)[0]
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
-        (found,) = RewardJudge(tiny_lm, model).judge([text])
+        (found,) = RewardVerifier(tiny_lm, model).score([text])
     assert found.score == pytest.approx(float(logits(oracle, text)[-1].softmax(-1)[1]), abs=1e-4)
 
 
 def test_what_is_no_reward_model_is_told(tiny_lm: Any, tmp_path: Path):
     with pytest.raises(ModelFileError, match="no score head"):
-        RewardJudge(tiny_lm, tiny_lm)
+        RewardVerifier(tiny_lm, tiny_lm)
     reward_model(tmp_path, "Llama", "SequenceClassification", 5)
     model = unspool.load(tmp_path, backend="torch", memory=8 << 20)
     with model, pytest.raises(SettingsError, match="5 labels"):
-        RewardJudge(tiny_lm, model)
+        RewardVerifier(tiny_lm, model)
 
 
 def test_a_text_that_does_not_fit_fails_alone(tiny_lm: Any, tmp_path: Path):
     reward_model(tmp_path, "Llama", "SequenceClassification", 1)
     long = tiny_lm.generate(PROMPT, max_tokens=40, seed=1)
     with unspool.load(tmp_path, backend="torch", memory=8 << 20, context=40) as model:
-        found = RewardJudge(tiny_lm, model).judge([long, rows(tiny_lm, 1)[0]])
+        found = RewardVerifier(tiny_lm, model).score([long, rows(tiny_lm, 1)[0]])
     assert found[0].score is None and "more than the reward model's 40" in found[0].why
     assert found[1].score is not None
 
@@ -172,21 +172,21 @@ def test_steps_are_scored_at_their_ends(chatty: Any, tmp_path: Path):
     text = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens")
     asked = [{"role": "user", "content": "Plan the rows"}]
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
-        judge = RewardJudge(chatty, model, asked=asked)
+        judge = RewardVerifier(chatty, model, conversation=asked)
         row, places = judge._row(text)
         mark = chatty.tokenizer.special_tokens["<extra_0>"]
         assert [row[place] for place in places] == [mark] * 3 and places[-1] == len(row) - 1
         assert row[: len(ids)] == ids
         with torch.inference_mode():
             steps = oracle(torch.tensor([row])).logits[0].softmax(-1)[places, 1].tolist()
-        assert judge.judge([text])[0].score == pytest.approx(min(steps), abs=1e-4)
+        assert judge.score([text])[0].score == pytest.approx(min(steps), abs=1e-4)
         for gather, wanted in (("last", steps[-1]), ("product", math.prod(steps))):
-            other = RewardJudge(chatty, model, gather=gather, asked=asked)
-            assert other.judge([text])[0].score == pytest.approx(wanted, abs=1e-4)
+            other = RewardVerifier(chatty, model, gather=gather, conversation=asked)
+            assert other.score([text])[0].score == pytest.approx(wanted, abs=1e-4)
         # What was a beginning is not read again when it has grown.
         longer = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens\n\nbefore it")
         assert judge.cost([longer]) < len(row)
-        assert judge.judge([longer])[0].why.count(" ") == 4
+        assert judge.score([longer])[0].why.count(" ") == 4
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_p_yes_is_what_the_model_says(chatty: Any):
     """Behind the very conversation, against logits that are computed from its text."""
     asked = [{"role": "user", "content": "Plan the rows"}]
     texts = chatty.samples(chatty.chat_prompt(asked).ids, 3, max_tokens=8, seed=5)
-    judge = AskJudge(chatty, question="Is it so?")
-    for text, verdict in zip(texts, judge.judge(texts), strict=True):
+    judge = AskVerifier(chatty, question="Is it so?")
+    for text, verdict in zip(texts, judge.score(texts), strict=True):
         ended = text.tokens[-1] in chatty.end_ids
         said = chatty.tokenizer.decode(text.tokens[:-1] if ended else text.tokens)
         whole = f"<|turn|>user\nPlan the rows<|endoftext|>\n<|turn|>assistant\n{said}"
@@ -226,27 +226,27 @@ def test_p_yes_is_what_the_model_says(chatty: Any):
 
 def test_the_writer_reads_only_the_question(chatty: Any):
     texts = chatty.samples(chatty.chat_prompt("Plan the rows of the tree").ids, 3, max_tokens=40)
-    judge = AskJudge(chatty)
+    judge = AskVerifier(chatty)
     cost = judge.cost(texts)
     assert judge._turn is not None
     page = chatty.engine.tree.page_size
     assert cost <= 3 * (len(judge._turn) + page)
-    assert tokens_read(chatty, lambda: judge.judge(texts)) <= cost
+    assert tokens_read(chatty, lambda: judge.score(texts)) <= cost
 
 
 def test_another_model_is_told_the_conversation(chatty: Any, tmp_path: Path):
     folder = save_worded(tmp_path / "other", seed=4)
     text = chatty.generate(chatty.chat_prompt("Plan the rows").ids, max_tokens=8, seed=5)
     with unspool.load(folder, backend="torch", memory=8 << 20) as other:
-        judge = AskJudge(chatty, other, question="Is it so?")
+        judge = AskVerifier(chatty, other, question="Is it so?")
         read = other.tokenizer.decode(judge._row(text))
-        (found,) = judge.judge([text])
+        (found,) = judge.score([text])
     assert "Plan the rows" in read and text.text in read and read.endswith("Is it so?\nAnswer:")
     assert found.score is not None and 0 <= found.score <= 1
 
 
 def test_a_plain_prompt_is_asked_about_plainly(chatty: Any):
     text = chatty.generate("The tree", max_tokens=8, seed=5)
-    judge = AskJudge(chatty)
+    judge = AskVerifier(chatty)
     assert chatty.tokenizer.decode(judge._row(text)).startswith("The tree")
-    assert judge.judge([text])[0].score is not None
+    assert judge.score([text])[0].score is not None

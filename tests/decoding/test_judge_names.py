@@ -13,10 +13,10 @@ from support import pages_left
 from worded import save_chatty
 
 import unspool
-from unspool.decoding.think.judge import LogprobJudge, Verdict
-from unspool.decoding.think.judges.checkers import FileJudge, PatternJudge
-from unspool.decoding.think.judges.function import FunctionJudge
-from unspool.decoding.think.judges.limited import Limits
+from unspool.decoding.think.judge import LogprobVerifier, Verdict
+from unspool.decoding.think.judges.checkers import FileVerifier, PatternVerifier
+from unspool.decoding.think.judges.function import FunctionVerifier
+from unspool.decoding.think.judges.limited import CheckerLimits
 from unspool.decoding.think.judges.names import NAMES, JudgeName, judge_named
 from unspool.errors import SettingsError, UnspoolError
 
@@ -96,7 +96,7 @@ def test_a_judge_that_misbehaves_fails_branches_in_words(chatty: Any):
             release.wait(60)
         return "good" if way == "nonsense" else 1.0
 
-    thought = chatty.think("The tree", judge=FunctionJudge(judge, seconds=1), **USUAL)
+    thought = chatty.think("The tree", judge=FunctionVerifier(judge, seconds=1), **USUAL)
     release.set()
     told = {node.number: (node.score, node.why) for node in thought.tree.root.children}
     assert [score for score, _ in told.values()] == [1.0, None, None, None]
@@ -113,7 +113,7 @@ def test_a_checker_that_hangs_does_not_hang_the_search(chatty: Any, tmp_path: Pa
         "def check(text):\n    asked.append(text)\n    time.sleep(600 * (len(asked) == 2))\n"
         "    return len(text)\n"
     )
-    judge = FileJudge(chatty, file, limits=Limits(seconds=1))
+    judge = FileVerifier(chatty, file, limits=CheckerLimits(seconds=1))
     thought = chatty.think("The tree", judge=judge, **{**USUAL, "n": 3})
     scores = [node.score for node in thought.tree.root.children]
     assert scores[1] is None and None not in (scores[0], scores[2])
@@ -151,6 +151,6 @@ def test_a_winner_has_the_best_score(chatty: Any, judge: str):
 
 
 def test_a_pattern_for_whole_texts_is_refused_where_pieces_are_judged(chatty: Any):
-    assert LogprobJudge().partial and not PatternJudge(chatty, "a").partial
+    assert LogprobVerifier().partial and not PatternVerifier(chatty, "a").partial
     with pytest.raises(SettingsError, match=r"unfinished|not finished|partial|whole"):
         chatty.think("The tree", policy="beam", judge="regex:e", budget=400, max_tokens=10)

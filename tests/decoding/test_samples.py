@@ -45,7 +45,7 @@ def test_the_prompt_is_computed_once_and_the_rest_in_one_batch(tiny_lm):
 
 
 def test_more_than_may_wait(tiny_lm, monkeypatch):
-    monkeypatch.setattr("unspool.decoding.together._AT_ONCE", 3)
+    monkeypatch.setattr("unspool.decoding.together._MAX_SUBMITTED", 3)
     found = samples(tiny_lm, PROMPT, 8, max_tokens=2, **WARM)
     assert [text.request.limits.sample for text in found] == list(range(8))
 

@@ -30,9 +30,8 @@ from unspool.backends.base import StepLimits
 from unspool.backends.torch.paged import TorchBackend
 from unspool.decoding.adaptive import Adaptive
 from unspool.decoding.speculative import (
-    Corpus,
-    CorpusDrafter,
     ModelDrafter,
+    PredictedText,
     PromptLookup,
     check_same_vocabulary,
     drafter_from,
@@ -75,7 +74,7 @@ def test_no_drafter_changes_the_text(
         Says(lambda tokens: next(said, [])),
         PromptLookup(shortest=1),
         Adaptive(PromptLookup()),
-        CorpusDrafter(Corpus([list(range(12)), [0, 2, 4, 6, 8, 10]])),
+        PredictedText([0, 2, 4, 6, 8, 10, *range(12)], start=len(prompt)),
     ]
     for drafter in drafters:
         steps = list(letters.submit(a_request(prompt, drafter, **options)))
@@ -310,7 +309,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "adaptive": lambda lm: make_drafter("lookup:8", lm),
     "model": lambda lm: lambda request: ModelDrafter(lm, request, most=5),
     "garbage": lambda lm: lambda request: garbage(1, 259),
-    "corpus": lambda lm: lambda request: CorpusDrafter(Corpus([list(range(250))])),
+    "predicted": lambda lm: lambda request: PredictedText(range(250), start=7),
 }
 
 
@@ -364,7 +363,7 @@ def test_words(tiny_lm: Any):
     assert loaded == ["some/where"]
     drafter = make(a_request([1, 2]))
     assert isinstance(drafter, Adaptive) and drafter.longest == 3
-    for wrong in ("", "lookup:x", "lookup:0", "luck", "model:", "corpus", "model:x"):
+    for wrong in ("", "lookup:x", "lookup:0", "luck", "model:", "corpus:x", "model:x"):
         with pytest.raises(SettingsError, match="speculate is"):
             drafter_from(wrong, tiny_lm)
     with pytest.raises(SettingsError, match="speculate is 7"):
@@ -403,11 +402,11 @@ def test_the_default_model_writes_the_same(lm: Any, temperature: float):
     ids = lm.tokenizer.encode(REAL)
     options = {"temperature": temperature, "seed": 2, "max_tokens": 32}
     plain = generate(lm, ids, None, **options)
-    for name in ("lookup", "adaptive", "corpus"):
+    for name in ("lookup", "adaptive"):
         drafted = generate(lm, ids, MAKERS[name](lm), **options)
         assert alike(drafted.steps, plain.steps)
-    known = Corpus([[*ids, *plain.tokens]])  # it foresees every word
-    drafted = generate(lm, ids, lambda request: CorpusDrafter(known), **options)
+    predicted = PredictedText(plain.tokens, start=len(ids))
+    drafted = generate(lm, ids, predicted, **options)
     assert alike(drafted.steps, plain.steps)
     assert Counter(step.draft for step in drafted.steps)["accepted"] >= 5
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from unspool.decoding.draft_corpus import Corpus, PredictedText
+from unspool.decoding.speculative import PredictedText
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.errors import UnspoolError
 
@@ -61,7 +61,7 @@ def test_which_stop_string_it_was(lm):
 def test_a_prediction_is_drafted_and_counted(lm):
     prompt = lm.tokenizer.encode("Once upon a time")
     plain = lm.generate(prompt, temperature=0, max_tokens=48)
-    drafter = PredictedText(Corpus([plain.tokens]), plain.tokens, start=len(prompt))
+    drafter = PredictedText(plain.tokens, start=len(prompt))
     stream = lm.stream(prompt, temperature=0, max_tokens=48, speculate=drafter)
     assert [step.token for step in stream] == plain.tokens
     assert stream.accepted == stream.drafted >= 40
@@ -69,7 +69,7 @@ def test_a_prediction_is_drafted_and_counted(lm):
 
 def test_a_prediction_is_picked_up_again_behind_what_differs():
     ids = [10, 11, 12, 13, 14, 15, 16]
-    drafter = PredictedText(Corpus([ids]), ids, start=2)
+    drafter = PredictedText(ids, start=2)
     assert drafter.propose([1, 2], 3) == [10, 11, 12]
     assert drafter.propose([1, 2, 10, 11], 3) == [12, 13, 14]
     assert drafter.propose([1, 2, 10, 99, 13, 14], 9) == [15, 16]

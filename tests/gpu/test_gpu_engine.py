@@ -144,7 +144,6 @@ def test_strategies_are_the_cpus(models: tuple[LanguageModel, LanguageModel]):
     cpu, gpu = models
     for ask in (
         lambda lm: lm.beam(PROMPT, beams=4, max_tokens=12).best.tokens,
-        lambda lm: lm.contrastive(PROMPT, max_tokens=12).tokens,
         lambda lm: [one.tokens for one in lm.samples(PROMPT, 9, seed=3, max_tokens=12)],
     ):
         assert ask(gpu) == ask(cpu)

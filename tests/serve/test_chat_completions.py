@@ -299,7 +299,7 @@ def test_a_prediction_is_a_draft_and_changes_nothing(ask):
         ({"extra_body": {"temprature": 1}}, "temprature", "did you mean 'temperature'?"),
         ({"extra_body": {"unspool": {"stages": ["nonsense"]}}}, None, "unknown stage"),
         ({"extra_body": {"unspool": {"guard": "nonsense"}}}, None, "no guard"),
-        ({"extra_body": {"unspool": {"speculate": "corpus:/etc/passwd"}}}, "unspool.speculate", ""),
+        ({"extra_body": {"unspool": {"speculate": "model:/etc/passwd"}}}, "unspool.speculate", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"stop": [""]}, None, "empty stop string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "only text"),

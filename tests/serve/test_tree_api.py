@@ -219,7 +219,7 @@ def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree, lm: Any):
         {"prompt": "a", "regex": "("},
         {"prompt": "a", "regex": "a", "choice": ["b"]},
         {"prompt": "a", "guard": []},
-        {"prompt": "a", "speculate": "corpus:/etc/passwd"},
+        {"prompt": "a", "speculate": "model:/etc/passwd"},
         {"prompt": "a", "max_tokens": 0},
         {"prompt": "word " * 20_000},
         {"messages": []},

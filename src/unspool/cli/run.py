@@ -72,7 +72,7 @@ def run(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="Guess ahead: lookup, corpus:FILE, model:PATH, head or head:FOLDER.",
+            help="Guess ahead: lookup, model:PATH, head or head:FOLDER.",
             rich_help_panel="Repair and speed",
         ),
     ] = None,

@@ -123,7 +123,7 @@ def think(
         options["stop"] += lm.chat_template.stops
     from unspool.decoding.think.judges.names import judge_named
 
-    judged = None if judge is None else judge_named(lm, judge, asked=messages)
+    judged = None if judge is None else judge_named(lm, judge, conversation=messages)
     stream = lm.stream_think(ids, policy=policy, judge=judged, budget=budget, **own, **options)
     asked = {"model": str(chosen.model or "default"), "prompt": text, "judge": judge, **own}
     _run(stream, asked, as_json=as_json, trace=trace, quiet=quiet)

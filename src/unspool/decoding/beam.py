@@ -1,14 +1,14 @@
-"""Beam search: the likeliest whole text, not the likeliest next token.
+"""Beam search: search for the likeliest text.
 
     beam_search(lm, prompt, beams=4).best
-    beam_search(lm, prompt, beams=6, groups=3, results=3)      # beams that keep apart
+    beam_search(lm, prompt, beams=6, groups=3, results=3)      # diverse beams
 
-Some texts grow side by side. At each step every one of them is continued by its likeliest tokens,
-and only the best of all continuations live on: forks and prunings of the tree, computed in one
-batch a step. Texts, scores and the moment it stops are those of transformers' `generate`.
+At each step every beam is continued by its likeliest tokens, and the best continuations of all
+beams are kept: forks and prunes of the tree, one batch per step. Texts, scores and stopping are
+those of transformers' `generate`.
 
-Diverse beams (Vijayakumar et al. 2016) search in groups, one after the other within a step: a
-token costs a penalty for each beam of an earlier group that has just taken it.
+Diverse beam search (Vijayakumar et al. 2016) runs in groups, one after the other within a step: a
+token is penalized for each beam of an earlier group that has chosen it in this step.
 """
 
 from __future__ import annotations
@@ -35,59 +35,61 @@ from unspool.session import Session
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A text that still grows."""
+    """A running beam."""
 
     line: Line
     score: float  # log-probability, less the diversity penalties
-    branch: Branch  # the parent's, until the next move
-    row: int = 0  # of the logits behind it
+    branch: Branch  # the parent's, until the next fork
+    row: int = 0  # row of its logits
 
 
 @dataclass(slots=True)
 class _Group:
-    """Beams that compete with each other."""
+    """Beams that compete with each other (a diversity group)."""
 
     size: int
-    spare: int  # how many continuations to look at, so that enough go on if some end
+    spare: int  # candidates considered, so that enough continue if some end
     length_penalty: float
     early_stopping: bool | str
     running: list[_Beam]
-    done: list[tuple[float, Line]] = field(default_factory=list)  # the best ended ones
+    done: list[tuple[float, Line]] = field(
+        default_factory=list
+    )  # best finished texts: (score, text)
 
-    def advance(self, weighed: Weighed, taken: Counter[int], penalty: float) -> None:
-        """One more token: the best continuations of all beams, ended or running.
+    def advance(self, weighed: Weighed, token_counts: Counter[int], penalty: float) -> None:
+        """Extend all beams by one token and keep the best continuations.
 
-        `taken` counts the tokens that earlier groups took in this step; ours are added.
+        `token_counts` has the tokens chosen by earlier groups in this step; adds this group's.
         """
-        found: list[tuple[float, int, int]] = []  # (score, beam, place among its candidates)
+        candidates: list[tuple[float, int, int]] = []  # (score, beam index, candidate index)
         for number, beam in enumerate(self.running):
             tokens, logprobs = weighed.tokens[beam.row], weighed.logprobs[beam.row]
-            for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
                 if logprob > float("-inf"):
-                    cost = penalty * taken[int(token)]
-                    found.append((beam.score + float(logprob) - cost, number, place))
-        found.sort(key=lambda entry: -entry[0])
-        going: list[_Beam] = []
+                    cost = penalty * token_counts[int(token)]
+                    candidates.append((beam.score + float(logprob) - cost, number, index))
+        candidates.sort(key=lambda entry: -entry[0])
+        running: list[_Beam] = []
         ended: list[tuple[float, Line]] = []
-        for place_here, (score, number, place) in enumerate(found[: self.spare]):
+        for rank, (score, number, index) in enumerate(candidates[: self.spare]):
             parent = self.running[number]
-            line = parent.line.add(weighed.pick(parent.row, place))
+            line = parent.line.add(weighed.pick(parent.row, index))
             if not line.finished:
-                if len(going) < self.size:
-                    going.append(_Beam(line, score, parent.branch))
-            elif place_here < self.size:  # those further down only stand in for others
+                if len(running) < self.size:
+                    running.append(_Beam(line, score, parent.branch))
+            elif rank < self.size:  # lower ranks only replace finished beams
                 ended.append((self._final(score, len(line.steps)), line))
-        last = [beam.line.steps[-1] for beam in going] + [line.steps[-1] for _, line in ended]
-        # All groups may end their texts at once: that alone makes them no more alike.
-        taken.update(step.token for step in last if step.finish_reason != "stop")
+        last = [beam.line.steps[-1] for beam in running] + [line.steps[-1] for _, line in ended]
+        # End tokens are not penalized: ending in the same step does not make texts alike.
+        token_counts.update(step.token for step in last if step.finish_reason != "stop")
         self.done = sorted(self.done + ended, key=lambda entry: -entry[0])[: self.size]
-        self.running = going if self._can_improve(going) else []
+        self.running = running if self._can_improve(running) else []
 
     def _final(self, score: float, length: int) -> float:
         return float(score / length**self.length_penalty)
 
     def _can_improve(self, going: Sequence[_Beam]) -> bool:
-        """Whether a running beam might still end better than the worst of the ended ones."""
+        """Whether a running beam may still beat the worst finished text."""
         if not going:
             return False
         if len(self.done) < self.size:
@@ -96,7 +98,7 @@ class _Group:
             return False
         best, length = going[0], len(going[0].line.steps)
         if self.early_stopping == "never" and self.length_penalty > 0:
-            length += best.line.room  # it may yet grow, and the more tokens, the smaller the loss
+            length += best.line.room  # a longer text has a smaller penalty
         return self._final(best.score, length) > self.done[-1][0]
 
 
@@ -115,16 +117,16 @@ def beam_search(
     end: bool = True,
     top: int = 5,
 ) -> Ranking:
-    """The best texts found, best first; a score is log-probability / tokens ** length_penalty.
+    """Return the best texts, best first; the score is log-probability / tokens ** length_penalty.
 
-    beams            how many texts grow side by side.
-    groups           into how many groups they are divided; `diversity_penalty` keeps these apart.
+    beams            number of beams.
+    groups           number of groups; `diversity_penalty` makes groups differ.
     length_penalty   above 0 favours longer texts, below 0 shorter ones.
-    early_stopping   True: stop once as many texts have ended as there are beams. False: go on
-                     while a running one scores better as it is. "never": while it could at all.
-    results          how many texts to give, at most `beams`.
+    early_stopping   True: stop when as many texts have finished as there are beams. False: stop
+                     when no running beam scores better now. "never": when none could.
+    results          number of texts to return, at most `beams`.
 
-    The rest as in `lm.stream`. Going on with a result (`resume`) is greedy.
+    Other options as in `lm.stream`. Resuming a result (`resume`) is greedy.
     """
     check_number("diversity_penalty", diversity_penalty)
     check_number("length_penalty", length_penalty)
@@ -135,7 +137,9 @@ def beam_search(
     if beams % groups:
         raise SettingsError(f"{beams} beams cannot be divided into {groups} equal groups")
     if early_stopping not in (True, False, "never"):
-        raise SettingsError(f"early_stopping is {early_stopping!r}; True, False or 'never'")
+        raise SettingsError(
+            f"early_stopping must be True, False or 'never', got {early_stopping!r}"
+        )
     start = blank(
         lm, prompt, max_tokens=max_tokens, stop=stop, end=end, top=top, explain=False, temperature=0
     )
@@ -144,19 +148,19 @@ def beam_search(
         return Ranking((start,), (0.0,))
     size = beams // groups
     spare = max(2, 1 + len(start.request.limits.end_ids)) * size
-    count = spare + (beams - size)  # so many tokens at most may be pushed down by a penalty
-    with Branches(lm.engine, lm.adapter) as held:
-        root = held.open(start.prompt)
+    count = spare + (beams - size)  # a penalty can displace this many candidates
+    with Branches(lm.engine, lm.adapter) as branches:
+        root = branches.open(start.prompt)
         logits = [lm.engine.extend(root)]
         parts = [
             _Group(size, spare, length_penalty, early_stopping, [_Beam(line, 0.0, root)])
             for _ in range(groups)
         ]
         while True:
-            weighed, taken = weigh(logits, count, top), Counter[int]()
+            weighed, token_counts = weigh(logits, count, top), Counter[int]()
             for part in parts:
-                part.advance(weighed, taken, diversity_penalty)
-            logits = _read(lm, held, parts)
+                part.advance(weighed, token_counts, diversity_penalty)
+            logits = _read(lm, branches, parts)
             if not logits:
                 break
     ended = sorted((entry for part in parts for entry in part.done), key=lambda entry: -entry[0])
@@ -164,10 +168,10 @@ def beam_search(
     return Ranking(tuple(line.generation() for _, line in best), tuple(score for score, _ in best))
 
 
-def _read(lm: Session, held: Branches, parts: Sequence[_Group]) -> list[Any]:
-    """Fork and prune as the groups decided, and have all new tokens computed in one batch."""
+def _read(lm: Session, tracker: Branches, parts: Sequence[_Group]) -> list[Any]:
+    """Fork and prune branches, and compute all new tokens in one batch."""
     running = [beam for part in parts for beam in part.running]
-    branches = held.move([beam.branch for beam in running])
+    branches = tracker.move([beam.branch for beam in running])
     moved = [
         _Beam(beam.line, beam.score, branch, row)
         for row, (beam, branch) in enumerate(zip(running, branches, strict=True))

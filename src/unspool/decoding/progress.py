@@ -1,4 +1,4 @@
-"""A bar for work that takes more than a moment, where a person looks: a terminal or a notebook."""
+"""Progress bars for a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import ExitStack, contextmanager
 from time import monotonic
 from typing import Any
 
-_SOON = 1.0  # seconds after which a person wonders
-_BETWEEN = 0.2  # ... and from one change in a notebook to the next
+_DELAY_S = 1.0  # before the bar appears
+_NOTEBOOK_INTERVAL_S = 0.2  # between updates
 
 Tell = Callable[[int], object]
 
 
 @contextmanager
 def progress_bar(label: str, total: int, *, show: bool = True) -> Iterator[Tell]:
-    """Something to tell how much is done; it shows once a second has passed, and nothing before."""
+    """Yield a function that takes the completed amount; the bar appears after one second."""
     make = (_in_notebook() or _in_terminal()) if show else None
     started = monotonic()
-    with ExitStack() as shown:
+    with ExitStack() as stack:
         bar: list[Tell] = []
 
         def tell(done: int) -> None:
-            if make is not None and not bar and monotonic() - started > _SOON:
-                bar.append(shown.enter_context(make(label, total)))
+            if make is not None and not bar and monotonic() - started > _DELAY_S:
+                bar.append(stack.enter_context(make(label, total)))
             if bar:
                 bar[0](done)
 
@@ -57,18 +57,18 @@ def _notebook_bar(label: str, total: int) -> Iterator[Tell]:
     from IPython.display import HTML, display
 
     started = monotonic()
-    changed, known = started, 0
+    changed, completed = started, 0
 
     def picture() -> Any:
-        words = f"{label} {known} of {total} · {monotonic() - started + _SOON:.0f} s"
-        return HTML(f"<progress max='{total}' value='{known}'></progress> {words}")
+        words = f"{label} {completed} of {total} · {monotonic() - started + _DELAY_S:.0f} s"
+        return HTML(f"<progress max='{total}' value='{completed}'></progress> {words}")
 
     handle: Any = display(picture(), display_id=True)
 
     def tell(done: int) -> None:
-        nonlocal changed, known
-        known, now = done, monotonic()
-        if now - changed > _BETWEEN:
+        nonlocal changed, completed
+        completed, now = done, monotonic()
+        if now - changed > _NOTEBOOK_INTERVAL_S:
             changed = now
             handle.update(picture())
 

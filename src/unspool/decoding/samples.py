@@ -1,11 +1,11 @@
-"""Several texts for one prompt: all of them, the best of them, or what most of them say.
+"""Several samples of one prompt: all of them, the best one, or a majority vote.
 
     samples(lm, "Once upon a time", 5, seed=7)                    # five texts, one batch
-    best_of(lm, "Once upon a time", 5).best                       # the one the model likes best
-    best_of(lm, prompt, 5, scorer=lambda g: -len(g.text)).best    # or somebody else does
+    best_of(lm, "Once upon a time", 5).best                       # highest mean log-probability
+    best_of(lm, prompt, 5, scorer=lambda g: -len(g.text)).best    # or by a scorer
     vote(lm, question, 9, extract=r"answer is (\\d+)").answer      # self-consistency
 
-The prompt is computed once. Sample number i of a seed is the same text however many there are.
+The prompt is computed once. Sample i of a seed is the same text for any n.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from unspool.decoding.together import write_all
-from unspool.decoding.voting import Extract, finder, tally
+from unspool.decoding.voting import Extract, answer_finder, tally
 from unspool.decoding.written import Prompt, Ranking, Scorer, judged, mean_logprob, whole
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options
@@ -26,16 +26,19 @@ from unspool.session import Session
 
 
 def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> Generations:
-    """`n` texts that share the prompt and run in one batch; options as in `lm.generate`."""
+    """Generate `n` samples of a prompt in one batch; options as in `lm.generate`."""
     whole("n", n)
     if options.get("seed") is None:
-        options["seed"] = secrets.randbits(32)  # one for all: the sample number tells them apart
-    # The first one checks prompt and options, and stands for all: only its number is another.
+        options["seed"] = secrets.randbits(32)  # one seed for all; the sample index differs
+    # Validate prompt and options once; the requests differ only in the sample index.
     draft = lm.draft(prompt, **options)
     limits = draft.request.limits
-    each = [replace(limits, sample=number) for number in range(limits.sample, limits.sample + n)]
+    numbered_limits = [
+        replace(limits, sample=number) for number in range(limits.sample, limits.sample + n)
+    ]
     texts = Generations(
-        replace(draft, steps=[], request=replace(draft.request, limits=one)) for one in each
+        replace(draft, steps=[], request=replace(draft.request, limits=sample_limits))
+        for sample_limits in numbered_limits
     )
     write_all(lm, texts, patient=False)
     return texts
@@ -44,7 +47,7 @@ def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> 
 def best_of(
     lm: Session, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Unpack[Options]
 ) -> Ranking:
-    """`n` samples, the best first: by mean log-probability, or by a scorer (higher is better)."""
+    """Rank `n` samples by mean log-probability or by a scorer (higher is better), best first."""
     texts = samples(lm, prompt, n, **options)
     scores = [judged(scorer, text) for text in texts]
     order = sorted(range(n), key=lambda number: -scores[number])
@@ -53,12 +56,12 @@ def best_of(
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What several texts answered, and which answer most of them gave."""
+    """The result of a majority vote."""
 
     answer: Hashable | None  # None if no text had one
-    winner: Generation | None  # of the texts with that answer, the likeliest
+    winner: Generation | None  # the likeliest text with that answer
     counts: dict[Hashable, int]  # most votes first
-    answers: tuple[Hashable | None, ...]  # of each text
+    answers: tuple[Hashable | None, ...]  # per text
     generations: tuple[Generation, ...]
 
     def __repr__(self) -> str:
@@ -80,11 +83,10 @@ def vote(
 ) -> Vote:
     """Majority vote over the answers of `n` samples (self-consistency; Wang et al. 2022).
 
-    `extract` finds a text's answer: a function of the `Generation` (None: it has none), or a
-    pattern, whose last match counts (its first group, if it has groups). Of answers with equally
-    many votes, the one with the likeliest text wins.
+    `extract` finds a text's answer: a function of the `Generation` (None: no answer), or a pattern,
+    whose last match counts (its first group, if any). Ties go to the answer with the likeliest text.
     """
-    find = finder(extract)
+    find = answer_finder(extract)
     texts = samples(lm, prompt, n, **options)
     answers = tuple(find(text) for text in texts)
     counts = {answer: int(votes) for answer, votes in tally(texts, answers).items()}

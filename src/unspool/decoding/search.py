@@ -1,12 +1,11 @@
-"""Tree search: continue in several ways, score, keep the best, and again.
+"""Tree search: continue texts in several ways, score, keep the best, repeat.
 
-    found = tree_search(lm, "Roses are red,", width=4, tokens=6, keep=2, depth=3, seed=1)
-    print(found)                   # the whole tree with its scores, pruned branches too
-    found.best.text                # the best leaf, a Generation
+    tree = tree_search(lm, "Roses are red,", width=4, tokens=6, keep=2, depth=3, seed=1)
+    print(tree)                    # the tree with its scores, pruned branches included
+    tree.best.text                 # the best leaf, a Generation
 
-Where beam search goes token by token and asks only the model, this goes by pieces of text, and
-anybody may propose them (`expand`) and judge them (`scorer`): a reward model, a test, a person.
-The same with a budget, other policies and judges is `lm.think`.
+Unlike beam search it works on pieces of text, which a caller's function may propose (`expand`) and
+score (`scorer`). `lm.think` is the same mechanism with a budget, other policies and verifiers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Unpack, cast
 
 from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget
-from unspool.decoding.think.search import Search, result_of
+from unspool.decoding.think.search import Search, run_moves
 from unspool.decoding.written import Prompt, Scorer, blank, judged, whole
 from unspool.engine.generation import Generation
 from unspool.engine.options import Options
@@ -24,7 +23,7 @@ from unspool.errors import SettingsError, UnspoolError
 from unspool.session import Session
 
 Expander = Callable[[Generation], Iterable[str | Sequence[int]]]
-"""Proposes what may follow a text: pieces of text, or token ids."""
+"""Proposes continuations of a text: strings or token ids."""
 
 
 def tree_search(
@@ -41,35 +40,37 @@ def tree_search(
 ) -> SearchTree:
     """Search `depth` levels deep for the continuation with the highest score.
 
-    width     into how many continuations each kept text is sampled,
-    tokens    of how many tokens each.
-    keep      how many of a level's texts are continued; the others are pruned.
-    scorer    judges the text up to a node (a `Generation`), higher is better; without one, the
-              mean log-probability of its tokens does.
-    expand    proposes the continuations in place of `width` samples.
+    width     number of continuations sampled per kept text.
+    tokens    length of a continuation in tokens.
+    keep      number of texts kept per level; the others are pruned.
+    scorer    scores the text up to a node (a `Generation`), higher is better; default: the mean
+              log-probability of its tokens.
+    expand    proposes continuations instead of `width` samples.
 
-    The rest as in `lm.stream` (seed, temperature, stop, ...). The best leaf is the best of those
-    that were kept and either ended by themselves or stand on the last level.
+    Other options as in `lm.stream` (seed, temperature, stop, ...). The best leaf is the best kept
+    text that ended by itself or is on the last level.
     """
     for name, value in (("width", width), ("tokens", tokens), ("keep", keep), ("depth", depth)):
         whole(name, value)
     if options.get("max_tokens") is not None:
-        raise SettingsError("a search writes tokens * depth tokens; give these, not max_tokens")
-    rest = cast(dict[str, Any], {**options, "max_tokens": tokens * depth})
-    with Search(lm, blank(lm, prompt, **rest), None, Budget()) as search:
+        raise SettingsError(
+            "a search writes tokens * depth tokens; set tokens and depth, not max_tokens"
+        )
+    settings = cast(dict[str, Any], {**options, "max_tokens": tokens * depth})
+    with Search(lm, blank(lm, prompt, **settings), None, Budget()) as search:
         level, leaves = [search.root], list[Node]()
         for _ in range(depth):
             if expand is not None:
                 pieces = [(node, piece) for node in level for piece in _proposed(expand, node)]
-                grown = result_of(search.put(pieces, distinct=True))
+                grown = run_moves(search.append(pieces, distinct=True))
             else:
-                grown = result_of(search.sample(level, width, tokens, distinct=True))
-            # Where nothing was proposed, this is as far as it goes.
+                grown = run_moves(search.sample(level, width, tokens, distinct=True))
+            # Nodes without proposals are leaves.
             leaves += [node for node in level if not node.children]
             for child in grown:
                 child.score = judged(scorer, child.generation)
             grown.sort(key=lambda node: -(node.score or 0.0))
-            result_of(search.prune(grown[keep:]))
+            run_moves(search.prune(grown[keep:]))
             leaves += [node for node in grown[:keep] if node.finished]
             level = [node for node in grown[:keep] if not node.finished]
             if not level:

@@ -1,4 +1,4 @@
-"""The tree of a search: every text that was looked at, what became of it, and which was best."""
+"""The tree of a search: every text, its score, whether it was pruned, and the best leaf."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A place in the tree: a text, and the ways in which it was continued."""
+    """A node of the search tree: a text and its continuations."""
 
-    generation: Generation  # the whole text up to here
+    generation: Generation  # the text from the prompt to this node
     parent: Node | None = None
-    score: float | None = None  # None at the root, and where nobody judged or the judge failed
+    score: float | None = (
+        None  # None at the root, and where the text was not scored or scoring failed
+    )
     pruned: bool = False
     children: list[Node] = field(default_factory=list)
-    number: int = 0  # in the order in which they were made; 0 is the root
-    why: str = ""  # what the judge had to say, such as why it failed
-    answer: Hashable | None = None  # what the judge found the text to answer
+    number: int = 0  # in order of creation; 0 is the root
+    why: str = ""  # explanation by the verifier, such as why it failed
+    answer: Hashable | None = None  # extracted by the verifier
 
     def __repr__(self) -> str:
         score = "" if self.score is None else f"{self.score:.3f} "
-        said = brief("".join(step.text for step in self.steps))
-        return f"<Node {score}{said}, {len(self.children)} children>"
+        text = brief("".join(step.text for step in self.steps))
+        return f"<Node {score}{text}, {len(self.children)} children>"
 
     @property
     def steps(self) -> list[Step]:
-        """What this node added to its parent's text."""
+        """Steps that this node adds to its parent's text."""
         return self.generation.steps[len(self.parent.generation.steps) if self.parent else 0 :]
 
     @property
     def finished(self) -> bool:
-        """Whether the text ended here by itself: nothing can follow."""
+        """Whether the text has ended by itself and cannot be continued."""
         steps = self.generation.steps
         return bool(steps) and steps[-1].finish_reason in ("stop", "context")
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it."""
+        """Iterate over this node and its descendants."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -53,7 +55,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class SearchTree:
-    """Everything a search looked at."""
+    """All nodes of a search, and its best leaf."""
 
     root: Node
     leaf: Node  # the best one
@@ -68,12 +70,12 @@ class SearchTree:
 
     @property
     def best(self) -> Generation:
-        """The text of the best leaf."""
+        """The best leaf, as a `Generation`."""
         return self.leaf.generation
 
     @property
     def best_path(self) -> list[Node]:
-        """From the root to the best leaf."""
+        """Nodes from the root to the best leaf."""
         path = [self.leaf]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
@@ -91,30 +93,30 @@ class SearchTree:
             )
 
     def label(self, node: Node) -> str:
-        """A node in one line: score, text (token ids where there is no text), and its fate."""
+        """One line per node: score, text (or token ids), and its state."""
         if node.parent is None:
             return f"prompt of {count(len(node.generation.prompt), 'token')}"
-        shown = "".join(step.text for step in node.steps)
-        written = repr(shown) if shown else str([step.token for step in node.steps])
-        fate = "pruned" if node.pruned else "ended" if node.finished else ""
-        fate = "best" if node is self.leaf else fate
+        text = "".join(step.text for step in node.steps)
+        quoted = repr(text) if text else str([step.token for step in node.steps])
+        state = "pruned" if node.pruned else "ended" if node.finished else ""
+        state = "best" if node is self.leaf else state
         score = "" if node.score is None else f"{node.score:.3f} "
-        return score + written + (f" ({fate})" if fate else "")
+        return score + quoted + (f" ({state})" if state else "")
 
     def rich(self) -> RichTree:
-        """The tree for a terminal: `rich.print(found.rich())`."""
+        """Build a rich tree for a terminal: `rich.print(tree.rich())`."""
         from rich.text import Text
         from rich.tree import Tree
 
-        way = set(map(id, self.best_path))
+        on_path = set(map(id, self.best_path))
 
-        def shown(node: Node) -> Text:
-            style = "bold green" if id(node) in way else "dim" if node.pruned else ""
+        def styled_label(node: Node) -> Text:
+            style = "bold green" if id(node) in on_path else "dim" if node.pruned else ""
             return Text(self.label(node), style=style)
 
         def add(tree: Tree, node: Node) -> Tree:
             for child in node.children:
-                add(tree.add(shown(child)), child)
+                add(tree.add(styled_label(child)), child)
             return tree
 
-        return add(Tree(shown(self.root)), self.root)
+        return add(Tree(styled_label(self.root)), self.root)

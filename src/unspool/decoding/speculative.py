@@ -1,7 +1,6 @@
 """Drafts: guesses at the next tokens, cheap to make, checked many at a time in one run.
 
     lm.generate(prompt, speculate="lookup")              # what followed the same words earlier on
-    lm.generate(prompt, speculate="corpus:notes.txt")    # ... or in a file
     lm.generate(prompt, speculate="model:PATH")          # a smaller model with this vocabulary
     lm.generate(prompt, speculate="head")                # a head trained on the model's inside
 
@@ -23,7 +22,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from unspool.decoding.adaptive import LONGEST, Adaptive
-from unspool.decoding.draft_corpus import Corpus, CorpusDrafter, corpus_file
 from unspool.decoding.draft_texts import DraftTexts, common_length
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.errors import ModelFileError, SettingsError
@@ -32,20 +30,16 @@ from unspool.session import Session
 
 __all__ = [
     "Adaptive",
-    "Corpus",
-    "CorpusDrafter",
     "DraftMaker",
     "ModelDrafter",
+    "PredictedText",
     "PromptLookup",
     "check_same_vocabulary",
     "drafter_from",
     "make_drafter",
 ]
 
-KINDS = (
-    "lookup, corpus:FILE, model:PATH, head or head:FOLDER, each with :COUNT behind it for the "
-    "longest draft"
-)
+KINDS = "lookup, model:PATH, head or head:FOLDER, each with :COUNT behind it for the longest draft"
 _SURELY_SAME = 32  # last known tokens that are compared to see whether a text only grew
 
 
@@ -67,14 +61,18 @@ class PromptLookup:
         self._replaced: list[list[int | None]] = []  # by place, then by length, longest first
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        self._read(tokens)
-        text = self._text
+        self.index(tokens)
+        place = self.find(tokens)
+        return [] if place is None else self._from(place, min(most, self.most))
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """Position in the indexed text after the last match of the longest suffix of `tokens`."""
         for length in self._lengths:
-            if len(text) > length:
-                place = self._tables[length].get(tuple(text[-length:]))
+            if len(tokens) >= length:
+                place = self._tables[length].get(tuple(tokens[-length:]))
                 if place is not None:
-                    return self._from(place, min(most, self.most))
-        return []
+                    return place
+        return None
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         return None
@@ -87,8 +85,8 @@ class PromptLookup:
             draft.append(draft[-period])
         return draft
 
-    def _read(self, tokens: Sequence[int]) -> None:
-        """Take in what is new; where the text is another one than before, back to what is not."""
+    def index(self, tokens: Sequence[int]) -> None:
+        """Index the new tokens; where the text was rewound, first drop what is no longer in it."""
         known = len(self._text)
         tail = max(0, known - _SURELY_SAME)
         if len(tokens) < known or list(tokens[tail:known]) != self._text[tail:]:
@@ -118,6 +116,30 @@ class PromptLookup:
 
     def _key(self, place: int, length: int) -> tuple[int, ...]:
         return tuple(self._text[max(0, place - length) : place])
+
+
+class PredictedText:
+    """Draft from the output that the caller expects (OpenAI's predicted outputs).
+
+    Copies it from the start; where the text has diverged, from where the two agree again.
+    """
+
+    def __init__(self, ids: Sequence[int], *, start: int, most: int = LONGEST) -> None:
+        self.ids, self.start, self.most = list(ids), start, most
+        self._lookup: PromptLookup | None = None  # built when the text diverges
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        most, output = min(most, self.most), list(tokens[self.start :])
+        if output == self.ids[: len(output)]:
+            return self.ids[len(output) : len(output) + most]
+        if self._lookup is None:
+            self._lookup = PromptLookup(longest=8)
+            self._lookup.index(self.ids)
+        place = self._lookup.find(output)
+        return [] if place is None else self.ids[place : place + most]
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        return None
 
 
 class ModelDrafter:
@@ -273,10 +295,8 @@ def make_drafter(
 def drafter_from(
     spec: str, lm: Session, load: Callable[[str], Session] | None = None
 ) -> DraftMaker:
-    """`lookup`, `corpus:FILE`, `model:PATH`, `head` or `head:FOLDER`, each also with `:COUNT` for
-    the longest draft.
-
-    Reads the corpus or loads the model (by `load`) here and now, once for all requests.
+    """Build the factory for `lookup`, `model:PATH`, `head` or `head:FOLDER`; a trailing `:COUNT`
+    limits the draft length. Loads the model (by `load`) now, once for all requests.
     """
     kind, what, most = check_drafter(spec)
     if kind == "head":
@@ -285,10 +305,6 @@ def drafter_from(
         return head_maker(what, lm, most if spec.endswith(f":{most}") else None)
     if kind == "lookup":
         return lambda request: Adaptive(PromptLookup(most=most), longest=most)
-    if kind == "corpus":
-        tokenizer = None if what.endswith(".npy") else lm.tokenizer
-        corpus = Corpus.from_file(what, tokenizer)
-        return lambda request: Adaptive(CorpusDrafter(corpus, most=most), longest=most)
     if load is None:
         raise SettingsError(f"speculate is {spec!r}, and there is nothing to load models with")
     model = load(what)
@@ -305,11 +321,9 @@ def check_drafter(spec: str) -> tuple[str, str, int]:
     """What a word for `speculate` says: the kind, the file or model, the longest draft."""
     kind, _, what = spec.partition(":")
     what, most = _with_count(what, spec)
-    needs = {"lookup": False, "corpus": True, "model": True, "head": bool(what)}
+    needs = {"lookup": False, "model": True, "head": bool(what)}
     if needs.get(kind) != bool(what):
         raise SettingsError(f"speculate is {spec!r}; it may be {KINDS}")
-    if kind == "corpus":
-        corpus_file(what)
     if kind == "head" and what:
         from unspool.decoding.heads.files import head_folder
 

@@ -1,9 +1,9 @@
-"""Many texts in one batch: a list of prompts, or samples of one prompt.
+"""Generate many texts in one batch: for a list of prompts, or samples of one prompt.
 
     lm.generate(["Once upon a time", "The capital of Germany is"])
 
-What the prompts have in common at their beginning is computed once. Each text is the one that it
-would be alone. Leaving in any way, an interrupt too, ends whatever is still being written.
+The common prefix of the prompts is computed once. Each text is the same as if generated alone.
+Any exit, Ctrl-C included, cancels all running requests.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from unspool.engine.stream import StepStream
 from unspool.errors import BatchError, UnspoolError
 from unspool.session import Prompt, Session
 
-_AT_ONCE = 512  # texts handed in together: more than fit a batch, fewer than may wait
-_LOOK_UP = 0.02  # seconds after which it is seen to whether some are done
+_MAX_SUBMITTED = 512  # requests: more than fit a batch, fewer than the queue limit
+_POLL_S = 0.02  # interval of checks for finished requests
 
 
 def generate_all(
     lm: Session, prompts: Sequence[Prompt], options: dict[str, Any], *, progress: bool = True
 ) -> Generations:
-    """A text for each prompt, in their order, all with the same options.
+    """Generate one text per prompt, in order, all with the same options.
 
-    Prompts are checked before anything is written. A text that goes wrong later does not stop the
-    others: once they are written, a `BatchError` tells what happened, and holds them all.
+    Prompts are validated first. A text that fails later does not stop the others; at the end a
+    `BatchError` reports the failures and holds all texts.
     """
-    texts = Generations(_draft(lm, number, one, options) for number, one in enumerate(prompts))
-    with progress_bar("writing", len(texts), show=progress) as tell:
-        failed = write_all(lm, texts, tell)
+    texts = Generations(
+        _draft(lm, number, prompt, options) for number, prompt in enumerate(prompts)
+    )
+    with progress_bar("writing", len(texts), show=progress) as report:
+        failed = write_all(lm, texts, report)
     _raise_failures(texts, failed)
     return texts
 
 
 async def write_async(lm: Session, text: Generation) -> None:
-    """Write a draft without blocking the event loop; cancelling the task cancels the request."""
-    import asyncio  # large, and only needed here
+    """Run a prepared request on an event loop; cancelling the task cancels the request."""
+    import asyncio  # slow to import, and only needed here
 
     # In a thread, because the first request starts the engine and a drafter may load a model.
     await text.extend_async(await asyncio.to_thread(_submit, lm, text))
@@ -56,7 +58,7 @@ async def generate_all_async(
         async with running:
             await write_async(lm, text)
 
-    running = asyncio.Semaphore(_AT_ONCE)
+    running = asyncio.Semaphore(_MAX_SUBMITTED)
     texts = await asyncio.to_thread(_draft_all, lm, prompts, options)
     results = await asyncio.gather(*map(write, texts), return_exceptions=True)
     failed = {n: result for n, result in enumerate(results) if isinstance(result, Exception)}
@@ -69,8 +71,10 @@ def _submit(lm: Session, text: Generation) -> StepStream:
 
 
 def _draft_all(lm: Session, prompts: Sequence[Prompt], options: dict[str, Any]) -> Generations:
-    """Drafts of all prompts, with what they share at their beginning computed."""
-    texts = Generations(_draft(lm, number, one, options) for number, one in enumerate(prompts))
+    """Prepare the requests of all prompts, with their common prefix prefilled."""
+    texts = Generations(
+        _draft(lm, number, prompt, options) for number, prompt in enumerate(prompts)
+    )
     if len(texts) > 1:
         read_what_all_share(lm, texts)
     return texts
@@ -80,8 +84,8 @@ def _raise_failures(texts: Generations, failed: dict[int, Exception]) -> None:
     if failed:
         number, error = next(iter(failed.items()))
         raise BatchError(
-            f"{len(failed)} of {len(texts)} texts went wrong, the first of them number {number}: "
-            f"{error} (this error's `generations` holds what was written, its `errors` the rest)",
+            f"{len(failed)} of {len(texts)} texts failed, the first of them number {number}: "
+            f"{error} (this error's `generations` holds all texts, its `errors` the failures)",
             texts,
             failed,
         ) from error
@@ -101,9 +105,10 @@ def write_all(
     *,
     patient: bool = True,
 ) -> dict[int, Exception]:
-    """Have drafts written, in one batch; what went wrong, by the text's number.
+    """Run prepared requests in one batch; returns the failures by index.
 
-    `tell` hears now and then how many are done. Not `patient`: the first error ends them all.
+    `tell` is called from time to time with the number of finished texts. With `patient=False` the
+    first error cancels all and is raised.
     """
     failed: dict[int, Exception] = {}
     if len(texts) > 1:
@@ -124,16 +129,16 @@ def one_by_one(
     started: list[StepStream],
     tell: Callable[[int], object] = lambda done: None,
 ) -> Generator[tuple[int, Exception | None], None, None]:
-    """Have drafts written in one batch, and say in their order when each is done, or what went
-    wrong with it. What is `started` is put there, so that it can be closed from elsewhere."""
-    looked = 0.0
+    """Run prepared requests in one batch; yields (index, error or None) in order as they finish.
+    Streams are added to `started`, so that another thread can close them."""
+    checked_at = 0.0
 
     def start_more() -> None:
-        nonlocal looked
-        looked = perf_counter()
+        nonlocal checked_at
+        checked_at = perf_counter()
         done = sum(steps.ended for steps in started)
         tell(done)
-        for text in texts[len(started) : done + _AT_ONCE]:
+        for text in texts[len(started) : done + _MAX_SUBMITTED]:
             started.append(lm.engine.submit(text.request))
 
     try:
@@ -142,7 +147,7 @@ def one_by_one(
             failure = None
             try:
                 for _ in text.extend(started[number]):
-                    if perf_counter() > looked + _LOOK_UP:
+                    if perf_counter() > checked_at + _POLL_S:
                         start_more()
             except Exception as error:
                 failure = error
@@ -154,9 +159,10 @@ def one_by_one(
 
 
 def read_what_all_share(lm: Session, texts: Sequence[Generation]) -> None:
-    """Begun all at once, the texts would each find nothing computed, and each compute the same.
+    """Prefill the common prefix of all prompts once.
 
-    The last token each reads itself, for the logits behind it.
+    Without this, texts that start in the same step would each compute it. Each text computes its
+    last prompt token itself, for the logits.
     """
     if len({text.request.adapter for text in texts}) > 1:
         return

@@ -1,4 +1,4 @@
-"""Answers found in texts, and counted: what most texts say, each with one vote or with a weight."""
+"""Extract answers from texts and count them, with equal or weighted votes."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ Extract = str | re.Pattern[str] | Callable[[Generation], Hashable | None]
 Find = Callable[[Generation], Hashable | None]
 
 
-def finder(extract: Extract) -> Find:
-    """What finds a text's answer: a caller's function, or the last match of a pattern (its first
-    group, if it has groups). None: the text has no answer."""
+def answer_finder(extract: Extract) -> Find:
+    """Build the function that extracts a text's answer: the caller's, or the last match of a pattern
+    (its first group, if any). It returns None if the text has no answer."""
     if callable(extract):
-        return lambda text: _asked(extract, text)
+        return lambda text: _call_extract(extract, text)
     try:
         pattern = re.compile(extract)
     except (re.error, TypeError) as error:
-        raise SettingsError(f"extract is not a pattern that can be used: {error}") from error
+        raise SettingsError(f"extract is not a valid pattern: {error}") from error
 
     def last_match(text: Generation) -> str | None:
-        found = list(pattern.finditer(text.text))
-        answer = found[-1][1 if pattern.groups else 0] if found else None
+        matches = list(pattern.finditer(text.text))
+        answer = matches[-1][1 if pattern.groups else 0] if matches else None
         return None if answer is None else answer.strip()
 
     return last_match
 
 
-def _asked(extract: Callable[[Generation], Hashable | None], text: Generation) -> Hashable | None:
+def _call_extract(
+    extract: Callable[[Generation], Hashable | None], text: Generation
+) -> Hashable | None:
     try:
         answer = extract(text)
-        hash(answer)  # answers are counted, so they must be hashable
+        hash(answer)  # answers are dictionary keys
     except Exception as error:
         raise UnspoolError(f"extract raised {type(error).__name__}: {error}") from error
     return answer
 
 
-_SAID = (
+_ANSWER_PATTERNS = (
     re.compile(r"\\boxed\{([^{}]*)\}"),
     re.compile(r"####\s*(\S.*)"),  # as GSM8K ends its answers
     re.compile(r"(?i)\banswer\s*(?:is|:|=)\s*\**\s*([^\n]*[^\s.*])"),
@@ -50,11 +52,11 @@ _SAID = (
 
 
 def final_answer(text: Generation) -> str | None:
-    """What a text seems to answer, where nobody said how to find it: what is boxed, what stands
-    behind "answer is" or ####, else its last number, else its last line."""
-    for pattern in _SAID:
-        if found := list(pattern.finditer(text.text)):
-            answer = found[-1][1 if pattern.groups else 0].strip().rstrip(".")
+    """Default answer extraction: a boxed answer, the text after "answer is" or ####, else the last
+    number, else the last line."""
+    for pattern in _ANSWER_PATTERNS:
+        if matches := list(pattern.finditer(text.text)):
+            answer = matches[-1][1 if pattern.groups else 0].strip().rstrip(".")
             number = answer.lstrip("$").replace(",", "")
             return number if re.fullmatch(r"-?\d+(\.\d+)?", number) else answer
     lines = text.text.split("\n")
@@ -66,12 +68,12 @@ def tally(
     answers: Sequence[Hashable | None],
     weights: Sequence[float] | None = None,
 ) -> dict[Hashable, float]:
-    """The votes for each answer, most votes first; texts without an answer do not vote. Of answers
-    with equally many, the one with the likeliest text comes first."""
+    """Votes per answer, highest first; texts without an answer do not vote. Ties go to the answer
+    with the likeliest text."""
     votes: dict[Hashable, float] = defaultdict(float)
     likeliest: dict[Hashable, float] = {}
-    given = [1.0] * len(texts) if weights is None else weights
-    for text, answer, weight in zip(texts, answers, given, strict=True):
+    vote_weights = [1.0] * len(texts) if weights is None else weights
+    for text, answer, weight in zip(texts, answers, vote_weights, strict=True):
         if answer is not None:
             votes[answer] += weight
             likeliest[answer] = max(likeliest.get(answer, -float("inf")), mean_logprob(text))

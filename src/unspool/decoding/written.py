@@ -1,8 +1,7 @@
-"""What all strategies share: a text that is written from outside the engine, and its branches.
+"""Building blocks of strategies that choose tokens themselves, outside the engine's sampling.
 
-The engine's own texts (`engine/sequence.py`) pick one token after the other. A strategy that weighs
-several texts against each other picks for itself: it holds branches (`Branches`), asks what could
-come next (`weigh`), and keeps what it wrote as a `Line` until one of them becomes a `Generation`.
+A strategy that compares several texts holds branches (`Branches`), gets the likeliest next tokens
+(`weigh`), and collects its choices in a `Line` until one becomes a `Generation`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Scorer = Callable[[Generation], float]
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Texts for one prompt, the best first, with the scores that put them in order."""
+    """Texts for one prompt with their scores, best first."""
 
     generations: tuple[Generation, ...]
     scores: tuple[float, ...]
@@ -46,17 +45,17 @@ class Ranking:
 
     @property
     def best(self) -> Generation:
-        """The first of them."""
+        """The text with the highest score."""
         return self.generations[0]
 
 
 def mean_logprob(generation: Generation) -> float:
-    """How likely the model found its text, a token on average: the same yardstick at any length."""
+    """Mean log-probability per token, comparable across lengths."""
     return generation.logprob / len(generation.steps) if generation.steps else -math.inf
 
 
 def judged(scorer: Scorer | None, generation: Generation) -> float:
-    """A text's score; what a caller's scorer does wrong is told as such."""
+    """Score a text; errors of the caller's scorer are reported as such."""
     if scorer is None:
         return mean_logprob(generation)
     try:
@@ -64,23 +63,23 @@ def judged(scorer: Scorer | None, generation: Generation) -> float:
     except Exception as error:
         raise UnspoolError(f"the scorer raised {type(error).__name__}: {error}") from error
     if math.isnan(value):
-        raise UnspoolError("the scorer gave nan; it must give a number, higher for a better text")
+        raise UnspoolError("the scorer returned nan; it must return a number (higher is better)")
     return value
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """A whole number within its bounds, or an error that names them."""
+    """Check that an option is an integer within its bounds, and return it."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not fits or (most is not None and value > most):
-        bounds = f"from {least} up" if most is None else f"from {least} to {most}"
-        raise SettingsError(f"{name} is {value!r}; it may be a whole number {bounds}")
+        bounds = f">= {least}" if most is None else f"from {least} to {most}"
+        raise SettingsError(f"{name} must be an integer {bounds}, got {value!r}")
     return int(value)
 
 
 def blank(lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
-    """A generation without steps that the engine does not write: a strategy will."""
+    """Prepare a generation whose tokens a strategy will choose, not the engine."""
     whole("max_tokens", max_tokens, least=0)
-    # Asked for no token, the engine only checks prompt and options, and ends the text at once.
+    # With max_tokens=0 the engine only validates prompt and options.
     generation, _ = lm.begin(prompt, max_tokens=0, **options)
     limits = replace(generation.request.limits, max_tokens=max_tokens)
     generation.request = replace(generation.request, limits=limits)
@@ -88,14 +87,14 @@ def blank(lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any) -> Ge
     return generation
 
 
-# -- a text on its way -------------------------------------------------------------------------
+# -- partial texts -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A text on its way. Adding a token gives a new line, so that one can go on in many ways."""
+    """An immutable partial text: adding a token returns a new line, so one can branch."""
 
-    start: Generation  # without steps: the prompt, and when to stop
+    start: Generation  # without steps: the prompt and the stop conditions
     token_bytes: Callable[[int], bytes]
     steps: tuple[Step, ...] = ()
     ending: Ending | None = None
@@ -107,7 +106,7 @@ class Line:
 
     @property
     def room(self) -> int:
-        """How many more tokens may come."""
+        """Number of tokens that may still be added."""
         most: int = self.start.request.limits.room(len(self.start.prompt))
         return max(0, most - len(self.steps))
 
@@ -116,51 +115,57 @@ class Line:
         return self.steps[-1].finish_reason is not None if self.steps else self.room == 0
 
     def add(self, pick: Pick) -> Line:
-        """The line with one more token, finished if that token ends it."""
+        """Return the line with one more token, finished if that token ends it."""
         limits, prompt = self.start.request.limits, len(self.start.prompt)
         position = prompt + len(self.steps)
         ending = self.ending.copy() if self.ending else Ending(limits, prompt)
-        begun = ending.text.half
-        shown, finish = ending.push(pick.token, self.token_bytes(pick.token), position + 1)
+        partial_utf8 = ending.text.half
+        text_piece, finish = ending.push(pick.token, self.token_bytes(pick.token), position + 1)
         if finish:
-            shown += ending.finish()
+            text_piece += ending.finish()
         now = perf_counter()
         step = explained_step(
-            pick, position, shown, self.token_bytes, now - self.since, finish, begun=begun
+            pick,
+            position,
+            text_piece,
+            self.token_bytes,
+            now - self.since,
+            finish,
+            begun=partial_utf8,
         )
         return Line(self.start, self.token_bytes, (*self.steps, step), ending, now)
 
     def generation(self) -> Generation:
-        """What is written so far, to be kept, rewound or gone on with."""
+        """Convert to a `Generation`."""
         return replace(self.start, steps=list(self.steps))
 
 
-# -- what could come next ----------------------------------------------------------------------
+# -- next tokens -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The likeliest next tokens of several texts, [texts, count] each, likeliest first."""
+    """The likeliest next tokens of several texts: arrays [texts, count], likeliest first."""
 
-    found: Scores
-    top: int  # candidates that each step tells
+    scores: Scores
+    top: int  # candidates reported per step
 
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return self.found.top_tokens
+        return self.scores.top_tokens
 
     @property
     def logprobs(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        return self.found.top_logprobs
+        return self.scores.top_logprobs
 
     def pick(self, row: int, place: int) -> Pick:
-        """The candidate at one place, as a picked token."""
+        """Candidate number `place` of a row, as a picked token."""
         tokens, logprobs = self.tokens[row], self.logprobs[row]
         return Pick(
             token=int(tokens[place]),
             logprob=float(logprobs[place]),
-            rank=int(np.sum(logprobs > logprobs[place])),  # equals share a rank
-            entropy=float(self.found.entropies[row]),
+            rank=int(np.sum(logprobs > logprobs[place])),  # ties share a rank
+            entropy=float(self.scores.entropies[row]),
             probability=1.0,
             draw=None,
             candidates=tuple(
@@ -171,7 +176,7 @@ class Weighed:
 
 
 def weigh(logits: Sequence[Logits], count: int, top: int) -> Weighed:
-    """The `count` likeliest next tokens of each text; logits are [1, vocabulary] each."""
+    """Compute the `count` likeliest next tokens per text; logits are [1, vocabulary] each."""
     rows = joined(logits)
     return Weighed(score(rows, [0] * len(rows), max(count, top)), top)
 
@@ -180,42 +185,42 @@ def weigh(logits: Sequence[Logits], count: int, top: int) -> Weighed:
 
 
 class Branches:
-    """The branches that a strategy holds; whatever is left at the end, or at an error, is released.
+    """The branches that a strategy holds; all are released on exit.
 
-    with Branches(lm.engine, lm.adapter) as held:
-        branch = held.open(ids)
-        one, other = held.move([branch, branch])      # fork
-        other, = held.move([other])                   # prune: `one` is released
+    with Branches(lm.engine, lm.adapter) as branches:
+        branch = branches.open(ids)
+        one, other = branches.move([branch, branch])      # fork
+        other, = branches.move([other])                   # prune: `one` is released
     """
 
     def __init__(self, engine: Engine, adapter: str | None = None) -> None:
         self._engine, self._adapter = engine, adapter
-        self._held: set[Branch] = set()
+        self._branches: set[Branch] = set()
 
     def open(self, tokens: Sequence[int]) -> Branch:
         branch = self._engine.open(tokens, self._adapter)
-        self._held.add(branch)
+        self._branches.add(branch)
         return branch
 
     def move(self, parents: Sequence[Branch]) -> list[Branch]:
-        """A branch for each child of these parents; what has no child is released.
+        """Return one branch per entry of `parents`; branches not listed are released.
 
-        The first child takes its parent's branch over, the others fork it. One trip to the
-        engine's thread, however many they are.
+        The first child takes over its parent's branch, the others fork it. One call to the engine
+        thread.
         """
         return self._engine.call(lambda: self._move(parents))
 
     def _move(self, parents: Sequence[Branch]) -> list[Branch]:
-        for branch in self._held.difference(parents):
+        for branch in self._branches.difference(parents):
             self._engine.release(branch)
-        self._held.intersection_update(parents)
-        taken: set[Branch] = set()
+        self._branches.intersection_update(parents)
+        used: set[Branch] = set()
         children: list[Branch] = []
         for parent in parents:
-            child = self._engine.fork(parent) if parent in taken else parent
-            taken.add(child)
+            child = self._engine.fork(parent) if parent in used else parent
+            used.add(child)
             children.append(child)
-        self._held |= taken
+        self._branches |= used
         return children
 
     def __enter__(self) -> Branches:
@@ -227,10 +232,10 @@ class Branches:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._held:
+        if self._branches:
             self._engine.loop.clean_up(self._release_all)
 
     def _release_all(self) -> None:
-        # After an error in one branch of a batch the others may still be on their way; releasing
-        # a branch ends its task too.
+        # After an error in one branch of a batch, others may still be running; releasing a branch
+        # ends its task too.
         self._move(())

@@ -43,7 +43,6 @@ _ADVICE = {
     "best_of": "write lm.best_of(prompt, {value!r})",
     "num_beams beams beam_width": "write lm.beam(prompt, beams={value!r})",
     "num_beam_groups": "write lm.beam(prompt, beams=4, groups={value!r})",
-    "penalty_alpha": "write lm.contrastive(prompt, alpha={value!r})",
     "mirostat mirostat_mode": "mirostat_tau=5 turns it on (version 2)",
     "epsilon_cutoff tfs_z tfs top_a": "there is min_p, which does nearly the same",
     "eos_token_id eos_token stop_token_ids": "the model's own end tokens end a text (lm.end_ids); "

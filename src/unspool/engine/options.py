@@ -93,7 +93,7 @@ class Options(SamplingOptions, total=False):
     ]
     speculate: Annotated[
         str | Drafter | DraftMaker | None,
-        "'lookup', 'head', 'corpus:FILE', 'model:PATH': guess ahead, the same text sooner",
+        "'lookup', 'head', 'model:PATH': guess ahead, the same text sooner",
     ]
 
 

@@ -29,7 +29,7 @@ class Reader:
     def cost(self, texts):
         return sum(len(text.prompt) + len(text.steps) + self.own for text in texts)
 
-    def judge(self, texts):
+    def score(self, texts):
         self.read += self.cost(texts)
         return [Verdict(float(sum(text.tokens) % 17)) for text in texts]
 
@@ -129,13 +129,13 @@ def test_what_a_device_begins_ahead_is_counted_too(tiny_lm, policy):
 
 def test_arithmetic():
     budget = Budget(10)
-    budget.take("prompt", 4)
-    budget.found(3)  # of the four, three were known: not spent, and no room for others
-    assert (budget.spent, budget.room) == (Spent(prompt=1), 6)
-    budget.take("written", 6)
+    budget.reserve("prompt", 4)
+    budget.credit_cached(3)  # of the four, three were known: not spent, and no room for others
+    assert (budget.spent, budget.remaining) == (Spent(prompt=1), 6)
+    budget.reserve("written", 6)
     with pytest.raises(UnspoolError, match="1 more tokens do not fit the budget of 10"):
-        budget.take("judged", 1)
-    budget.give_back("written", 2)
-    budget.take("judged", 2)
+        budget.reserve("judged", 1)
+    budget.refund("written", 2)
+    budget.reserve("judged", 2)
     assert budget.spent.to_dict() == {"prompt": 1, "written": 4, "judged": 2, "total": 7}
     assert Budget().room > 1 << 60

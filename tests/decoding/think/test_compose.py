@@ -11,8 +11,8 @@ from decoding.support import pages_left
 from decoding.think.support import forget, metered
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.policies.compose import _title
-from unspool.decoding.think.revising import PRICE, doubtful_words, revised
-from unspool.decoding.think.search import Search, result_of
+from unspool.decoding.think.revising import WORD_COST, doubtful_words, revise
+from unspool.decoding.think.search import Search, run_moves
 from unspool.decoding.think.think import think
 from unspool.errors import UnspoolError
 
@@ -76,11 +76,11 @@ def test_a_doubtful_word_is_replaced_where_another_fits_better(worded_lm):
     ids = lm.tokenizer.encode(" and the pages of the node are the tree. The page of the node is.")
     start = lm.draft(PROMPT, max_tokens=64, temperature=0)
     with metered(lm) as meter, Search(lm, start, None, Budget()) as search:
-        (node,) = result_of(search.put([(search.root, ids)]))
+        (node,) = run_moves(search.append([(search.root, ids)]))
         looked_at = sorted(doubtful_words(node.generation.steps)[:4], reverse=True)
-        made = result_of(revised(search, node, 4))
+        made = run_moves(revise(search, node, 4))
         assert meter.tokens == search.budget.spent.total
-        assert search.budget.spent.judged <= 4 * PRICE
+        assert search.budget.spent.judged <= 4 * WORD_COST
     assert looked_at
     tokens, prompt = list(ids), list(start.prompt)
     for place in looked_at:

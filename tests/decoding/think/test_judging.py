@@ -13,13 +13,13 @@ from decoding.think.support import WARM
 from unspool.decoding.samples import samples, vote
 from unspool.decoding.think import judge as judging
 from unspool.decoding.think.judge import (
-    CertaintyJudge,
-    LogprobJudge,
+    CertaintyVerifier,
+    LogprobVerifier,
     Verdict,
-    VoteJudge,
+    VoteVerifier,
     checked,
 )
-from unspool.decoding.think.judges.function import as_judge
+from unspool.decoding.think.judges.function import as_verifier
 from unspool.decoding.think.think import think
 from unspool.decoding.voting import final_answer
 from unspool.decoding.written import mean_logprob
@@ -76,7 +76,7 @@ class OfMany:
     def cost(self, texts):
         return 0
 
-    def judge(self, texts):
+    def score(self, texts):
         return self.fault([Verdict(float(text.tokens[0])) for text in texts])
 
 
@@ -112,35 +112,35 @@ def test_certainty_is_the_distance_from_knowing_nothing(tiny_lm):
         own = torch.log_softmax(logits_after([*PROMPT, *text.tokens[:length]]), -1)
         uniform = torch.full_like(own, 1 / len(own))
         expected.append(float((uniform * (uniform.log() - own)).sum()))
-    judge = CertaintyJudge(tiny_lm)
-    (verdict,) = judge.judge([text])
+    judge = CertaintyVerifier(tiny_lm)
+    (verdict,) = judge.score([text])
     assert verdict.score == pytest.approx(sum(expected) / 4, rel=1e-4)
     assert judge.cost([text, text]) == 8 and judge.partial
 
 
 def test_certainties_are_the_same_together_alone_and_in_pieces(tiny_lm, monkeypatch):
     texts = [samples(tiny_lm, PROMPT, 1, max_tokens=n, end=False, **WARM)[0] for n in (9, 2, 3, 5)]
-    judge = CertaintyJudge(tiny_lm)
-    alone = [judge.judge([text])[0].score for text in texts]
+    judge = CertaintyVerifier(tiny_lm)
+    alone = [judge.score([text])[0].score for text in texts]
     for rows in (1000, 5, 2):
         monkeypatch.setattr(judging, "_AT_ONCE", rows * tiny_lm.vocab_size)
-        together = [verdict.score for verdict in judge.judge(texts)]
+        together = [verdict.score for verdict in judge.score(texts)]
         assert together == pytest.approx(alone, rel=1e-4)
     empty = replace(texts[0], steps=[])
-    assert [verdict.score is None for verdict in judge.judge([empty, texts[1]])] == [True, False]
+    assert [verdict.score is None for verdict in judge.score([empty, texts[1]])] == [True, False]
 
 
 def test_long_texts_are_read_in_parts(tiny_lm, monkeypatch):
     (text,) = samples(tiny_lm, PROMPT, 1, max_tokens=7, end=False, **WARM)
-    at_once = CertaintyJudge(tiny_lm).judge([text])[0].score
-    monkeypatch.setattr("unspool.decoding.think.judge._AT_ONCE", 3)
-    assert CertaintyJudge(tiny_lm).judge([text])[0].score == pytest.approx(at_once, rel=1e-5)
+    at_once = CertaintyVerifier(tiny_lm).score([text])[0].score
+    monkeypatch.setattr("unspool.decoding.think.judge._MAX_LOGITS", 3)
+    assert CertaintyVerifier(tiny_lm).score([text])[0].score == pytest.approx(at_once, rel=1e-5)
 
 
 def test_logprob(tiny_lm):
     texts = samples(tiny_lm, PROMPT, 3, **ASKED)
-    assert [v.score for v in LogprobJudge().judge(texts)] == [mean_logprob(t) for t in texts]
-    assert LogprobJudge().judge([tiny_lm.draft(PROMPT)])[0].score is None
+    assert [v.score for v in LogprobVerifier().score(texts)] == [mean_logprob(t) for t in texts]
+    assert LogprobVerifier().score([tiny_lm.draft(PROMPT)])[0].score is None
 
 
 def test_votes_are_those_of_lm_vote(tiny_lm):
@@ -168,12 +168,14 @@ def test_a_judge_gives_votes_their_weight(tiny_lm):
     expected = {answer: 0.0 for answer in range(3)}
     for text in texts:
         expected[find(text)] += weight(text) / sum(map(weight, texts))
-    for verdict, text in zip(VoteJudge(find, as_judge(weight)).judge(texts), texts, strict=True):
+    for verdict, text in zip(
+        VoteVerifier(find, as_verifier(weight)).score(texts), texts, strict=True
+    ):
         assert (verdict.answer, verdict.score) == (find(text), pytest.approx(expected[find(text)]))
     thought = think(tiny_lm, PROMPT, policy="vote", n=9, extract=find, judge=weight, **ASKED)
     assert thought.answer == max(expected, key=expected.get)
     # Log-probabilities are weights too: e^score, as they are below nought.
-    by_logprob = VoteJudge(find, LogprobJudge()).judge(texts)
+    by_logprob = VoteVerifier(find, LogprobVerifier()).score(texts)
     shares = {verdict.answer: verdict.score for verdict in by_logprob}
     assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) > 0
 
@@ -198,8 +200,8 @@ def test_answers_are_found(said, answer):
 
 
 def test_what_can_be_a_judge():
-    judge = LogprobJudge()
-    assert as_judge(judge) is judge
+    judge = LogprobVerifier()
+    assert as_verifier(judge) is judge
     assert checked(True) == Verdict(1.0) and checked(0) == Verdict(0.0)
     with pytest.raises(SettingsError, match="judge is 5"):
-        as_judge(5)
+        as_verifier(5)

@@ -11,7 +11,7 @@ from decoding.support import PROMPT
 from decoding.think.support import WARM
 from unspool.decoding.samples import best_of, samples
 from unspool.decoding.search_tree import Node
-from unspool.decoding.think.policies.mcts import Bounds, Place
+from unspool.decoding.think.policies.mcts import SelectionRule, MctsNode
 from unspool.decoding.think.think import stream_think, think
 from unspool.decoding.written import mean_logprob
 
@@ -136,15 +136,15 @@ def test_subtrees_are_independent(tiny_lm):
 
 
 def test_the_bounds_by_hand():
-    root = Place(Node(None), visits=10)
-    child = Place(Node(None), root, prior=0.25, visits=4, total=2.0)
+    root = MctsNode(Node(None), visits=10)
+    child = MctsNode(Node(None), root, prior=0.25, visits=4, total=2.0)
     scale = {"least": 0.0, "most": 2.0}  # a mean of 0.5 lies at a quarter
-    uct = Bounds("uct", 1.4, **scale).of(child)
+    uct = SelectionRule("uct", 1.4, **scale).bound(child)
     assert uct == pytest.approx(0.25 + 1.4 * math.sqrt(math.log(10) / 4))
-    puct = Bounds("puct", 1.4, **scale).of(child)
+    puct = SelectionRule("puct", 1.4, **scale).bound(child)
     assert puct == pytest.approx(0.25 + 1.4 * 0.25 * math.sqrt(10) / 5)
-    assert Bounds("uct", 0.0, least=0.5, most=0.5).of(child) == 0.5  # all equal so far
-    assert Bounds("uct", 1.4).of(Place(Node(None), root)) == math.inf  # never visited
+    assert SelectionRule("uct", 0.0, least=0.5, most=0.5).bound(child) == 0.5  # all equal so far
+    assert SelectionRule("uct", 1.4).bound(MctsNode(Node(None), root)) == math.inf  # never visited
 
 
 class Reference:

@@ -10,8 +10,8 @@ from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, forget, held, metered
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Grown, Judged, Pruned, Spending, Won
-from unspool.decoding.think.judge import LogprobJudge
-from unspool.decoding.think.search import Search, result_of
+from unspool.decoding.think.judge import LogprobVerifier
+from unspool.decoding.think.search import Search, run_moves
 from unspool.decoding.think.think import POLICIES, stream_think, think
 from unspool.errors import UnspoolError
 
@@ -68,11 +68,11 @@ def test_losers_give_their_pages_back_at_once(tiny_lm):
     assert held(tiny_lm) == 0
     start = tiny_lm.draft(PROMPT, max_tokens=60, end=False, **WARM)
     with Search(tiny_lm, start, None, Budget()) as search:
-        texts = result_of(search.sample([search.root], 4, 40))
+        texts = run_moves(search.sample([search.root], 4, 40))
         full = held(tiny_lm)
-        result_of(search.prune(texts[:2]))
+        run_moves(search.prune(texts[:2]))
         fewer = held(tiny_lm)
-        result_of(search.prune(texts[2:]))
+        run_moves(search.prune(texts[2:]))
         least = held(tiny_lm)
         assert full > fewer > least > 0  # the prompt is still there
     assert held(tiny_lm) == 0
@@ -81,11 +81,11 @@ def test_losers_give_their_pages_back_at_once(tiny_lm):
 def test_a_parent_is_let_go_with_its_last_child(tiny_lm):
     start = tiny_lm.draft(PROMPT, max_tokens=60, end=False, **WARM)
     with Search(tiny_lm, start, None, Budget()) as search:
-        before = result_of(search.sample([search.root], 1, 20))
-        children = result_of(search.sample(before, 2, 20))
-        result_of(search.prune(children[:1]))
+        before = run_moves(search.sample([search.root], 1, 20))
+        children = run_moves(search.sample(before, 2, 20))
+        run_moves(search.prune(children[:1]))
         assert before[0] in search._held
-        result_of(search.prune(children[1:]))
+        run_moves(search.prune(children[1:]))
         assert list(search._held) == [search.root]
 
 
@@ -128,8 +128,8 @@ def test_another_thread_may_end_a_search(tiny_lm):
 
 
 def test_an_error_gives_everything_back(tiny_lm):
-    class Interrupted(LogprobJudge):
-        def judge(self, texts):
+    class Interrupted(LogprobVerifier):
+        def score(self, texts):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -172,12 +172,12 @@ def test_what_is_put_is_judged_and_counted(tiny_lm):
     forget(tiny_lm)
     start = tiny_lm.draft(PROMPT, max_tokens=20, **WARM)
     with metered(tiny_lm) as meter, Search(tiny_lm, start, None, Budget(60)) as search:
-        one, two = result_of(search.put([(search.root, [9, 8, 7]), (search.root, [9, 8, 6])]))
+        one, two = run_moves(search.append([(search.root, [9, 8, 7]), (search.root, [9, 8, 6])]))
         assert meter.tokens == search.budget.spent.total == len(PROMPT) - 1 + 6
-        (three,) = result_of(search.sample([two], 1, 2))
-        back = result_of(search.rewound(three, 4))
+        (three,) = run_moves(search.sample([two], 1, 2))
+        back = run_moves(search.rewind(three, 4))
         assert back.generation.tokens == three.generation.tokens[:4] and three.pruned
-        assert result_of(search.rewound(back, 3)) is two
+        assert run_moves(search.rewind(back, 3)) is two
     expected = tiny_lm.score([*PROMPT, 9, 8, 7]).logprobs[-3:]
     assert [step.logprob for step in one.steps] == pytest.approx(expected, abs=1e-4)
 

@@ -1,1 +1,1 @@
-"""Thinking longer: a search policy over the tree of tokens, a judge, and a budget in tokens."""
+"""Test-time search (`lm.think`)."""

@@ -1,8 +1,7 @@
-"""How many tokens a search may compute, asked before they are computed: never more than that.
+"""The token budget of a search: a hard limit, as tokens are reserved before they are computed.
 
-Counted are the prompt (once), every token that is written, also those that are thrown away, and
-every token that a judge's model reads. What the engine reads a second time because its memory was
-full is the price of that memory, and not counted.
+It counts the prompt (once), every generated token (discarded ones too), and every token that a
+verifier's model reads. Recomputation after preemption is not counted.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ from typing import Literal
 from unspool.decoding.written import whole
 from unspool.errors import UnspoolError
 
-Kind = Literal["prompt", "written", "judged"]
+CostKind = Literal["prompt", "written", "judged"]
 
 
 @dataclass(slots=True)
 class Spent:
-    """Tokens that were computed, and for what."""
+    """Tokens computed so far, by purpose."""
 
-    prompt: int = 0  # what of the prompt had not been computed before
-    written: int = 0  # kept or thrown away
-    judged: int = 0  # by the judge's model
+    prompt: int = 0  # not counting tokens from the prefix cache
+    written: int = 0  # including discarded ones
+    judged: int = 0  # read by the verifier's model
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.prompt + self.written + self.judged
 
     def to_dict(self) -> dict[str, int]:
@@ -36,35 +34,35 @@ class Spent:
 
 
 class Budget:
-    """Tokens that may be computed, and those that were."""
+    """A token limit and the tokens reserved so far."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = None if limit is None else whole("budget", limit)
         self.spent = Spent()
-        self._known = 0  # tokens of the prompt that were there already
+        self._cached_tokens = 0  # prompt tokens that came from the prefix cache
 
     @property
-    def room(self) -> int:
-        """How many more may be computed."""
+    def remaining(self) -> int:
+        """Number of tokens that may still be computed."""
         if self.limit is None:
             return sys.maxsize
-        return self.limit - self.spent.total - self._known
+        return self.limit - self.spent.total - self._cached_tokens
 
-    def take(self, kind: Kind, tokens: int) -> None:
-        """Ask for tokens that are about to be computed."""
-        if tokens > self.room:
+    def reserve(self, kind: CostKind, tokens: int) -> None:
+        """Reserve tokens that are about to be computed."""
+        if tokens > self.remaining:
             raise UnspoolError(
                 f"{tokens} more tokens do not fit the budget of {self.limit}, of which "
-                f"{max(0, self.room)} are left; give a larger one"
+                f"{max(0, self.remaining)} are left; give a larger one"
             )
         setattr(self.spent, kind, getattr(self.spent, kind) + tokens)
 
-    def give_back(self, kind: Kind, tokens: int) -> None:
-        """Of those that were asked for, so many were not computed after all."""
+    def refund(self, kind: CostKind, tokens: int) -> None:
+        """Return reserved tokens that were not computed."""
         setattr(self.spent, kind, getattr(self.spent, kind) - tokens)
 
-    def found(self, tokens: int) -> None:
-        """Of the prompt, so many were in the cache. They are not spent, but their room stays
-        taken: what a search does must not depend on who has read its prompt before."""
-        self.give_back("prompt", tokens)
-        self._known += tokens
+    def credit_cached(self, tokens: int) -> None:
+        """Count prompt tokens found in the prefix cache as not spent. They still use up the limit:
+        the result of a search must not depend on the state of the cache."""
+        self.refund("prompt", tokens)
+        self._cached_tokens += tokens

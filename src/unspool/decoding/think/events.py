@@ -1,4 +1,4 @@
-"""What happens in a search, as it happens: for whoever watches it, in a terminal or in the page."""
+"""Events of a running search, for a terminal or the page."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class _Event:
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what happened, and its numbers."""
-        told = asdict(self)
-        answer = told.get("answer")
+        """Convert to a JSON object with the event's name and fields."""
+        fields = asdict(self)
+        answer = fields.get("answer")
         if answer is not None and not isinstance(answer, str | int | float):
-            told["answer"] = str(answer)
-        return {"event": type(self).__name__.lower(), **told}
+            fields["answer"] = str(answer)
+        return {"event": type(self).__name__.lower(), **fields}
 
 
 @dataclass(frozen=True, slots=True)
 class Grown(_Event):
-    """A text was continued: a new node below its parent."""
+    """A new node: a text was continued."""
 
-    node: int  # numbered in the order they are made; 0 is the prompt
+    node: int  # numbered in order of creation; 0 is the prompt
     parent: int
-    text: str  # that it adds to its parent's
-    tokens: tuple[int, ...]  # ... as ids
-    logprob: float  # of these tokens
-    finished: bool  # nothing can follow
+    text: str  # added to the parent's text
+    tokens: tuple[int, ...]  # ids of the added tokens
+    logprob: float  # sum over the added tokens
+    finished: bool  # the text cannot be continued
 
 
 @dataclass(frozen=True, slots=True)
 class Judged(_Event):
-    """A text has a score; None if the judge failed, which `why` then tells."""
+    """A text was scored; None if the verifier failed, with the reason in `why`."""
 
     node: int
     score: float | None
@@ -42,14 +42,14 @@ class Judged(_Event):
 
 @dataclass(frozen=True, slots=True)
 class Pruned(_Event):
-    """A text is not gone on with; its pages are given back."""
+    """A text was dropped and its pages released."""
 
     node: int
 
 
 @dataclass(frozen=True, slots=True)
 class Spending(_Event):
-    """How many tokens were computed so far, of how many that may be."""
+    """Tokens computed so far, and the limit."""
 
     prompt: int
     written: int
@@ -59,7 +59,7 @@ class Spending(_Event):
 
 @dataclass(frozen=True, slots=True)
 class Won(_Event):
-    """The search is over, and this is its best text."""
+    """The search is finished; `node` is its best text."""
 
     node: int
     score: float | None

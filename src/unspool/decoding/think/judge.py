@@ -1,7 +1,7 @@
-"""Who says which text is better: the protocol of a judge, and those that need no other model.
+"""Verifiers score texts: the protocol, and the verifiers that need no other model.
 
-A judge sees several texts at once, as votes and reward models want it, and gives a verdict on each.
-One that fails (raises, gives no number) fails that text, in words, and nobody else's.
+A verifier gets several texts per call (votes and reward models need that) and returns a verdict for
+each. A failure (an exception, no number) only fails the texts it concerns, with a reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.decoding.voting import Extract, final_answer, finder, tally
+from unspool.decoding.voting import Extract, final_answer, answer_finder, tally
 from unspool.decoding.written import mean_logprob
 from unspool.engine.branch import Branch
 from unspool.engine.generation import Generation
@@ -23,16 +23,16 @@ from unspool.sampling.operations import operations
 from unspool.sampling.scoring import log_softmax
 from unspool.session import Session
 
-_AT_ONCE = 2**25  # logits: bounds the memory that long texts need
+_MAX_LOGITS = 2**25  # per batch: bounds memory use on long texts
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge says of one text."""
+    """The result of scoring one text."""
 
-    score: float | None  # higher is better; None: it failed, and the text loses
-    why: str = ""  # in words, where there is something to say
-    answer: Hashable | None = None  # what the text answers, where answers are counted
+    score: float | None  # higher is better; None: scoring failed, and the text loses
+    why: str = ""  # explanation, or the reason of a failure
+    answer: Hashable | None = None  # extracted answer, for votes
 
 
 @runtime_checkable
@@ -41,77 +41,78 @@ class Judge(Protocol):
 
     @property
     def partial(self) -> bool:
-        """Whether it can judge a text that is not finished."""
+        """Whether it can score an unfinished text."""
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        """A verdict on each text."""
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        """Return one verdict per text."""
 
     def cost(self, texts: Sequence[Generation]) -> int:
-        """How many tokens its model will compute for these texts, at the most; 0 without one."""
+        """Upper bound of the tokens its model computes for these texts; 0 without a model."""
 
 
 @runtime_checkable
 class Cancellable(Protocol):
-    """A judge whose work can be ended early, from any thread; what it says then nobody hears."""
+    """A verifier that can be stopped early, from any thread; its verdicts are then ignored."""
 
     def cancel(self) -> None: ...
 
 
-class LogprobJudge:
-    """How likely the writer itself finds its text, a token on average."""
+class LogprobVerifier:
+    """Mean log-probability per token, by the model that wrote the text."""
 
     partial = True
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
         return [Verdict(mean_logprob(text)) if text.steps else _EMPTY for text in texts]
 
     def cost(self, texts: Sequence[Generation]) -> int:
         return 0
 
 
-class CertaintyJudge:
-    """Self-certainty (Kang et al. 2025): how far the writer's distributions are from knowing
-    nothing, KL(uniform || p) in nats, on average over the tokens. The text is read once more."""
+class CertaintyVerifier:
+    """Self-certainty (Kang et al. 2025): KL(uniform || p) in nats, averaged over the tokens.
+
+    Needs one more forward pass over the text."""
 
     partial = True
 
     def __init__(self, lm: Session) -> None:
         self._lm = lm
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        rows = max(1, _AT_ONCE // self._lm.vocab_size)
-        found: list[Verdict] = []
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        rows = max(1, _MAX_LOGITS // self._lm.vocab_size)
+        verdicts: list[Verdict] = []
         group: list[Generation] = []
         for text in texts:
-            if group and len(text.steps) + sum(len(one.steps) for one in group) > rows:
-                found += self._together(group, rows)
+            if group and len(text.steps) + sum(len(queued.steps) for queued in group) > rows:
+                verdicts += self._score_batch(group, rows)
                 group = []
             group.append(text)
-        return found + self._together(group, rows)
+        return verdicts + self._score_batch(group, rows)
 
     def cost(self, texts: Sequence[Generation]) -> int:
-        return sum(len(text.steps) for text in texts)  # what stands before them is in the tree
+        return sum(len(text.steps) for text in texts)  # the prompt is cached
 
-    def _together(self, texts: Sequence[Generation], rows: int) -> list[Verdict]:
-        """Texts that are read in one batch; a long one, alone, is read in pieces of so many."""
+    def _score_batch(self, texts: Sequence[Generation], rows: int) -> list[Verdict]:
+        """Score texts in one batch; a single long text is read in chunks of `rows` tokens."""
         totals = [0.0] * len(texts)
-        with ExitStack() as opened:
-            read = [
-                (number, text.tokens, opened.enter_context(self._open(text)))
+        with ExitStack() as stack:
+            inputs = [
+                (number, text.tokens, stack.enter_context(self._open(text)))
                 for number, text in enumerate(texts)
                 if text.steps
             ]
-            for start in range(0, max((len(tokens) for _, tokens, _ in read), default=0), rows):
-                going = [one for one in read if len(one[1]) > start]
-                ends = [min(start + rows, len(tokens)) for _, tokens, _ in going]
-                parts = [  # logits stand behind the token before
+            for start in range(0, max((len(tokens) for _, tokens, _ in inputs), default=0), rows):
+                active = [item for item in inputs if len(item[1]) > start]
+                ends = [min(start + rows, len(tokens)) for _, tokens, _ in active]
+                parts = [  # the logits of a token come from the position before it
                     (branch, tokens[max(0, start - 1) : end - 1])
-                    for (_, tokens, branch), end in zip(going, ends, strict=True)
+                    for (_, tokens, branch), end in zip(active, ends, strict=True)
                 ]
-                wanted = [end - start for end in ends]
-                found = self._lm.engine.extend_all(parts, wanted=wanted)
-                for (number, _, _), logits in zip(going, found, strict=True):
-                    totals[number] += _far_from_knowing_nothing(logits)
+                num_logits = [end - start for end in ends]
+                logits_rows = self._lm.engine.extend_all(parts, wanted=num_logits)
+                for (number, _, _), logits in zip(active, logits_rows, strict=True):
+                    totals[number] += _kl_from_uniform(logits)
         return [
             Verdict(total / len(text.steps)) if text.steps else _EMPTY
             for text, total in zip(texts, totals, strict=True)
@@ -121,73 +122,73 @@ class CertaintyJudge:
         return self._lm.opened(text.prompt, text.request.adapter)
 
 
-def _far_from_knowing_nothing(logits: Logits) -> float:
+def _kl_from_uniform(logits: Logits) -> float:
     """KL(uniform || p) in nats, summed over rows of logits."""
     means = operations(logits).host(log_softmax(logits).mean(-1)).astype(np.float64)
     return float(np.sum(-means - math.log(logits.shape[-1])))
 
 
-class VoteJudge:
+class VoteVerifier:
     """Self-consistency (Wang et al. 2022): the share of texts that give the same answer. With
-    another judge, each vote has the weight of that judge's score."""
+    `weigher`, each vote is weighted by that verifier's score."""
 
     def __init__(self, extract: Extract = final_answer, weigher: Judge | None = None) -> None:
-        self._find, self.weigher = finder(extract), weigher
+        self._find, self.weigher = answer_finder(extract), weigher
 
     @property
     def partial(self) -> bool:
-        return False  # the answer comes at the end
+        return False  # the answer comes last
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        weighed = self.weigher.judge(texts) if self.weigher else [Verdict(1.0)] * len(texts)
-        weights = _weights([verdict.score for verdict in weighed])
-        found = self.answers(texts)
-        answers = [one.answer for one in found]
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        weights_by = self.weigher.score(texts) if self.weigher else [Verdict(1.0)] * len(texts)
+        weights = _weights([verdict.score for verdict in weights_by])
+        extracted = self.answers(texts)
+        answers = [result.answer for result in extracted]
         votes = tally(texts, answers, weights)
         total = math.fsum(votes.values()) or 1.0
         return [
-            Verdict(None, one.why or "no answer was found in it") if one.answer is None
+            Verdict(None, result.why or "no answer was found in it") if result.answer is None
             else verdict if verdict.score is None
-            else Verdict(votes[one.answer] / total, verdict.why, one.answer)
-            for one, verdict in zip(found, weighed, strict=True)
+            else Verdict(votes[result.answer] / total, verdict.why, result.answer)
+            for result, verdict in zip(extracted, weights_by, strict=True)
         ]  # fmt: skip
 
     def answers(self, texts: Sequence[Generation]) -> list[Verdict]:
-        """What each text answers; without an answer, why there is none."""
+        """Extract each text's answer; without one, the verdict has the reason."""
         return [Verdict(None, answer=self._find(text)) for text in texts]
 
     def cost(self, texts: Sequence[Generation]) -> int:
         return self.weigher.cost(texts) if self.weigher else 0
 
     def cancel(self) -> None:
-        """Whoever weighs the votes need not go on."""
+        """Cancel the verifier that weighs the votes."""
         if isinstance(self.weigher, Cancellable):
             self.weigher.cancel()
 
 
-def checked(said: Any) -> Verdict:
-    """A verdict from what a judge said of one text, which may be nonsense."""
-    verdict = said if isinstance(said, Verdict) else Verdict(said)
+def checked(returned: Any) -> Verdict:
+    """Validate what a verifier returned for one text."""
+    verdict = returned if isinstance(returned, Verdict) else Verdict(returned)
     if verdict.score is None:
-        return verdict if verdict.why else Verdict(None, "the judge gave no score")
+        return verdict if verdict.why else Verdict(None, "the verifier gave no score")
     try:
         score = float(verdict.score)
         hash(verdict.answer)
     except (TypeError, ValueError):
-        return Verdict(None, f"the judge gave {said!r}; it must give a number")
+        return Verdict(None, f"the verifier gave {returned!r}; it must give a number")
     if not math.isfinite(score):
-        return Verdict(None, f"the judge gave {score}; it must give a finite number")
+        return Verdict(None, f"the verifier gave {score}; it must give a finite number")
     return Verdict(score, str(verdict.why), verdict.answer)
 
 
 def _weights(scores: Sequence[float | None]) -> list[float]:
-    """Votes from scores: as they are where none is negative, else (log-probabilities, say) by
-    e^score, so that a better text has more weight, and each has some."""
-    known = [score for score in scores if score is not None]
-    if min(known, default=0.0) >= 0:
+    """Vote weights from scores: unchanged if none is negative, else exp(score) (log-probabilities),
+    so that a better text weighs more and each weighs something."""
+    valid = [score for score in scores if score is not None]
+    if min(valid, default=0.0) >= 0:
         return [score or 0.0 for score in scores]
-    best = max(known)
+    best = max(valid)
     return [0.0 if score is None else math.exp(score - best) for score in scores]
 
 
-_EMPTY = Verdict(None, "there is not a single token to judge")
+_EMPTY = Verdict(None, "the text has no tokens to score")

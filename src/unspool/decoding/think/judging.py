@@ -1,5 +1,4 @@
-"""A judge at work: asked within the budget, and whatever it does wrong is told of the text alone
-that it concerns."""
+"""Runs a verifier within the budget; its failures only fail the texts they concern."""
 
 from __future__ import annotations
 
@@ -11,53 +10,52 @@ from unspool.decoding.think.judge import Cancellable, Judge, Verdict, checked
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 
-_PROBE = 16  # tokens of the text by which the price of judging is found out
+_PROBE = 16  # tokens of the dummy text that the cost per token is measured with
 
 
-class Judging:
-    """Asks a judge for verdicts, and knows about what they cost."""
+class VerifierRunner:
+    """Calls a verifier and estimates what it costs."""
 
     def __init__(self, judge: Judge, budget: Budget, start: Generation) -> None:
-        self.by, self._budget = judge, budget
-        self._base, self._slope = self._prices(start)
+        self.verifier, self._budget = judge, budget
+        self._base, self._slope = self._measure_cost(start)
 
     def cancel(self) -> None:
-        """Have a judge that is at work, and knows how, end soon."""
-        if isinstance(self.by, Cancellable):
-            self.by.cancel()
+        """Stop the verifier if it supports that."""
+        if isinstance(self.verifier, Cancellable):
+            self.verifier.cancel()
 
-    def price(self, length: int) -> int:
-        """About what it costs to judge a text of so many tokens; what it is in the end is asked
-        again."""
+    def estimate_cost(self, length: int) -> int:
+        """Estimated cost in tokens of scoring a text of `length` tokens."""
         return self._base + self._slope * length
 
-    def verdicts(self, texts: Sequence[Generation]) -> list[Verdict]:
-        """A verdict on each text, on all of them together if that works and can be paid."""
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        """Score all texts in one call if that works and the budget allows, else one by one."""
         try:
-            cost = self.by.cost(texts)
-            if cost <= self._budget.room:
-                self._budget.take("judged", cost)
-                found = self.by.judge(texts)
-                if len(found) == len(texts):
-                    return [checked(said) for said in found]
-                why = f"the judge gave {len(found)} verdicts on {len(texts)} texts"
+            cost = self.verifier.cost(texts)
+            if cost <= self._budget.remaining:
+                self._budget.reserve("judged", cost)
+                verdicts = self.verifier.score(texts)
+                if len(verdicts) == len(texts):
+                    return [checked(verdict) for verdict in verdicts]
+                why = f"the verifier gave {len(verdicts)} verdicts for {len(texts)} texts"
             else:
-                why = "no budget was left to judge it"
+                why = "no budget was left to score it"
         except Exception as error:
-            why = f"the judge raised {type(error).__name__}: {error}"
+            why = f"the verifier raised {type(error).__name__}: {error}"
         if len(texts) == 1:
             return [Verdict(None, why)]
-        return [self.verdicts([text])[0] for text in texts]
+        return [self.score([text])[0] for text in texts]
 
-    def _prices(self, start: Generation) -> tuple[int, int]:
-        """What an empty text costs, and every token more."""
+    def _measure_cost(self, start: Generation) -> tuple[int, int]:
+        """Cost of an empty text, and of each further token."""
         last = start.prompt[-1]
         step = Step(last, b" a", " a", 0.0, len(start.prompt))
         try:
-            base = self.by.cost([start])
-            longer = self.by.cost([replace(start, steps=[step] * _PROBE)])
+            base = self.verifier.cost([start])
+            longer = self.verifier.cost([replace(start, steps=[step] * _PROBE)])
         except Exception:
-            return 0, 0  # it will fail in words when it is asked to judge
+            return 0, 0  # the error is reported when texts are scored
         if longer <= 0:
             return 0, 0
         return base, max(1, -(-(longer - base) // _PROBE))

@@ -1,8 +1,8 @@
-"""One pass over a finished text: doubtful words are replaced where another fits both sides better.
+"""Revise a finished text: replace doubtful words where another fits both sides better.
 
-The same idea as `lm.edit`, made so that its price is known beforehand: words that are a single
-token, other single tokens for them, and a few tokens behind to judge them by. It goes from the end
-of the text to its beginning, so that what stands before a word is always computed already.
+The same idea as `lm.edit` with a cost that is known in advance: only single-token words, replaced
+by single tokens, scored on the next few tokens. It goes from the end to the start, so the prefix
+of each word is always in the cache.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from unspool.decoding.think.search import Moves, Search
 from unspool.engine.steps import Score, Step, TokenScore
 
 _WORD = re.compile(r" \w+")
-_CANDIDATES = 6  # words that are compared, the one that stands there among them
-_REACH = 16  # tokens, the word among them, by which they are
-_SURE = 0.9  # how much likelier than all others together a word must be to replace another
-_CERTAIN = 0.5  # nats of doubt below which nobody looks at a word
-PRICE = 2 + _CANDIDATES * _REACH  # tokens for one word, at the most
+_CANDIDATES = 6  # words that are compared, the current one included
+_REACH = 16  # tokens that are scored, the word included
+_MIN_SHARE = 0.9  # probability among the candidates that a replacement needs
+_MIN_DOUBT = 0.5  # nats of doubt below which a word is skipped
+WORD_COST = 2 + _CANDIDATES * _REACH  # upper bound of the tokens computed for one word
 
 
-def revised(search: Search, node: Node, places: int) -> Moves[Node]:
-    """The text with at most so many of its most doubtful words looked at."""
+def revise(search: Search, node: Node, max_words: int) -> Moves[Node]:
+    """Revise at most `max_words` of the most doubtful words."""
     tokens = node.generation.tokens
     changed = False
-    for place in sorted(doubtful_words(node.generation.steps)[:places], reverse=True):
-        if search.budget.room < PRICE + len(tokens):
+    for index in sorted(doubtful_words(node.generation.steps)[:max_words], reverse=True):
+        if search.budget.remaining < WORD_COST + len(tokens):
             break
-        better = _better(search, node, tokens, place)
+        better = _better_word(search, node, tokens, index)
         if better is not None:
-            tokens[place], changed = better, True
+            tokens[index], changed = better, True
     if not changed:
         return node
     assert node.parent is not None
-    (made,) = yield from search.put([(node.parent, tokens)])
+    (revision,) = yield from search.append([(node.parent, tokens)])
     yield from search.prune([node])
-    return made
+    return revision
 
 
 def doubtful_words(steps: Sequence[Step]) -> list[int]:
-    """Where words stand that are a single token and surprised the model, most doubtful first."""
+    """Indices of single-token words that surprised the model, most doubtful first."""
     texts = [step.bytes.decode("utf-8", "replace") for step in steps]
-    told = [TokenScore(s.token, "", s.logprob, s.rank, s.entropy) for s in steps]
-    doubts = causal_surprise(Score(told), len(steps))
+    scores = [TokenScore(s.token, "", s.logprob, s.rank, s.entropy) for s in steps]
+    doubts = causal_surprise(Score(scores), len(steps))
     words = [
         number
         for number, text in enumerate(texts[:-1])
         if _WORD.fullmatch(text) and not re.match(r"[\w'’-]", texts[number + 1])
     ]
-    words = [number for number in words if doubts[number] >= _CERTAIN]
+    words = [number for number in words if doubts[number] >= _MIN_DOUBT]
     return sorted(words, key=lambda number: -doubts[number])
 
 
-def _better(search: Search, node: Node, tokens: list[int], place: int) -> int | None:
-    """Another word for this place, if it is surely better."""
+def _better_word(search: Search, node: Node, tokens: list[int], index: int) -> int | None:
+    """A better word for this position, if one is clearly better."""
     request, lm = node.generation.request, search.lm
     lm = lm.adapted(request.adapter) if request.adapter else lm
-    before = [*request.prompt, *tokens[:place]]
-    search.budget.take("judged", PRICE)
+    before = [*request.prompt, *tokens[:index]]
+    search.budget.reserve("judged", WORD_COST)
     likely = lm.choices(before, 4 * _CANDIDATES)
-    others = [c.token for c in likely if _WORD.fullmatch(c.text) and c.token != tokens[place]]
-    words = [tokens[place], *others[: _CANDIDATES - 1]]
-    behind = tokens[place + 1 : place + _REACH]
-    rows = [[*before, word, *behind] for word in words]
+    others = [c.token for c in likely if _WORD.fullmatch(c.text) and c.token != tokens[index]]
+    words = [tokens[index], *others[: _CANDIDATES - 1]]
+    suffix = tokens[index + 1 : index + _REACH]
+    rows = [[*before, word, *suffix] for word in words]
     totals = [math.fsum(step.logprob for step in row) for row in scored(lm, rows, len(before))]
-    search.budget.give_back("judged", PRICE - 2 - len(words) * len(behind))
+    search.budget.refund("judged", WORD_COST - 2 - len(words) * len(suffix))
     best = max(totals)
     share = 1 / math.fsum(math.exp(total - best) for total in totals)
-    chosen = words[totals.index(best)]
-    return chosen if chosen != tokens[place] and share >= _SURE else None
+    winner = words[totals.index(best)]
+    return winner if winner != tokens[index] and share >= _MIN_SHARE else None

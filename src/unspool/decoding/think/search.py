@@ -1,15 +1,14 @@
-"""The one mechanism of all policies: grow texts, judge them, prune them, within a budget.
+"""The search mechanism that all policies share: grow texts, score them, prune them, in a budget.
 
-A policy is a generator over a `Search`. Every verb here is a generator too: it yields events for
-whoever watches, and returns what the policy goes on with:
+A policy is a generator over a `Search`. Every operation is a generator too: it yields events and
+returns a value to the policy:
 
     texts = yield from search.sample([search.root], width=8)
-    yield from search.judge(texts)
-    yield from search.win(texts)
+    yield from search.score(texts)
+    yield from search.select_best(texts)
 
-Texts of one wave run in one batch, and share the past that they have in common. A text that may be
-gone on with holds its pages; they are given back when it is pruned, when it ends, and when the
-search is left in any way.
+Texts sampled by one call run in one batch and share their common prefix. A text that can still be
+continued holds its KV-cache pages until it is pruned, finished, or the search ends.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import TypeVar
 from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending, Won
-from unspool.decoding.think.judge import Judge, LogprobJudge
-from unspool.decoding.think.judging import Judging
+from unspool.decoding.think.judge import Judge, LogprobVerifier
+from unspool.decoding.think.judging import VerifierRunner
 from unspool.decoding.together import one_by_one
 from unspool.decoding.written import Branches, mean_logprob
 from unspool.engine.branch import Branch
@@ -42,72 +41,75 @@ Piece = str | Sequence[int]
 
 
 class Search:
-    """A tree of texts on their way, who judges them, and what they may cost."""
+    """A tree of partial texts, the verifier that scores them, and the token budget."""
 
     def __init__(self, lm: Session, start: Generation, judge: Judge | None, budget: Budget) -> None:
-        self.lm, self.given, self.budget = lm, judge, budget  # None: nobody named a judge
+        self.lm, self.budget = lm, budget
+        self.requested_verifier = judge  # None: the caller named none
         self.root = Node(start)
         self.leaf: Node | None = None  # the winner
-        self.judge_by(judge or LogprobJudge())
+        self.use_verifier(judge or LogprobVerifier())
         self.cancelled = False
-        self._nodes = 1  # made so far
-        self._samples = start.request.limits.sample  # the number of the next one
-        self._held: dict[Node, Branch] = {}
+        self._nodes = 1  # created so far
+        self._samples = start.request.limits.sample  # index of the next sample
+        self._branches: dict[Node, Branch] = {}
         self._running: list[StepStream] = []
 
     def __enter__(self) -> Search:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release(list(self._held))
+        self._release(list(self._branches))
 
     def cancel(self) -> None:
-        """End the search, from any thread: whoever runs it gets an error at its next move."""
+        """End the search, from any thread; its next operation raises `UnspoolError`."""
         self.cancelled = True
         for steps in list(self._running):
             steps.close()
-        self._judging.cancel()
+        self._scoring.cancel()
 
-    def judge_by(self, judge: Judge) -> None:
-        """From now on let this one judge."""
-        self._judging = Judging(judge, self.budget, self.root.generation)
+    def use_verifier(self, judge: Judge) -> None:
+        """Score with this verifier from now on."""
+        self._scoring = VerifierRunner(judge, self.budget, self.root.generation)
 
     @property
-    def judges_pieces(self) -> bool:
-        """Whether the judge can judge a text that is not finished."""
-        return self._judging.by.partial
+    def scores_partial(self) -> bool:
+        """Whether the verifier can score an unfinished text."""
+        return self._scoring.verifier.partial
 
-    # -- what may follow a text ----------------------------------------------------------------
+    # -- limits and ranking --------------------------------------------------------------------
 
-    def left(self, node: Node) -> int:
-        """How many tokens may still follow a text."""
+    def remaining(self, node: Node) -> int:
+        """Number of tokens that may still be added to a text."""
         if node.finished:
             return 0
         request = self.root.generation.request
         return max(0, request.limits.room(len(request.prompt)) - len(node.generation.steps))
 
-    def affordable(self, node: Node) -> int:
-        """How many tokens the budget has room for behind a text, its judging included."""
-        known = self._judging.price(len(node.generation.steps))
-        each = 1 + self._judging.price(1) - self._judging.price(0)
-        return max(0, (self.budget.room - known) // each)
+    def affordable_tokens(self, node: Node) -> int:
+        """Number of tokens the budget allows after a text, the cost of scoring included."""
+        base = self._scoring.estimate_cost(len(node.generation.steps))
+        per_token = 1 + self._scoring.estimate_cost(1) - self._scoring.estimate_cost(0)
+        return max(0, (self.budget.remaining - base) // per_token)
 
-    def to_the_end(self, node: Node) -> int:
-        """What it takes at the most to bring a text to its end and judge it."""
-        left = self.left(node)
-        return left + self._judging.price(len(node.generation.steps) + left)
+    def cost_to_finish(self, node: Node) -> int:
+        """Upper bound of the tokens needed to finish a text and score it."""
+        remaining = self.remaining(node)
+        return remaining + self._scoring.estimate_cost(len(node.generation.steps) + remaining)
 
     def best(self, nodes: Sequence[Node]) -> Node:
-        """The text with the best score; one that the budget cut short only where all are."""
+        """The text with the best score. A text cut short by the budget wins only if all are."""
         scored = [node for node in nodes if node.score is not None]
         if not scored:
             raise UnspoolError(self._why_nothing(nodes))
-        return max(self.ranked(scored), key=lambda node: (self.left(node) == 0, node.score))
+        return max(self.rank(scored), key=lambda node: (self.remaining(node) == 0, node.score))
 
-    def ranked(self, nodes: Sequence[Node]) -> list[Node]:
-        """The texts that have a score, the best first: of equally good ones the likeliest."""
+    def rank(self, nodes: Sequence[Node]) -> list[Node]:
+        """Texts that have a score, best first; ties go to the higher mean log-probability."""
         scored = [(node.score, node) for node in nodes if node.score is not None]
-        scored.sort(key=lambda one: (-one[0], -mean_logprob(one[1].generation), one[1].number))
+        scored.sort(
+            key=lambda entry: (-entry[0], -mean_logprob(entry[1].generation), entry[1].number)
+        )
         return [node for _, node in scored]
 
     def _why_nothing(self, nodes: Sequence[Node]) -> str:
@@ -116,11 +118,11 @@ class Search:
                 f"the budget of {self.budget.limit} tokens was too small for a single text; "
                 "give a larger one"
             )
-        why = next((node.why for node in nodes if node.why), "it gave no score")
+        why = next((node.why for node in nodes if node.why), "it returned no score")
         count = "the only text" if len(nodes) == 1 else f"each of {len(nodes)} texts"
-        return f"the judge failed on {count}: {why}"
+        return f"the verifier failed on {count}: {why}"
 
-    # -- the verbs -----------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------
 
     def sample(
         self,
@@ -130,145 +132,149 @@ class Search:
         *,
         until: Sequence[str | int] = (),
         distinct: bool = False,
-        spare: int = 0,
+        reserve: int = 0,
     ) -> Moves[list[Node]]:
-        """Continue each text `width` times, by at most so many tokens, or until one of these
-        strings or tokens is written. If `distinct`, equal continuations are one.
+        """Continue each text `width` times by at most `tokens` tokens, or until one of the strings
+        or token ids in `until` is written. With `distinct`, equal continuations become one node.
 
-        As many are written at once as the budget has room for, with so many tokens to spare; what
-        they leave serves the next.
+        Runs as many continuations per batch as the budget allows, keeping `reserve` tokens back;
+        tokens that a batch does not use are available to the next.
         """
-        jobs = [node for node in nodes for _ in range(width) if self.left(node)]
+        jobs = [node for node in nodes for _ in range(width) if self.remaining(node)]
         grown: list[Node] = []
-        yield from self._read_prompt()
+        yield from self._prefill_prompt()
         while jobs:
-            caps = self._affordable(jobs, tokens, spare)
+            caps = self._token_caps(jobs, tokens, reserve)
             if not caps:
                 break
-            grown += yield from self._write(jobs[: len(caps)], caps, until, distinct)
+            grown += yield from self._write_batch(jobs[: len(caps)], caps, until, distinct)
             jobs = jobs[len(caps) :]
         return grown
 
-    def put(
+    def append(
         self, pieces: Sequence[tuple[Node, Piece]], *, distinct: bool = False
     ) -> Moves[list[Node]]:
-        """Texts with something put behind them that the model did not write, as it judges it."""
+        """Append given text or token ids to nodes; the model computes their log-probabilities."""
         added: list[tuple[Node, list[int], list[int]]] = []
         for node, piece in pieces:
-            so_far = [*node.generation.prompt, *node.generation.tokens]
+            prefix = [*node.generation.prompt, *node.generation.tokens]
             ids = self.lm.tokenizer.encode(piece) if isinstance(piece, str) else list(piece)
             if ids:
-                self.lm.prompt_ids([*so_far, *ids])  # in the vocabulary, within the context
-                added.append((node, so_far, ids))
+                self.lm.prompt_ids([*prefix, *ids])  # in the vocabulary, within the context
+                added.append((node, prefix, ids))
         if not added:
             return []
-        yield from self._read_prompt()
-        self.budget.take("written", sum(len(ids) for _, _, ids in added))
+        yield from self._prefill_prompt()
+        self.budget.reserve("written", sum(len(ids) for _, _, ids in added))
         grown: list[Node] = []
-        with Branches(self.lm.engine, self._adapter) as held:
-            # Logits stand behind the token before: the last one need not be read.
-            branches = [held.open([*so_far, *ids[:-1]]) for _, so_far, ids in added]
-            wanted = [len(ids) for _, _, ids in added]
-            found = self.lm.engine.extend_all([(one, ()) for one in branches], wanted=wanted)
-            for (node, so_far, ids), logits in zip(added, found, strict=True):
+        with Branches(self.lm.engine, self._adapter) as open_branches:
+            # The logits of a token come from the position before it: skip the last token.
+            branches = [open_branches.open([*prefix, *ids[:-1]]) for _, prefix, ids in added]
+            num_logits = [len(ids) for _, _, ids in added]
+            logits_rows = self.lm.engine.extend_all(
+                [(branch, ()) for branch in branches], wanted=num_logits
+            )
+            for (node, prefix, ids), logits in zip(added, logits_rows, strict=True):
                 text = node.generation.fork()
-                text.steps += chosen_steps(logits, ids, len(so_far), self.lm.engine.token_bytes)
-                child = self._grow(node, text, distinct)
+                text.steps += chosen_steps(logits, ids, len(prefix), self.lm.engine.token_bytes)
+                child = self._add_text(node, text, distinct)
                 if child is not None:
                     grown.append(child)
-                    yield self._grown(child)
-        yield self._spending()
+                    yield self._added_event(child)
+        yield self._budget_event()
         return grown
 
-    def judge(self, nodes: Sequence[Node]) -> Moves[None]:
-        """Give each text a score; one whose judge fails gets None, and the reason."""
+    def score(self, nodes: Sequence[Node]) -> Moves[None]:
+        """Score each text; where the verifier fails, the score is None and `why` has the reason."""
         if not nodes:
             return
-        verdicts = self._judging.verdicts([node.generation for node in nodes])
+        verdicts = self._scoring.score([node.generation for node in nodes])
         for node, verdict in zip(nodes, verdicts, strict=True):
             node.score, node.why, node.answer = verdict.score, verdict.why, verdict.answer
             yield Judged(node.number, node.score, node.why, node.answer)
-        yield self._spending()
+        yield self._budget_event()
 
     def prune(self, nodes: Sequence[Node]) -> Moves[None]:
-        """Go on with these no more: their pages are given back now."""
+        """Stop continuing these texts and release their pages now."""
         for node in nodes:
             node.pruned = True
-            self._release([one for one in node.walk() if one in self._held])
-            above = node.parent
-            while above is not None and above.parent is not None:
-                if not all(map(self._is_dead, above.children)):
+            self._release(
+                [descendant for descendant in node.walk() if descendant in self._branches]
+            )
+            ancestor = node.parent
+            while ancestor is not None and ancestor.parent is not None:
+                if not all(map(self._is_dead, ancestor.children)):
                     break
-                self._release([above] if above in self._held else [])
-                above = above.parent
+                self._release([ancestor] if ancestor in self._branches else [])
+                ancestor = ancestor.parent
             yield Pruned(node.number)
 
-    def win(self, nodes: Sequence[Node]) -> Moves[None]:
-        """The best of these is the best text: all others are pruned, and the search is over."""
+    def select_best(self, nodes: Sequence[Node]) -> Moves[None]:
+        """Make the best of these the result, and prune all others."""
         self.leaf = self.best(nodes)
-        way = SearchTree(self.root, self.leaf).best_path
-        lost = [child for node in way for child in node.children if child not in way]
-        yield from self.prune([node for node in lost if not node.pruned])
+        path = SearchTree(self.root, self.leaf).best_path
+        losers = [child for node in path for child in node.children if child not in path]
+        yield from self.prune([node for node in losers if not node.pruned])
         yield Won(self.leaf.number, self.leaf.score)
 
-    def rewound(self, node: Node, length: int) -> Moves[Node]:
-        """Go back to the first so many tokens of a text; nothing is computed for that."""
-        above = node
-        while above.parent is not None and len(above.generation.steps) > length:
-            above = above.parent
-        if len(above.generation.steps) < length:
-            above = self._add(above, node.generation.rewind(length))
-            yield self._grown(above)
-        if above is not node:
+    def rewind(self, node: Node, length: int) -> Moves[Node]:
+        """Return the node of a text's first `length` tokens; computes nothing."""
+        ancestor = node
+        while ancestor.parent is not None and len(ancestor.generation.steps) > length:
+            ancestor = ancestor.parent
+        if len(ancestor.generation.steps) < length:
+            ancestor = self._add_node(ancestor, node.generation.rewind(length))
+            yield self._added_event(ancestor)
+        if ancestor is not node:
             yield from self.prune([node])
-        self._hold(above)
-        return above
+        self._hold_pages(ancestor)
+        return ancestor
 
-    # -- below: the prompt, once ---------------------------------------------------------------
+    # -- the prompt ----------------------------------------------------------------------------
 
     @property
     def _adapter(self) -> str | None:
         return self.root.generation.request.adapter or self.lm.adapter
 
-    def _read_prompt(self) -> Moves[None]:
-        """Compute what all texts share, once; the last token each reads itself."""
+    def _prefill_prompt(self) -> Moves[None]:
+        """Prefill the prompt once for all texts; each text computes its last token itself."""
         if self.cancelled:
             raise UnspoolError("the search was cancelled")
-        if self.root in self._held:
+        if self.root in self._branches:
             return
         prompt = self.root.generation.prompt
         read = prompt[:-1] or prompt
-        self.budget.take("prompt", len(read))
+        self.budget.reserve("prompt", len(read))
         with self.lm.opened(read, self._adapter) as branch:
-            self.budget.found(branch.reused)
+            self.budget.credit_cached(branch.reused)
             self.lm.engine.extend(branch)
-        self._hold(self.root)
-        yield self._spending()
+        self._hold_pages(self.root)
+        yield self._budget_event()
 
-    # -- below: writing ------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------
 
-    def _affordable(self, jobs: Sequence[Node], tokens: int | None, spare: int) -> list[int]:
-        """How many tokens each of the first jobs may write, as far as the budget reaches; the
-        judge's share is left for it. If not even one can be written in full, it is cut short."""
+    def _token_caps(self, jobs: Sequence[Node], tokens: int | None, reserve: int) -> list[int]:
+        """Token limits of the first jobs that the budget covers, the cost of scoring included. If
+        it covers not even one, the first job gets a reduced limit."""
         caps: list[int] = []
-        room = self.budget.room - spare
+        room = self.budget.remaining - reserve
         for node in jobs:
-            most = self.left(node) if tokens is None else min(tokens, self.left(node))
-            price = most + self._judging.price(len(node.generation.steps) + most)
-            if price > room:
+            cap = self.remaining(node) if tokens is None else min(tokens, self.remaining(node))
+            cost = cap + self._scoring.estimate_cost(len(node.generation.steps) + cap)
+            if cost > room:
                 break
-            caps.append(most)
-            room -= price
-        short = self.affordable(jobs[0]) - spare
-        return caps or ([short] if short > 0 else [])
+            caps.append(cap)
+            room -= cost
+        reduced_cap = self.affordable_tokens(jobs[0]) - reserve
+        return caps or ([reduced_cap] if reduced_cap > 0 else [])
 
-    def _write(
+    def _write_batch(
         self, jobs: Sequence[Node], caps: Sequence[int], until: Sequence[str | int], distinct: bool
     ) -> Moves[list[Node]]:
-        """One wave: texts that are written in one batch."""
-        texts = [self._draft(node, most, until) for node, most in zip(jobs, caps, strict=True)]
-        self.budget.take("written", sum(caps))
-        self._running, ahead = [], int(self.lm.engine.backend.overlaps)
+        """Write these continuations in one batch."""
+        texts = [self._continuation(node, cap, until) for node, cap in zip(jobs, caps, strict=True)]
+        self.budget.reserve("written", sum(caps))
+        self._running, num_extra = [], int(self.lm.engine.backend.overlaps)
         grown: list[Node] = []
         for number, error in one_by_one(self.lm, texts, self._running):
             if self.cancelled:
@@ -276,36 +282,36 @@ class Search:
             if error is not None:
                 raise error
             parent, text = jobs[number], texts[number]
-            # A device may have begun with the next token before it was known that none comes.
-            computed = len(text.steps) - len(parent.generation.steps) + ahead
-            self.budget.give_back("written", max(0, caps[number] - computed))
-            child = self._grow(parent, text, distinct)
+            # A pipelined backend may have computed one more token before the text ended.
+            computed = len(text.steps) - len(parent.generation.steps) + num_extra
+            self.budget.refund("written", max(0, caps[number] - computed))
+            child = self._add_text(parent, text, distinct)
             if child is not None:
                 grown.append(child)
-                yield self._grown(child)
-        yield self._spending()
+                yield self._added_event(child)
+        yield self._budget_event()
         return grown
 
-    def _draft(self, node: Node, most: int, until: Sequence[str | int]) -> Generation:
-        """A text's continuation, to be written."""
+    def _continuation(self, node: Node, cap: int, until: Sequence[str | int]) -> Generation:
+        """Build the request that continues a text."""
         text = node.generation.fork()
         limits = self.root.generation.request.limits
         limits = replace(
             limits,
-            # Numbered through the search: texts of the same length must not share their draws.
+            # Unique in the search: texts of the same length must not share random numbers.
             sample=self._samples,
-            max_tokens=len(text.steps) + most,
-            pauses=tuple(one for one in until if isinstance(one, str)),
-            end_ids=limits.end_ids | {one for one in until if isinstance(one, int)},
+            max_tokens=len(text.steps) + cap,
+            pauses=tuple(marker for marker in until if isinstance(marker, str)),
+            end_ids=limits.end_ids | {marker for marker in until if isinstance(marker, int)},
         )
         self._samples += 1
         text.request = replace(text.request, limits=limits, written=tuple(text.steps))
         return text
 
-    def _grow(self, parent: Node, text: Generation, distinct: bool) -> Node | None:
-        """A child with this text, unless it adds nothing, or is there already."""
+    def _add_text(self, parent: Node, text: Generation, distinct: bool) -> Node | None:
+        """Add a child with this text; None if it adds nothing or is a duplicate."""
         limits, start = text.request.limits, self.root.generation.request.limits
-        text.steps = _told(text, replace(start, sample=limits.sample))
+        text.steps = _reapply_limits(text, replace(start, sample=limits.sample))
         if text.request.thinking is not None:
             text.steps = text.request.thinking.marked(text.steps)
         text.request = replace(text.request, limits=replace(start, sample=limits.sample))
@@ -313,24 +319,24 @@ class Search:
             return None
         if distinct and any(child.generation.tokens == text.tokens for child in parent.children):
             return None
-        return self._add(parent, text)
+        return self._add_node(parent, text)
 
-    def _add(self, parent: Node, text: Generation) -> Node:
+    def _add_node(self, parent: Node, text: Generation) -> Node:
         child = Node(text, parent, number=self._nodes)
         self._nodes += 1
         parent.children.append(child)
-        self._hold(child)
+        self._hold_pages(child)
         return child
 
-    def _hold(self, node: Node) -> None:
-        """Keep the pages of a text that may be gone on with."""
-        if node not in self._held and self.left(node):
+    def _hold_pages(self, node: Node) -> None:
+        """Hold the pages of a text that can be continued."""
+        if node not in self._branches and self.remaining(node):
             text = node.generation
-            self._held[node] = self.lm.engine.open([*text.prompt, *text.tokens], self._adapter)
+            self._branches[node] = self.lm.engine.open([*text.prompt, *text.tokens], self._adapter)
 
-    # -- below: telling, and giving back -------------------------------------------------------
+    # -- events and release --------------------------------------------------------------------
 
-    def _grown(self, node: Node) -> Grown:
+    def _added_event(self, node: Node) -> Grown:
         assert node.parent is not None
         steps = node.steps
         return Grown(
@@ -339,49 +345,48 @@ class Search:
             "".join(step.text for step in steps),
             tuple(step.token for step in steps),
             math.fsum(step.logprob for step in steps),
-            self.left(node) == 0,
+            self.remaining(node) == 0,
         )
 
-    def _spending(self) -> Spending:
+    def _budget_event(self) -> Spending:
         spent = self.budget.spent
         return Spending(spent.prompt, spent.written, spent.judged, self.budget.limit)
 
     def _is_dead(self, node: Node) -> bool:
-        """Whether nothing of a text is gone on with."""
+        """Whether neither the text nor any continuation of it is still active."""
         return node.pruned or (bool(node.children) and all(map(self._is_dead, node.children)))
 
     def _release(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            with contextlib.suppress(UnspoolError):  # the engine may be gone before us
-                self.lm.engine.release(self._held.pop(node))
+            with contextlib.suppress(UnspoolError):  # the engine may be closed already
+                self.lm.engine.release(self._branches.pop(node))
 
 
-def _told(text: Generation, limits: Limits) -> list[Step]:
-    """The steps with text and end as if they had been written in one go, by these limits.
+def _reapply_limits(text: Generation, limits: Limits) -> list[Step]:
+    """Recompute text pieces and finish reasons as if all steps were written by one request.
 
-    A piece by itself ends with half characters and held-back stop strings that the next piece may
-    complete; it may end where the text does not; and one that was put there may go on behind the
-    text's end.
+    A piece alone ends with incomplete UTF-8 and held-back stop strings that the next piece may
+    complete; it may end where the text does not; and appended tokens may go past the text's end.
     """
-    # A piece that is as long as it may be is no reason for the text to end.
+    # A piece that reached its own token limit does not end the text.
     ending = Ending(replace(limits, max_tokens=limits.context), len(text.prompt))
-    pausing = text.request.limits.end_ids - limits.end_ids
-    told: list[Step] = []
+    pause_ids = text.request.limits.end_ids - limits.end_ids
+    steps: list[Step] = []
     for number, step in enumerate(text.steps):
-        begun = ending.text.half
-        shown, finish = ending.push(step.token, step.bytes, step.position + 1)
-        if finish is None and step.finish_reason != "pause" and step.token not in pausing:
+        partial_utf8 = ending.text.half
+        text_piece, finish = ending.push(step.token, step.bytes, step.position + 1)
+        if finish is None and step.finish_reason != "pause" and step.token not in pause_ids:
             finish = step.finish_reason
         if finish or number == len(text.steps) - 1:
-            shown += ending.copy().finish()
-        told.append(replace(step, text=shown, finish_reason=finish, begun=begun))
+            text_piece += ending.copy().finish()
+        steps.append(replace(step, text=text_piece, finish_reason=finish, begun=partial_utf8))
         if finish:
             break
-    return told
+    return steps
 
 
-def result_of(moves: Generator[Event, None, Result]) -> Result:
-    """What a verb returns, where nobody watches."""
+def run_moves(moves: Generator[Event, None, Result]) -> Result:
+    """Run an operation, ignore its events and return its value."""
     while True:
         try:
             next(moves)

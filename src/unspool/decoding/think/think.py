@@ -1,11 +1,10 @@
-"""Spend more at writing time: a policy searches the tree of texts for one that a judge likes best.
+"""Test-time search: a policy searches the tree of texts for the one that a verifier scores best.
 
     thought = think(lm, "What is 17 * 24?", policy="best-of", judge="logprob", budget=2000, n=8)
     thought.text, thought.score, thought.spent.total
-    for event in stream_think(lm, prompt, policy="mcts"): ...      # watched live
+    for event in stream_think(lm, prompt, policy="mcts"): ...      # live events
 
-The budget counts every token that is computed, and is never overrun. The same seed gives the same
-tree.
+The budget counts every computed token and is a hard limit. The same seed gives the same tree.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.events import Event
 from unspool.decoding.think.judge import Judge
-from unspool.decoding.think.judges.function import as_judge
+from unspool.decoding.think.judges.function import as_verifier
 from unspool.decoding.think.judges.names import judge_named
 from unspool.decoding.think.policies.beam import beam
 from unspool.decoding.think.policies.best_of import best_of
@@ -48,43 +47,45 @@ POLICIES: dict[str, Policy] = {
     "think": forcing,
     "compose": compose,
 }
-_LONG = ("think", "compose")  # one text, which may be as long as the budget
+_SINGLE_TEXT = ("think", "compose")  # policies with one text, which may use the whole budget
 JudgeGiven = str | Judge | Callable[[Generation], Any] | None
 
 
 class ThoughtStream(Iterator[Event]):
-    """The events of a search as they happen; leaving the loop in any way gives everything back.
+    """The events of a running search. Leaving the loop in any way releases all pages.
 
-    `result` is the thought, once the last event has come.
+    `result` is available after the last event.
     """
 
     def __init__(self, search: Search, name: str, moves: Moves[None]) -> None:
         self._search, self._name, self._moves = search, name, self._run(moves)
-        self._since, self._thought = perf_counter(), cast(Thought | None, None)
+        self._since, self._result = perf_counter(), cast(Thought | None, None)
 
     @property
     def spent(self) -> Spent:
-        """Tokens that were computed so far."""
+        """Tokens computed so far."""
         return self._search.budget.spent
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a result."""
-        return self._thought is not None
+        """Whether the result is available."""
+        return self._result is not None
 
     @property
     def result(self) -> Thought:
-        """What came of it."""
-        if self._thought is None:
-            raise UnspoolError("the search is not over yet; read its events to the end")
-        return self._thought
+        """The result; raises `UnspoolError` before the last event."""
+        if self._result is None:
+            raise UnspoolError("the search is not finished; read its events to the end")
+        return self._result
 
     def _run(self, moves: Moves[None]) -> Moves[None]:
         with self._search as search:
             yield from moves
         if search.leaf is None:
-            raise UnspoolError(f"the policy {self._name} named no winner; let it search.win(nodes)")
-        self._thought = Thought(
+            raise UnspoolError(
+                f"the policy {self._name} chose no result; call search.select_best(nodes)"
+            )
+        self._result = Thought(
             tree=SearchTree(search.root, search.leaf),
             policy=self._name,
             budget=search.budget.limit,
@@ -103,11 +104,11 @@ class ThoughtStream(Iterator[Event]):
         return next(self._moves)
 
     def cancel(self) -> None:
-        """Have the search end soon; from any thread. Whoever reads it gets an error then."""
+        """Stop the search, from any thread; reading it then raises `UnspoolError`."""
         self._search.cancel()
 
     def close(self) -> None:
-        """End the search, and give back what it holds. Another thread may do so while it runs."""
+        """End the search and release its pages. Safe to call from another thread while it runs."""
         self._search.cancel()
         if inspect.getgeneratorstate(self._moves) != inspect.GEN_RUNNING:
             self._moves.close()
@@ -128,17 +129,17 @@ def stream_think(
     budget: int | None = 2000,
     **options: Any,
 ) -> ThoughtStream:
-    """A search, event by event; see `LanguageModel.think`."""
-    of_text = {name: value for name, value in options.items() if name in NAMES}
-    of_policy = {name: value for name, value in options.items() if name not in NAMES}
-    check_policy(policy, of_policy)
-    _check_countable(of_text)
-    if policy in _LONG and of_text.get("max_tokens") is None:
-        of_text["max_tokens"] = lm.context if budget is None else budget
-    start = lm.draft(prompt, **cast(Options, of_text))
-    search = Search(lm, start, _judge(lm, judge), Budget(budget))
+    """Run a search and yield its events; see `LanguageModel.think`."""
+    text_options = {name: value for name, value in options.items() if name in NAMES}
+    policy_kwargs = {name: value for name, value in options.items() if name not in NAMES}
+    check_policy(policy, policy_kwargs)
+    _check_countable(text_options)
+    if policy in _SINGLE_TEXT and text_options.get("max_tokens") is None:
+        text_options["max_tokens"] = lm.context if budget is None else budget
+    start = lm.draft(prompt, **cast(Options, text_options))
+    search = Search(lm, start, _make_verifier(lm, judge), Budget(budget))
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
-    return ThoughtStream(search, name, _function(policy)(search, **of_policy))
+    return ThoughtStream(search, name, _function(policy)(search, **policy_kwargs))
 
 
 def think(
@@ -149,7 +150,7 @@ def think(
     progress: bool = False,
     **options: Any,
 ) -> Thought:
-    """The best text that a search finds; see `LanguageModel.think`."""
+    """Run a search and return its best text; see `LanguageModel.think`."""
     stream = stream_think(lm, prompt, budget=budget, **options)
     with progress_bar("thinking", budget or 0, show=progress and budget is not None) as tell:
         for _ in stream:
@@ -158,28 +159,28 @@ def think(
 
 
 def _answers(root: Node) -> dict[Hashable, float]:
-    """What the texts answer, with the scores that a vote gave, most votes first."""
-    found = {
+    """Answers of all nodes with their vote scores, highest first."""
+    answers = {
         node.answer: node.score
         for node in root.walk()
         if node.answer is not None and node.score is not None
     }
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+    return dict(sorted(answers.items(), key=lambda entry: -entry[1]))
 
 
-def _judge(lm: Session, given: JudgeGiven) -> Judge | None:
-    if given is None:
+def _make_verifier(lm: Session, verifier: JudgeGiven) -> Judge | None:
+    if verifier is None:
         return None
-    return judge_named(lm, given) if isinstance(given, str) else as_judge(given)
+    return judge_named(lm, verifier) if isinstance(verifier, str) else as_verifier(verifier)
 
 
-def most_tokens(policy: str, given: int | None, usual: int = 256) -> int | None:
-    """How long each text may be where somebody must say so; None: as long as the budget."""
-    return None if given is None and policy in _LONG else given or usual
+def most_tokens(policy: str, max_tokens: int | None, default: int = 256) -> int | None:
+    """Token limit of each text for this policy; None: up to the whole budget."""
+    return None if max_tokens is None and policy in _SINGLE_TEXT else max_tokens or default
 
 
 def _function(policy: str | Policy) -> Policy:
-    """A policy by its name, or a caller's own."""
+    """Look up a policy by name; a callable is a policy already."""
     if callable(policy):
         return policy
     if policy not in POLICIES:
@@ -188,30 +189,36 @@ def _function(policy: str | Policy) -> Policy:
 
 
 def policy_options(policy: str | Policy) -> dict[str, Any]:
-    """What a policy can be told, by name, and what it does without."""
-    known = inspect.signature(_function(policy)).parameters.values()
-    return {one.name: one.default for one in known if one.kind is one.KEYWORD_ONLY}
+    """A policy's options and their defaults."""
+    parameters = inspect.signature(_function(policy)).parameters.values()
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
 
 
 def check_policy(policy: str | Policy, options: Collection[str] = ()) -> None:
-    """Refuse a policy that is none, or options that it has not."""
-    known = policy_options(policy)
+    """Raise `SettingsError` for an unknown policy or an option it does not have."""
+    available_options = policy_options(policy)
     for name in options:
-        if name not in known:
-            told = ", ".join(known) or "nothing"
+        if name not in available_options:
+            available = ", ".join(available_options) or "nothing"
             raise SettingsError(
-                f"the policy {policy} has no option {name!r}; it has {told}, beside those of "
+                f"the policy {policy} has no option {name!r}; it has {available}, beside those of "
                 "lm.generate"
             )
 
 
 def _check_countable(options: dict[str, Any]) -> None:
-    """Refuse what computes tokens that nobody could count beforehand."""
+    """Raise `SettingsError` for options whose token cost cannot be bounded in advance."""
     for name, why in (
-        ("speculate", "guesses are computed that are thrown away"),
-        ("guard", "what a guard takes back is written again"),
+        ("speculate", "rejected drafts are computed too"),
+        ("guard", "rewound text is generated again"),
     ):
         if options.get(name) is not None:
-            raise SettingsError(f"{name} cannot be used in a search: {why}, which no budget bounds")
+            raise SettingsError(
+                f"{name} cannot be used in a search: {why}, so the cost has no bound"
+            )
     if options.get("cache") is False:
         raise SettingsError("cache=False cannot be used in a search: its texts share their past")

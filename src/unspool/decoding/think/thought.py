@@ -1,4 +1,4 @@
-"""What comes of thinking longer: the winner, everything that was looked at, and its price."""
+"""The result of `lm.think`: the best text, the search tree and the tokens spent."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from unspool.notebook import escape, note, picture
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Thought:
-    """The best text of a search, and how it was found."""
+    """The best text of a search, with its tree and cost."""
 
-    tree: SearchTree  # all that was looked at, what was pruned too
+    tree: SearchTree  # pruned nodes included
     policy: str
-    budget: int | None  # tokens that might be computed
-    spent: Spent  # ... and were
-    answers: dict[Hashable, float] = field(default_factory=dict)  # of a vote: most votes first
+    budget: int | None  # token limit
+    spent: Spent  # tokens computed
+    answers: dict[Hashable, float] = field(default_factory=dict)  # weighted votes, highest first
     seconds: float = 0.0
 
     @property
     def best(self) -> Generation:
-        """The winner, to be kept, rewound or gone on with."""
+        """The best text, as a `Generation`."""
         return self.tree.best
 
     @property
     def text(self) -> str:
-        """The winner's text."""
         return self.best.text
 
     @property
     def score(self) -> float | None:
-        """What the judge gave the winner; None if nobody was asked."""
+        """Score of the best text; None if it was not scored."""
         return self.tree.leaf.score
 
     @property
     def answer(self) -> Hashable | None:
-        """What the winner answers, where answers were looked for."""
+        """Extracted answer of the best text, if the verifier extracts answers."""
         return self.tree.leaf.answer
 
     def __str__(self) -> str:
@@ -52,11 +51,11 @@ class Thought:
         return f"<Thought {brief(self.text)}, {self.policy}{score}, {self._price()}>"
 
     def _price(self) -> str:
-        of = "" if self.budget is None else f" of {self.budget}"
-        return f"{self.spent.total}{of} tokens"
+        limit = "" if self.budget is None else f" of {self.budget}"
+        return f"{self.spent.total}{limit} tokens"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the tree."""
+        """Convert to a JSON object, without the tree."""
         return {
             **self.best.to_dict(),
             "policy": self.policy,
@@ -69,5 +68,5 @@ class Thought:
 
     def _repr_html_(self) -> str:
         tree = f'<details><summary>the search</summary><pre tabindex="0">{escape(str(self.tree))}'
-        said = f'<div class="text">{escape(self.text)}</div>'
-        return picture(said, note(f"{self.policy}, {self._price()}"), f"{tree}</pre></details>")
+        text = f'<div class="text">{escape(self.text)}</div>'
+        return picture(text, note(f"{self.policy}, {self._price()}"), f"{tree}</pre></details>")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unspool.decoding.adaptive import Adaptive
-from unspool.decoding.draft_corpus import Corpus, PredictedText
+from unspool.decoding.speculative import PredictedText
 from unspool.engine.request import Drafter, Request
 from unspool.sampling import GrammarSpec
 from unspool.serve.core.schema import Constraints, SamplingRequest, biases, stops, text_biases
@@ -84,10 +84,9 @@ def check_choices(n: int, limit: int, name: str = "n") -> None:
 def predicted(lm: Session, text: str) -> Any:
     """A drafter for each text that takes its guesses from what the caller expects."""
     ids = lm.tokenizer.encode(text)
-    corpus = Corpus([ids])
 
     def drafter(request: Request) -> Drafter:
-        return Adaptive(PredictedText(corpus, ids, start=len(request.prompt)))
+        return Adaptive(PredictedText(ids, start=len(request.prompt)))
 
     return drafter
 

@@ -114,7 +114,9 @@ async def begin_search(
         lm = call.served.lm
         found: Judge | None = None
         if judge is not None:
-            found = judge_named(lm, judge, asked=asked, load=lambda _: other.lm if other else lm)
+            found = judge_named(
+                lm, judge, conversation=asked, load=lambda _: other.lm if other else lm
+            )
         return stream_think(
             lm,
             ids,

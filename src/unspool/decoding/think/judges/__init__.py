@@ -1,1 +1,1 @@
-"""Who judges: one judge a file, and the names by which people ask for them."""
+"""Verifiers that score texts."""

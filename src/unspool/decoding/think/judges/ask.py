@@ -1,10 +1,10 @@
-"""A causal model that is asked whether a text is right: P(yes) / (P(yes) + P(no)).
+"""Ask a causal model whether a text is correct: P(yes) / (P(yes) + P(no)).
 
-    AskJudge(lm)                                           # the writer itself
-    AskJudge(lm, unspool.load("qwen3-4b"), question="Is this polite? Answer yes or no.")
+    AskVerifier(lm)                                           # the model that wrote it
+    AskVerifier(lm, unspool.load("qwen3-4b"), question="Is this polite? Answer yes or no.")
 
-Where the writer judges its own text, the question is put behind the text as the next turn, so that
-only the question is computed: all the rest is in the tree.
+When the model scores its own text, the question is appended as the next turn, so only the question
+is computed: the rest is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PLAIN = "\n\nQuestion: {question}\nAnswer:"
 _YES, _NO = ("Yes", "yes", " Yes", " yes"), ("No", "no", " No", " no")
 
 
-class AskJudge:
-    """How sure a model is that a text is right.
+class AskVerifier:
+    """P(yes) of a model that is asked about a text.
 
-    model      who is asked; by default the one that wrote the text.
-    question   what it is asked, to be answered with yes or no.
-    asked      the conversation that the texts answer, if the prompt is not one message.
+    model         the model to ask; by default the one that wrote the text.
+    question      a yes-or-no question.
+    conversation  the messages that the texts answer, if the prompt is not one message.
     """
 
     partial = True
@@ -44,97 +44,102 @@ class AskJudge:
         model: Session | None = None,
         *,
         question: str = QUESTION,
-        asked: Messages | None = None,
+        conversation: Messages | None = None,
     ) -> None:
         (model or lm).config.check_head()
-        self._reader, self._question = Reader(model or lm, lm, asked), question
+        self._reader, self._question = Reader(model or lm, lm, conversation), question
         self._yes, self._no = (first_tokens(self._reader.lm, words) for words in (_YES, _NO))
         if self._yes & self._no:
             raise SettingsError(
-                "in this model's vocabulary yes and no begin with the same token, so it cannot be "
-                "asked; use another judge"
+                "in this model's vocabulary yes and no start with the same token, so it cannot be "
+                "asked; use another verifier"
             )
         self._turn = self._next_turn()
 
     def cost(self, texts: Sequence[Generation]) -> int:
-        """What its model reads."""
+        """Tokens that the model computes, at most."""
         return self._reader.cost(self._rows(texts))
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
         reader, rows = self._reader, self._rows(texts)
         fitting = [number for number, row in enumerate(rows) if reader.fits(row)]
-        why = f"the text and the question are more than the judge's {reader.lm.context} tokens"
-        found = [Verdict(None, why)] * len(rows)
+        why = (
+            f"the text and the question exceed the verifier's context of {reader.lm.context} tokens"
+        )
+        verdicts = [Verdict(None, why)] * len(rows)
         for batch in reader.batches(len(fitting)):
-            numbers = [fitting[place] for place in batch]
-            with Branches(reader.lm.engine, reader.lm.adapter) as held:
-                opened = [held.open(rows[number]) for number in numbers]
-                logits = reader.lm.engine.extend_all([(branch, ()) for branch in opened])
+            numbers = [fitting[position] for position in batch]
+            with Branches(reader.lm.engine, reader.lm.adapter) as tracker:
+                branches = [tracker.open(rows[number]) for number in numbers]
+                logits = reader.lm.engine.extend_all([(branch, ()) for branch in branches])
             for number, row in zip(numbers, logits, strict=True):
-                found[number] = Verdict(self._sure(row))
-                reader.knows(rows[number])
-        return found
+                verdicts[number] = Verdict(self._probability_yes(row))
+                reader.mark_cached(rows[number])
+        return verdicts
 
-    def _sure(self, logits: Logits) -> float:
-        own = operations(logits).host(log_softmax(logits))[-1].astype(np.float64)
-        yes, no = (float(np.exp(own[sorted(ids)]).sum()) for ids in (self._yes, self._no))
+    def _probability_yes(self, logits: Logits) -> float:
+        logprobs = operations(logits).host(log_softmax(logits))[-1].astype(np.float64)
+        yes, no = (float(np.exp(logprobs[sorted(ids)]).sum()) for ids in (self._yes, self._no))
         return yes / (yes + no) if yes + no > 0 else 0.5
 
-    # -- what it reads -------------------------------------------------------------------------
+    # -- building the rows ---------------------------------------------------------------------
 
     def _rows(self, texts: Sequence[Generation]) -> list[list[int]]:
         for text in texts if self._reader.is_writer else ():
-            self._reader.knows([*text.prompt, *text.tokens[:-1]])  # as the search has left it
+            self._reader.mark_cached([*text.prompt, *text.tokens[:-1]])  # cached by the search
         return [self._row(text) for text in texts]
 
     def _row(self, text: Generation) -> list[int]:
         reader, lm = self._reader, self._reader.lm
         if not reader.is_writer:
-            return self._told(text)
+            return self._full_conversation(text)
         if not self._is_chat(text):
-            return [*self._kept(text), *lm.tokenizer.encode(_PLAIN.format(question=self._question))]
+            return [
+                *self._without_end(text),
+                *lm.tokenizer.encode(_PLAIN.format(question=self._question)),
+            ]
         if self._turn is None:
-            return self._told(text)
-        return [*self._kept(text), *self._turn]
+            return self._full_conversation(text)
+        return [*self._without_end(text), *self._turn]
 
-    def _told(self, text: Generation) -> list[int]:
-        """The whole conversation in the model's own words."""
+    def _full_conversation(self, text: Generation) -> list[int]:
+        """The whole conversation in the model's own template."""
         reader, lm = self._reader, self._reader.lm
         if lm.is_instruct:
             turn = {"role": "user", "content": self._question}
             return lm.chat_template.encode([*reader.messages(text), turn]).ids
-        said = reader.prompt_of(text) + text.text + _PLAIN.format(question=self._question)
-        return lm.tokenizer.encode_prompt(said)
+        document = reader.prompt_of(text) + text.text + _PLAIN.format(question=self._question)
+        return lm.tokenizer.encode_prompt(document)
 
-    def _kept(self, text: Generation) -> list[int]:
-        """Prompt and text, without an end token: what comes next writes its own."""
+    def _without_end(self, text: Generation) -> list[int]:
+        """Prompt and text without an end token; the next turn contains it."""
         tokens = text.tokens
         if tokens and tokens[-1] in self._reader.lm.end_ids:
             tokens = tokens[:-1]
         return [*text.prompt, *tokens]
 
     def _is_chat(self, text: Generation) -> bool:
-        """Whether the prompt came from the chat template, which alone writes control tokens."""
+        """Whether the prompt came from the chat template: only that writes control tokens."""
         lm = self._reader.lm
         marks = lm.tokenizer.special_ids - {lm.tokenizer.bos_id}
         return lm.is_instruct and not marks.isdisjoint(text.prompt)
 
     def _next_turn(self) -> list[int] | None:
-        """What the template writes from the end of an answer to the start of the next; None where
-        it rewrites what was said before."""
+        """Tokens that the template puts between an answer and the next answer; None if it rewrites
+        earlier turns."""
         lm = self._reader.lm
         if not (self._reader.is_writer and lm.is_instruct):
             return None
-        said = [
+        messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "."},
             {"role": "user", "content": self._question},
         ]
-        return lm.chat_template.encode_after(said, 1)
+        return lm.chat_template.encode_after(messages, 1)
 
 
 def first_tokens(lm: Session, words: Sequence[str]) -> frozenset[int]:
-    """The tokens that these words begin with: most are one token, with a space or without."""
+    """First tokens of these words; words that are a single token are preferred."""
     encoded = [lm.tokenizer.encode(word) for word in words]
-    whole = frozenset(ids[0] for ids in encoded if len(ids) == 1)
-    return whole or frozenset(ids[0] for ids in encoded[:2] if ids)
+    single_tokens = frozenset(ids[0] for ids in encoded if len(ids) == 1)
+    return single_tokens or frozenset(ids[0] for ids in encoded[:2] if ids)

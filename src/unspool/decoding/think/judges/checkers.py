@@ -1,7 +1,7 @@
-"""Judges that are rules: a pattern, a function in a Python file, a file of unit tests.
+"""Rule-based verifiers: a regular expression, a function in a Python file, a file of unit tests.
 
-All of them run in a process of their own with limits (`limited.py`), because a pattern can take for
-ever, and a test runs what a model has written.
+All run in a separate process with limits (`limited.py`): a regular expression may backtrack without
+end, and a unit test runs code that a model wrote.
 """
 
 from __future__ import annotations
@@ -14,87 +14,87 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from unspool.decoding.think.judge import Judge, Verdict, VoteJudge
-from unspool.decoding.think.judges.limited import Kind, Limits, answers, check_loads
+from unspool.decoding.think.judge import Judge, Verdict, VoteVerifier
+from unspool.decoding.think.judges.limited import CheckerKind, CheckerLimits, answers, check_loads
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 from unspool.session import Session
 
-_LONGEST_PATTERN = 1000  # characters
+_MAX_PATTERN_CHARS = 1000  # characters
 _PATTERN_SECONDS = 2.0  # for one text
-_AT_ONCE = 4  # processes
+_MAX_PROCESSES = 4  # processes
 
 
-class _Checker:
-    """A rule that is asked about each text by itself."""
+class _CheckerVerifier:
+    """A rule that scores each text independently."""
 
     partial = False
-    kind: Kind
+    kind: CheckerKind
 
-    def __init__(self, lm: Session, of: str, limits: Limits) -> None:
-        self._lm, self._of, self._limits = lm, of, limits
-        self._given_up = Event()
+    def __init__(self, lm: Session, source: str, limits: CheckerLimits) -> None:
+        self._lm, self._source, self._limits = lm, source, limits
+        self._cancelled = Event()
 
     def cost(self, texts: Sequence[Generation]) -> int:
-        """No model, no tokens."""
+        """Zero: no model is involved."""
         return 0
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        self._given_up.clear()
-        return [verdict_of(answer) for answer in self._answers(texts)]
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        self._cancelled.clear()
+        return [to_verdict(answer) for answer in self._answers(texts)]
 
     def cancel(self) -> None:
-        """End the process that is checking; what is left is not checked."""
-        self._given_up.set()
+        """Kill the checking process; the remaining texts are not checked."""
+        self._cancelled.set()
 
     def _answers(self, texts: Sequence[Generation]) -> list[dict[str, Any]]:
-        return answers(self.kind, self._of, self._given(texts), self._limits, self._given_up)
+        return answers(self.kind, self._source, self._inputs(texts), self._limits, self._cancelled)
 
-    def _given(self, texts: Sequence[Generation]) -> list[tuple[str, str]]:
+    def _inputs(self, texts: Sequence[Generation]) -> list[tuple[str, str]]:
         decode = self._lm.tokenizer.decode
         return [(text.text, decode(text.prompt, specials=False)) for text in texts]
 
 
-class PatternJudge(_Checker):
-    """1 where a regular expression is found in the text, 0 where it is not."""
+class PatternVerifier(_CheckerVerifier):
+    """1 if a regular expression matches somewhere in the text, else 0."""
 
     kind = "pattern"
 
-    def __init__(self, lm: Session, pattern: str, limits: Limits | None = None) -> None:
+    def __init__(self, lm: Session, pattern: str, limits: CheckerLimits | None = None) -> None:
         check_pattern(pattern)
-        super().__init__(lm, pattern, limits or Limits(seconds=_PATTERN_SECONDS))
+        super().__init__(lm, pattern, limits or CheckerLimits(seconds=_PATTERN_SECONDS))
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        return [Verdict(one.score, one.why) for one in super().judge(texts)]
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        return [Verdict(verdict.score, verdict.why) for verdict in super().score(texts)]
 
-    def found(self, texts: Sequence[Generation]) -> list[Verdict]:
-        """The same, with what the pattern found: its last match, of that the first group."""
-        return super().judge(texts)
+    def score_with_match(self, texts: Sequence[Generation]) -> list[Verdict]:
+        """Like `score`, with the last match (its first group, if any) as the answer."""
+        return super().score(texts)
 
 
-class PatternVoteJudge(VoteJudge):
-    """A vote on what a pattern finds in each text: its last match, of that the first group."""
+class PatternVoteVerifier(VoteVerifier):
+    """A vote on the last match of a pattern in each text (its first group, if any)."""
 
     def __init__(
         self,
         lm: Session,
         pattern: str,
         weigher: Judge | None = None,
-        limits: Limits | None = None,
+        limits: CheckerLimits | None = None,
     ) -> None:
         super().__init__(weigher=weigher)
-        self._pattern = PatternJudge(lm, pattern, limits)
+        self._pattern = PatternVerifier(lm, pattern, limits)
 
     def answers(self, texts: Sequence[Generation]) -> list[Verdict]:
-        return self._pattern.found(texts)
+        return self._pattern.score_with_match(texts)
 
     def cancel(self) -> None:
         super().cancel()
         self._pattern.cancel()
 
 
-class FileJudge(_Checker):
-    """What a function in a Python file says of a text: a number, or whether it is right.
+class FileVerifier(_CheckerVerifier):
+    """Score by a function in a Python file, which returns a number or a bool.
 
     The function is called with the text; with the text and its prompt if it takes two arguments.
     """
@@ -102,59 +102,67 @@ class FileJudge(_Checker):
     kind = "function"
 
     def __init__(
-        self, lm: Session, file: str | Path, function: str = "check", limits: Limits | None = None
+        self,
+        lm: Session,
+        file: str | Path,
+        function: str = "check",
+        limits: CheckerLimits | None = None,
     ) -> None:
-        super().__init__(lm, f"{_python_file(file)}:{function}", limits or Limits())
-        check_loads(self.kind, self._of, self._limits)
+        super().__init__(lm, f"{_python_file(file)}:{function}", limits or CheckerLimits())
+        check_loads(self.kind, self._source, self._limits)
 
 
-class UnitTestJudge(_Checker):
+class UnitTestVerifier(_CheckerVerifier):
     """The share of a file's unit tests that the code in a text passes.
 
-    Code that does not run, or never ends, passes none; what is to blame is the text, so that is
-    its score, and no failure of the judge.
+    Code that fails to run or times out passes none: that is a score of 0, not a failure of the
+    verifier.
     """
 
     kind = "tests"
 
-    def __init__(self, lm: Session, file: str | Path, limits: Limits | None = None) -> None:
-        super().__init__(lm, str(_python_file(file)), limits or Limits())
-        check_loads(self.kind, self._of, self._limits)
+    def __init__(self, lm: Session, file: str | Path, limits: CheckerLimits | None = None) -> None:
+        super().__init__(lm, str(_python_file(file)), limits or CheckerLimits())
+        check_loads(self.kind, self._source, self._limits)
 
     def _answers(self, texts: Sequence[Generation]) -> list[dict[str, Any]]:
-        """Each in a process of its own: what one text's code leaves behind must not help others."""
-        pool = ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1))
+        """Check each text in a separate process, so that code of one text cannot affect another."""
+        pool = ThreadPoolExecutor(min(_MAX_PROCESSES, os.cpu_count() or 1))
         try:
-            asked = [
-                pool.submit(answers, self.kind, self._of, [one], self._limits, self._given_up)
-                for one in self._given(texts)
+            futures = [
+                pool.submit(answers, self.kind, self._source, [pair], self._limits, self._cancelled)
+                for pair in self._inputs(texts)
             ]
-            found = [each.result()[0] for each in asked]
-        finally:  # whoever leaves early, by Ctrl-C say, leaves nothing running
-            self._given_up.set()
+            results = [future.result()[0] for future in futures]
+        finally:  # on an early exit too (Ctrl-C), leave no process running
+            self._cancelled.set()
             pool.shutdown(wait=False, cancel_futures=True)
-        return [{**one, "score": one["score"] or 0.0} for one in found]
+        return [{**pair, "score": pair["score"] or 0.0} for pair in results]
 
 
-def verdict_of(answer: dict[str, Any]) -> Verdict:
-    """A checker's answer, which may be anything."""
+def to_verdict(answer: dict[str, Any]) -> Verdict:
+    """Convert a checker's answer, which may be malformed."""
     return Verdict(answer.get("score"), str(answer.get("why", "")), answer.get("answer"))
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse what is no regular expression, before anything is written."""
-    if len(pattern) > _LONGEST_PATTERN:
-        raise SettingsError(f"the judge's pattern is longer than {_LONGEST_PATTERN} characters")
+    """Raise `SettingsError` for an invalid regular expression, before anything is generated."""
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise SettingsError(
+            f"the verifier's pattern is longer than {_MAX_PATTERN_CHARS} characters"
+        )
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise SettingsError(
-            f"the judge's pattern {pattern!r:.60} is not a regular expression: {error}"
+            f"the verifier's pattern {pattern!r:.60} is not a regular expression: {error}"
         ) from error
 
 
-def _python_file(given: str | Path) -> Path:
-    path = Path(given).expanduser().resolve()
+def _python_file(file: str | Path) -> Path:
+    path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise SettingsError(f"the judge's file {given} is not there; give the path of a .py file")
+        raise SettingsError(
+            f"the verifier's file {file} does not exist; give the path of a .py file"
+        )
     return path

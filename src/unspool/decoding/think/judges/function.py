@@ -1,7 +1,7 @@
-"""A caller's own function as a judge: `lm.think(prompt, judge=lambda text: -len(text.text))`.
+"""A function as a verifier: `lm.think(prompt, judge=lambda text: -len(text.text))`.
 
-It runs in this process, so it may use whatever the caller has. One that does not answer in time is
-left behind on its thread, and its text has failed; the search goes on.
+It runs in this process, on a thread. If a call times out, that text fails, the thread is abandoned
+and the search continues.
 """
 
 from __future__ import annotations
@@ -15,71 +15,73 @@ from unspool.decoding.think.judge import Judge, Verdict, checked
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 
-SECONDS = 60.0  # that a function may take for one text
+TIMEOUT_S = 60.0  # per text
 
 
-class FunctionJudge:
-    """A function of a `Generation` that gives a number, whether the text is right, or a `Verdict`.
+class FunctionVerifier:
+    """A function of a `Generation` that returns a number, a bool or a `Verdict`.
 
-    seconds    after which a text has failed that the function has not answered for.
-    partial    whether it can judge a text that is not finished.
+    seconds    timeout per text.
+    partial    whether it can score unfinished texts.
     """
 
     def __init__(
         self,
         function: Callable[[Generation], Any],
         *,
-        seconds: float = SECONDS,
+        seconds: float = TIMEOUT_S,
         partial: bool = True,
     ) -> None:
         self._function, self._seconds, self.partial = function, seconds, partial
 
     def cost(self, texts: Sequence[Generation]) -> int:
-        """None that anybody counts."""
+        """Zero: the function's cost is not counted."""
         return 0
 
-    def judge(self, texts: Sequence[Generation]) -> list[Verdict]:
-        found: list[Verdict] = []
-        while len(found) < len(texts):
-            found += self._until_it_hangs(texts[len(found) :])
-        return found
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        while len(verdicts) < len(texts):
+            verdicts += self._score_until_timeout(texts[len(verdicts) :])
+        return verdicts
 
-    def _until_it_hangs(self, texts: Sequence[Generation]) -> list[Verdict]:
-        """Verdicts on the first texts: on all of them, or up to one that took too long."""
-        said: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
-        left = threading.Event()
+    def _score_until_timeout(self, texts: Sequence[Generation]) -> list[Verdict]:
+        """Score texts up to the end or the first timeout."""
+        results: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        abandoned = threading.Event()
 
         def work() -> None:
             for text in texts:
-                if left.is_set():  # nobody waits for us any more
+                if abandoned.is_set():  # timed out: the results are ignored
                     return
-                said.put(self._one(text))
+                results.put(self._score_text(text))
 
         threading.Thread(target=work, name="unspool-judge", daemon=True).start()
-        found: list[Verdict] = []
+        verdicts: list[Verdict] = []
         try:
             for _ in texts:
-                found.append(said.get(timeout=self._seconds))
+                verdicts.append(results.get(timeout=self._seconds))
         except queue.Empty:
-            found.append(Verdict(None, f"the judge did not answer within {self._seconds:g} s"))
+            verdicts.append(
+                Verdict(None, f"the verifier did not answer within {self._seconds:g} s")
+            )
         finally:
-            left.set()
-        return found
+            abandoned.set()
+        return verdicts
 
-    def _one(self, text: Generation) -> Verdict:
+    def _score_text(self, text: Generation) -> Verdict:
         try:
             return checked(self._function(text))
-        except BaseException as error:  # also one that leaves: it ends a thread, and nothing else
-            return Verdict(None, f"the judge raised {type(error).__name__}: {error}")
+        except BaseException as error:  # SystemExit too: it must not end more than this thread
+            return Verdict(None, f"the verifier raised {type(error).__name__}: {error}")
 
 
-def as_judge(given: Judge | Callable[[Generation], Any]) -> Judge:
-    """A judge from what a caller gave: a judge, or a function of a text."""
-    if isinstance(given, Judge) and not isinstance(given, type):
-        return given
-    if callable(given):
-        return FunctionJudge(given)
+def as_verifier(verifier: Judge | Callable[[Generation], Any]) -> Judge:
+    """Return a verifier; a function of a text is wrapped."""
+    if isinstance(verifier, Judge) and not isinstance(verifier, type):
+        return verifier
+    if callable(verifier):
+        return FunctionVerifier(verifier)
     raise SettingsError(
-        f"judge is {given!r}; it may be a name such as 'logprob', a judge, or a function that "
-        "gives a number for a Generation, higher for a better one"
+        f"judge must be a name such as 'logprob', a verifier, or a function that returns a number "
+        f"for a Generation (higher is better), got {verifier!r}"
     )

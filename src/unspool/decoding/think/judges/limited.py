@@ -1,9 +1,9 @@
-"""Checkers in a process of their own, with limits: whatever they do, the search goes on.
+"""Run checkers in a separate process with resource limits.
 
     answers("pattern", r"\\d+", [("a text", "its prompt")])     # [{"score": 0.0, ...}]
 
-One process checks many texts, one after the other. If one of them takes too long, or takes the
-process down, that text has failed, and a new process goes on behind it.
+One process checks many texts in sequence. If a text times out or crashes the process, that text
+fails and a new process continues with the next.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from typing import Any, Literal
 
 from unspool.errors import UnspoolError
 
-Kind = Literal["pattern", "function", "tests"]
-_LOOK = 0.1  # seconds between two looks at what the process has written
-_LOADING = 60.0  # seconds that a checker has to be imported
+CheckerKind = Literal["pattern", "function", "tests"]
+_POLL_S = 0.1
+_LOAD_TIMEOUT_S = 60.0  # for importing a checker
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a checker may take."""
+class CheckerLimits:
+    """Resource limits of a checker."""
 
-    seconds: float = 10.0  # for one text
+    seconds: float = 10.0  # per text
     memory: int = 1 << 30  # bytes
-    files: int = 64 << 20  # bytes that it may write
-    processes: int = 32  # that it may start
+    files: int = 64 << 20  # bytes written to files
+    processes: int = 32  # started by it
 
     def for_texts(self, count: int) -> dict[str, int]:
-        """As `confine` takes them."""
-        cpu = ceil(self.seconds * count + _LOADING)
+        """Arguments of `confine` for this many texts."""
+        cpu = ceil(self.seconds * count + _LOAD_TIMEOUT_S)
         return {
             "memory": self.memory,
             "cpu": cpu,
@@ -54,68 +54,76 @@ class Limits:
 
 
 def answers(
-    kind: Kind,
-    of: str,
+    kind: CheckerKind,
+    source: str,
     texts: Sequence[tuple[str, str]],
-    limits: Limits | None = None,
-    given_up: Event | None = None,
+    limits: CheckerLimits | None = None,
+    cancelled: Event | None = None,
 ) -> list[dict[str, Any]]:
-    """What a checker says of texts, each with its prompt; {"score": None, "why"} where it failed.
+    """Check texts, each with its prompt; {"score": None, "why"} where checking failed.
 
-    A checker that cannot even be loaded is an `UnspoolError`. `given_up`, once set, ends it early.
+    Raises `UnspoolError` if the checker cannot be loaded. Setting `cancelled` stops it early.
     """
-    limits, found = limits or Limits(), list[dict[str, Any]]()
-    while len(found) < len(texts):
-        if given_up is not None and given_up.is_set():
-            return found + [_failed("nobody waits for it any more")] * (len(texts) - len(found))
-        with _Child(kind, of, texts[len(found) :], limits, given_up or Event()) as child:
-            found += child.answers()
-    return found
+    limits, results = limits or CheckerLimits(), list[dict[str, Any]]()
+    while len(results) < len(texts):
+        if cancelled is not None and cancelled.is_set():
+            return results + [_failed("the check was cancelled")] * (len(texts) - len(results))
+        with _CheckerProcess(
+            kind, source, texts[len(results) :], limits, cancelled or Event()
+        ) as child:
+            results += child.answers()
+    return results
 
 
-def check_loads(kind: Kind, of: str, limits: Limits | None = None) -> None:
-    """An `UnspoolError` if the checker cannot be loaded: told before anything is written."""
-    with _Child(kind, of, (), limits or Limits(), Event()) as child:
+def check_loads(kind: CheckerKind, source: str, limits: CheckerLimits | None = None) -> None:
+    """Raise `UnspoolError` if the checker cannot be loaded, before anything is generated."""
+    with _CheckerProcess(kind, source, (), limits or CheckerLimits(), Event()) as child:
         for _ in child.answers():
             pass
 
 
-class _Child:
-    """One process, its folder, and the pipe that its answers come through."""
+class _CheckerProcess:
+    """One checker process, its folder, and the pipe for its answers."""
 
     def __init__(
         self,
-        kind: Kind,
-        of: str,
+        kind: CheckerKind,
+        source: str,
         texts: Sequence[tuple[str, str]],
-        limits: Limits,
-        given_up: Event,
+        limits: CheckerLimits,
+        cancelled: Event,
     ) -> None:
-        self.of, self.count, self.limits, self.given_up = of, len(texts), limits, given_up
-        job = {"kind": kind, "of": of, "texts": texts, "limits": limits.for_texts(len(texts))}
-        self.read = b""
-        with contextlib.ExitStack() as acquired:  # released here if one step fails, else at the end
+        self.source, self.count, self.limits, self.cancelled = source, len(texts), limits, cancelled
+        job = {"kind": kind, "of": source, "texts": texts, "limits": limits.for_texts(len(texts))}
+        self.unread = b""
+        with contextlib.ExitStack() as resources:  # released here if a step fails, else in __exit__
             self.folder = Path(tempfile.mkdtemp(prefix="unspool-check-"))
-            acquired.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            resources.callback(shutil.rmtree, self.folder, ignore_errors=True)
             (self.folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-            self.pipe, end = os.pipe()
-            acquired.callback(os.close, self.pipe)
+            self.pipe, write_end = os.pipe()
+            resources.callback(os.close, self.pipe)
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "unspool.decoding.think.judges.child", str(end)],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "unspool.decoding.think.judges.child",
+                        str(write_end),
+                    ],
                     cwd=self.folder,
                     env=_environment(self.folder),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    pass_fds=(end,),
-                    start_new_session=True,  # so that what it starts ends with it
+                    pass_fds=(write_end,),
+                    start_new_session=True,  # so that its child processes are killed with it
                 )
             finally:
-                os.close(end)
-            self._acquired = acquired.pop_all()
+                os.close(write_end)
+            self._resources = resources.pop_all()
 
-    def __enter__(self) -> _Child:
+    def __enter__(self) -> _CheckerProcess:
         return self
 
     def __exit__(
@@ -127,69 +135,77 @@ class _Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._acquired.close()
+        self._resources.close()
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """One for each text, up to the first that it fails at."""
-        ready = self._line(_LOADING)
+        """Yield one answer per text, up to the first failure."""
+        ready = self._next_line(_LOAD_TIMEOUT_S)
         if "ready" not in ready:
-            if self.given_up.is_set():
+            if self.cancelled.is_set():
                 yield ready
                 return
-            raise UnspoolError(f"{self.of} cannot be used: {ready.get('error') or ready['why']}")
+            raise UnspoolError(
+                f"{self.source} cannot be used: {ready.get('error') or ready['why']}"
+            )
         for _ in range(self.count):
-            answer = self._line(self.limits.seconds)
+            answer = self._next_line(self.limits.seconds)
             yield answer
             if "failed" in answer:
                 return
 
-    def _line(self, seconds: float) -> dict[str, Any]:
-        """The next answer, or why there is none."""
-        until = monotonic() + seconds
-        while b"\n" not in self.read:
-            over = self.process.poll()
-            if select.select([self.pipe], [], [], 0 if over is not None else _LOOK)[0]:
-                more = os.read(self.pipe, 1 << 16)
-                self.read += more
-                if more:
+    def _next_line(self, seconds: float) -> dict[str, Any]:
+        """Read the next answer, or a failure with its reason."""
+        deadline = monotonic() + seconds
+        while b"\n" not in self.unread:
+            exit_code = self.process.poll()
+            if select.select([self.pipe], [], [], 0 if exit_code is not None else _POLL_S)[0]:
+                chunk = os.read(self.pipe, 1 << 16)
+                self.unread += chunk
+                if chunk:
                     continue
-            if over is not None:
-                return _failed(_end_of(over))
-            if monotonic() > until or self.given_up.is_set():
+            if exit_code is not None:
+                return _failed(_exit_reason(exit_code))
+            if monotonic() > deadline or self.cancelled.is_set():
                 return _failed(f"no answer within {seconds:g} s")
-            if _size(self.folder) > self.limits.files:
+            if _folder_bytes(self.folder) > self.limits.files:
                 return _failed(f"more than {self.limits.files >> 20} MiB written to files")
-        line, _, self.read = self.read.partition(b"\n")
+        line, _, self.unread = self.unread.partition(b"\n")
         try:
             answer = json.loads(line)
         except ValueError:
             answer = None
-        return answer if isinstance(answer, dict) else _failed("an answer that cannot be read")
+        return (
+            answer if isinstance(answer, dict) else _failed("the checker wrote an invalid answer")
+        )
 
 
 def _failed(why: str) -> dict[str, Any]:
     return {"score": None, "why": why, "failed": True}
 
 
-def _end_of(code: int) -> str:
+def _exit_reason(code: int) -> str:
     if code == -signal.SIGXCPU:
         return "too much processor time"
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else "it left, no answer"
+    return (
+        f"it was ended by {signal.Signals(-code).name}"
+        if code < 0
+        else "it exited without an answer"
+    )
 
 
-def _size(folder: Path) -> int:
-    found = 0
+def _folder_bytes(folder: Path) -> int:
+    num_bytes = 0
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it may be gone already
-            found += file.lstat().st_size
-    return found
+        with contextlib.suppress(OSError):  # the file may be deleted meanwhile
+            num_bytes += file.lstat().st_size
+    return num_bytes
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Little of ours: no keys, no tokens; the same order of sets every time."""
-    kept = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    """A minimal environment without secrets, and with a fixed hash seed."""
+    passed_on = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
     return {
-        **{name: value for name, value in os.environ.items() if name in kept},
+        **{name: value for name, value in os.environ.items() if name in passed_on},
         "HOME": str(folder),
         "TMPDIR": str(folder),
         "OMP_NUM_THREADS": "1",

@@ -1,7 +1,7 @@
-"""Judges by the names that people give on a command line or over HTTP.
+"""Verifiers by name, as given on the command line or over HTTP.
 
 judge_named(lm, "regex:answer is \\\\d+")
-judge_named(lm, "vote+reward:my-reward-model", asked=messages)
+judge_named(lm, "vote+reward:my-reward-model", conversation=messages)
 """
 
 from __future__ import annotations
@@ -9,72 +9,74 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unspool.decoding.think.judge import CertaintyJudge, Judge, LogprobJudge, VoteJudge
-from unspool.decoding.think.judges.ask import AskJudge
+from unspool.decoding.think.judge import CertaintyVerifier, Judge, LogprobVerifier, VoteVerifier
+from unspool.decoding.think.judges.ask import AskVerifier
 from unspool.decoding.think.judges.checkers import (
-    FileJudge,
-    PatternJudge,
-    PatternVoteJudge,
-    UnitTestJudge,
+    FileVerifier,
+    PatternVerifier,
+    PatternVoteVerifier,
+    UnitTestVerifier,
 )
 from unspool.decoding.think.judges.reading import Messages
-from unspool.decoding.think.judges.reward import RewardJudge
+from unspool.decoding.think.judges.reward import RewardVerifier
 from unspool.errors import SettingsError
 from unspool.session import Session
 
-# Each name as people write it, and what it says of a text.
+# Name patterns and descriptions, shown in help texts.
 NAMES = {
-    "logprob": "how likely the writer finds its text, a token on average",
-    "certainty": "how sure the writer was at each token",
-    "regex:PATTERN": "1 if the pattern is found, else 0",
-    "python:FILE.py:FUNCTION": "what the function gives for the text",
-    "tests:FILE.py": "the share of unit tests that its code passes",
-    "reward:MODEL": "the number of a reward model",
-    "process:MODEL": "the worst step, by a process-reward model",
-    "ask": "how sure the writer is that it is right: P(yes)",
-    "ask:MODEL": "the same, by another model",
+    "logprob": "mean log-probability of a token, by the model that wrote it",
+    "certainty": "self-certainty of the model that wrote it",
+    "regex:PATTERN": "1 if the pattern matches, else 0",
+    "python:FILE.py:FUNCTION": "the return value of the function",
+    "tests:FILE.py": "the share of unit tests that the code passes",
+    "reward:MODEL": "the score of a reward model",
+    "process:MODEL": "the lowest step score of a process reward model",
+    "ask": "P(yes) when the model is asked whether the text is correct",
+    "ask:MODEL": "the same, asking another model",
     "vote": "the share of texts with the same answer",
-    "vote:PATTERN": "the same, with the answer found by a pattern",
-    "vote+JUDGE": "the same, each vote weighed by another judge",
+    "vote:PATTERN": "the same, with a pattern that extracts the answer",
+    "vote+JUDGE": "the same, votes weighted by another verifier",
 }
-_NEEDS_REST = ("regex", "python", "tests", "reward", "process")
-_MODELS = ("reward", "process", "ask")
+_NEEDS_ARGUMENT = ("regex", "python", "tests", "reward", "process")
+_MODEL_KINDS = ("reward", "process", "ask")
 _RUNS_CODE = ("python", "tests")
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeName:
-    """A judge's name, taken apart."""
+    """A parsed verifier name."""
 
     kind: str
-    rest: str = ""
-    weigher: JudgeName | None = None  # of a weighted vote
+    argument: str = ""
+    weigher: JudgeName | None = None  # for weighted votes
 
     @classmethod
     def parse(cls, name: str) -> JudgeName:
-        """The parts of a name, or an error that says which names there are."""
+        """Parse a name; raises `SettingsError` with the valid names."""
         if name.startswith("vote+"):
             weigher = cls.parse(name.removeprefix("vote+"))
             if weigher.kind == "vote":
-                raise SettingsError(f"{name!r} weighs votes by votes; name another judge behind +")
+                raise SettingsError(
+                    f"{name!r} weighs votes by votes; name another verifier after the +"
+                )
             return cls("vote", weigher=weigher)
-        kind, colon, rest = name.partition(":")
-        known = {each.partition(":")[0].partition("+")[0] for each in NAMES}
+        kind, colon, argument = name.partition(":")
+        kinds = {listed.partition(":")[0].partition("+")[0] for listed in NAMES}
         bare = kind in ("logprob", "certainty") and colon
-        if kind not in known or bare or (kind in _NEEDS_REST and not rest):
+        if kind not in kinds or bare or (kind in _NEEDS_ARGUMENT and not argument):
             raise SettingsError(f"there is no judge {name!r:.80}; there are {', '.join(NAMES)}")
-        return cls(kind, rest)
+        return cls(kind, argument)
 
     @property
     def model(self) -> str | None:
-        """The name of the model that it needs beside the writer."""
+        """Name of the additional model that it needs, if any."""
         if self.weigher is not None:
             return self.weigher.model
-        return self.rest or None if self.kind in _MODELS else None
+        return self.argument or None if self.kind in _MODEL_KINDS else None
 
     @property
     def runs_code(self) -> bool:
-        """Whether it runs a file of the caller's, which nobody may ask for from afar."""
+        """Whether it runs a local file; such verifiers are not available over HTTP."""
         return self.kind in _RUNS_CODE or (self.weigher is not None and self.weigher.runs_code)
 
 
@@ -82,38 +84,49 @@ def judge_named(
     lm: Session,
     name: str | JudgeName,
     *,
-    asked: Messages | None = None,
+    conversation: Messages | None = None,
     load: Callable[[str], Session] | None = None,
 ) -> Judge:
-    """The judge that a name stands for; `lm` is who writes the texts.
+    """Build the verifier of this name for texts written by `lm`.
 
-    `asked` is the conversation that they answer, for judges that are models with a template of
-    their own; `load` finds such a model by its name.
+    Args:
+        conversation: the messages that the texts answer, for verifier models with their own chat
+            template.
+        load: loads such a model by its name.
     """
     parsed = JudgeName.parse(name) if isinstance(name, str) else name
-    kind, rest, find = parsed.kind, parsed.rest, load or lm.beside
+    kind, argument, load_model = parsed.kind, parsed.argument, load or lm.beside
     if kind == "logprob":
-        return LogprobJudge()
+        return LogprobVerifier()
     if kind == "certainty":
-        return CertaintyJudge(lm)
+        return CertaintyVerifier(lm)
     if kind == "regex":
-        return PatternJudge(lm, rest)
+        return PatternVerifier(lm, argument)
     if kind == "python":
-        return FileJudge(lm, *_file_and_function(rest))
+        return FileVerifier(lm, *_file_and_function(argument))
     if kind == "tests":
-        return UnitTestJudge(lm, rest)
+        return UnitTestVerifier(lm, argument)
     if kind == "ask":
-        return AskJudge(lm, find(rest) if rest else None, asked=asked)
-    if kind == "vote":
-        if rest:
-            return PatternVoteJudge(lm, rest)
-        weigher = parsed.weigher
-        return VoteJudge(
-            weigher=judge_named(lm, weigher, asked=asked, load=load) if weigher else None
+        return AskVerifier(
+            lm, load_model(argument) if argument else None, conversation=conversation
         )
-    return RewardJudge(lm, find(rest), process=True if kind == "process" else None, asked=asked)
+    if kind == "vote":
+        if argument:
+            return PatternVoteVerifier(lm, argument)
+        weigher = parsed.weigher
+        return VoteVerifier(
+            weigher=judge_named(lm, weigher, conversation=conversation, load=load)
+            if weigher
+            else None
+        )
+    return RewardVerifier(
+        lm,
+        load_model(argument),
+        process=True if kind == "process" else None,
+        conversation=conversation,
+    )
 
 
-def _file_and_function(rest: str) -> tuple[str, str]:
-    file, _, function = rest.rpartition(":")
-    return (file, function) if file and function.isidentifier() else (rest, "check")
+def _file_and_function(argument: str) -> tuple[str, str]:
+    file, _, function = argument.rpartition(":")
+    return (file, function) if file and function.isidentifier() else (argument, "check")

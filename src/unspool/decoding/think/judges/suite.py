@@ -1,7 +1,7 @@
-"""Code out of a text, and how many of a file's tests it passes. Runs in the checkers' process.
+"""Extract code from a text and run a file of tests on it. Runs in the checker process.
 
-The code becomes `solution.py` beside the tests: they may import it, start it as a program, or use
-its names as if they stood in the same file.
+The code becomes `solution.py`: tests may import it, run it as a program, or use its names as if
+they were defined in the test file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Test = Callable[[], object]
 
 
 def code_in(text: str, prompt: str) -> str:
-    """The longest block of Python between fences; without any, the text itself, or, where that is
-    the end of code whose beginning is the prompt, both."""
-    found: list[tuple[str, str]] = _FENCE.findall(text)
-    blocks = [body for kind, body in found if kind.strip().lower() in _PYTHON]
+    """The longest fenced block of Python. Without one, the text itself; prompt and text, if only
+    both together compile."""
+    fences: list[tuple[str, str]] = _FENCE.findall(text)
+    blocks = [body for kind, body in fences if kind.strip().lower() in _PYTHON]
     if blocks:
         return max(blocks, key=len)
     return prompt + text if not _compiles(text) and _compiles(prompt + text) else text
@@ -38,8 +38,8 @@ def _compiles(code: str) -> bool:
     return True
 
 
-def passed(source: types.CodeType, file: str, text: str, prompt: str) -> dict[str, Any]:
-    """The share of tests that the text's code passes; `why` names those that it does not."""
+def run_suite(source: types.CodeType, file: str, text: str, prompt: str) -> dict[str, Any]:
+    """Share of the tests that the text's code passes; `why` names the first failure."""
     code = code_in(text, prompt)
     Path("solution.py").write_text(code, encoding="utf-8")
     sys.path[:0] = [str(Path.cwd()), str(Path(file).parent)]
@@ -48,30 +48,34 @@ def passed(source: types.CodeType, file: str, text: str, prompt: str) -> dict[st
     sys.modules["solution"] = solution
     try:
         exec(compile(code, "solution.py", "exec"), solution.__dict__)
-    except BaseException as error:  # also one that leaves: sys.exit is no way to pass
-        return {"score": 0.0, "why": f"its code raised {_brief(error)}"}
-    given = {n: v for n, v in vars(solution).items() if not n.startswith("__")}
+    except BaseException as error:  # SystemExit too: exiting does not pass a test
+        return {"score": 0.0, "why": f"its code raised {_error_line(error)}"}
+    solution_names = {n: v for n, v in vars(solution).items() if not n.startswith("__")}
     suite = types.ModuleType("suite")
-    suite.__dict__.update(given, __file__=file)
+    suite.__dict__.update(solution_names, __file__=file)
     sys.modules["suite"] = suite
     try:
         exec(source, suite.__dict__)
     except BaseException as error:
-        return {"score": 0.0, "why": f"the tests could not begin: {_brief(error)}"}
-    # What the code itself calls a test is none: only those count that the file has written.
-    own = {n: v for n, v in vars(suite).items() if n not in given or given[n] is not v}
-    return _share(_collected(own) or [(Path(file).name, lambda: None)])
+        return {"score": 0.0, "why": f"the tests failed to load: {_error_line(error)}"}
+    # Ignore test functions defined by the solution: only those of the test file count.
+    suite_names = {
+        n: v
+        for n, v in vars(suite).items()
+        if n not in solution_names or solution_names[n] is not v
+    }
+    return _run_tests(_collect_tests(suite_names) or [(Path(file).name, lambda: None)])
 
 
-def _collected(names: dict[str, Any]) -> list[tuple[str, Test]]:
-    found: list[tuple[str, Test]] = []
+def _collect_tests(names: dict[str, Any]) -> list[tuple[str, Test]]:
+    tests: list[tuple[str, Test]] = []
     for name, value in names.items():
         if isinstance(value, type) and issubclass(value, unittest.TestCase):
             for method in unittest.defaultTestLoader.getTestCaseNames(value):
-                found.append((f"{name}.{method}", _case(value(method))))
+                tests.append((f"{name}.{method}", _case(value(method))))
         elif name.startswith("test") and isinstance(value, types.FunctionType):
-            found.append((name, value))
-    return found
+            tests.append((name, value))
+    return tests
 
 
 def _case(case: unittest.TestCase) -> Test:
@@ -87,17 +91,17 @@ def _case(case: unittest.TestCase) -> Test:
     return run
 
 
-def _share(tests: list[tuple[str, Test]]) -> dict[str, Any]:
+def _run_tests(tests: list[tuple[str, Test]]) -> dict[str, Any]:
     failed: list[str] = []
     for name, test in tests:
         try:
             test()
         except BaseException as error:
-            failed.append(f"{name}: {_brief(error)}")
+            failed.append(f"{name}: {_error_line(error)}")
     good = len(tests) - len(failed)
-    why = f"{good} of {len(tests)} tests passed"
+    why = f"{good} of {len(tests)} tests run_suite"
     return {"score": good / len(tests), "why": f"{why}; {failed[0]}" if failed else why}
 
 
-def _brief(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200].removesuffix(":")

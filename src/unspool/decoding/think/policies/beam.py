@@ -1,5 +1,5 @@
-"""Step-wise beam search (Snell et al. 2024): texts grow piece by piece, and after each piece only
-the best of all live on."""
+"""Step-wise beam search (Snell et al. 2024): extend texts piece by piece and keep the best after each
+piece."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from unspool.decoding.written import whole
 def beam(
     search: Search, *, keep: int = 4, width: int = 4, step: str = "line", tokens: int = 64
 ) -> Moves[None]:
-    """`keep` texts live on after each piece, and each is continued `width` times. A piece is a
-    `step` (sentence, line, paragraph, tokens) of at most so many tokens."""
+    """Keep `keep` texts after each piece and continue each `width` times. A piece is a `step`
+    (sentence, line, paragraph, tokens) of at most `tokens` tokens."""
     check_partial(search, "beam")
     pieces, keep, width = Pieces(search, step, tokens), whole("keep", keep), whole("width", width)
     level, ended, grown = [search.root], list[Node](), list[Node]()
     while level and len(ended) < keep:
-        # The first level has one parent, and is as wide as the others.
+        # The first level has one parent, so widen it to the size of later levels.
         grown = yield from pieces.grow(level, width if level[0].parent else width * keep)
-        yield from search.judge(grown)
-        kept = search.ranked(grown)[:keep]
-        yield from search.prune([node for node in grown if node not in kept])
-        if not kept:  # the budget is spent, or the judge knows no more
+        yield from search.score(grown)
+        survivors = search.rank(grown)[:keep]
+        yield from search.prune([node for node in grown if node not in survivors])
+        if not survivors:  # the budget is spent, or nothing could be scored
             ended += yield from pieces.finish(level if level[0].parent or not grown else [])
             break
-        ended += [node for node in kept if not search.left(node)]
-        level = [node for node in kept if search.left(node)]
-    yield from search.win(ended or grown)
+        ended += [node for node in survivors if not search.remaining(node)]
+        level = [node for node in survivors if search.remaining(node)]
+    yield from search.select_best(ended or grown)

@@ -1,4 +1,4 @@
-"""Best of n: write n whole texts, judge them, keep the best."""
+"""Best of n: sample n texts, score them, keep the best."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unspool.decoding.written import whole
 
 
 def best_of(search: Search, *, n: int = 8) -> Moves[None]:
-    """`n` texts, as many of them as the budget has room for."""
+    """Sample up to `n` texts, as many as the budget allows."""
     texts = yield from search.sample([search.root], whole("n", n))
-    yield from search.judge(texts)
-    yield from search.win(texts)
+    yield from search.score(texts)
+    yield from search.select_best(texts)

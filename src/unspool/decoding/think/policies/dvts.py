@@ -1,8 +1,8 @@
-"""Diverse verifier tree search (Beeching et al. 2024): subtrees that know nothing of each other.
+"""Diverse verifier tree search (Beeching et al. 2024): independent greedy subtrees.
 
-Each subtree is a greedy search: its text is continued in several ways by one piece, and the one
-that the judge likes best goes on. Where a beam search ends up with texts that all begin alike, the
-subtrees stay different. In the end the best of their texts wins.
+Each subtree continues its text in several ways by one piece and keeps the one with the best score.
+Beam search tends to end with texts that share most of their prefix; subtrees stay different. The
+best text of all subtrees wins.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from unspool.decoding.written import whole
 def dvts(
     search: Search, *, subtrees: int = 4, width: int = 4, step: str = "line", tokens: int = 64
 ) -> Moves[None]:
-    """So many subtrees, each continuing its text `width` times by one piece: a `step` (sentence,
-    line, paragraph, tokens) of at most so many tokens."""
+    """Run `subtrees` subtrees, each continuing its text `width` times by one piece: a `step`
+    (sentence, line, paragraph, tokens) of at most `tokens` tokens."""
     check_partial(search, "dvts")
     pieces, width = Pieces(search, step, tokens), whole("width", width)
-    going = [search.root] * whole("subtrees", subtrees)  # the text of each
+    active = [search.root] * whole("subtrees", subtrees)  # current text of each subtree
     ended, stuck, grown = list[Node](), list[Node](), list[Node]()
-    while going:
-        # Equal texts are not made one: that would tie the subtrees together at their root.
-        grown = yield from pieces.grow(going, width, distinct=False)
-        yield from search.judge(grown)
-        chosen: list[Node] = []
-        for number, text in enumerate(going):
-            mine = grown[number * width : (number + 1) * width]
-            best = search.ranked(mine)[:1]
-            chosen += best
-            if not best and (text.parent or not mine):
-                stuck.append(text)  # the judge knows no more, or the budget did not reach it
-        yield from search.prune([node for node in grown if node not in chosen])
-        ended += [node for node in chosen if not search.left(node)]
-        going = [node for node in chosen if search.left(node)]
+    while active:
+        # Keep duplicates: merging equal texts would join the subtrees.
+        grown = yield from pieces.grow(active, width, distinct=False)
+        yield from search.score(grown)
+        survivors: list[Node] = []
+        for number, text in enumerate(active):
+            children = grown[number * width : (number + 1) * width]
+            best = search.rank(children)[:1]
+            survivors += best
+            if not best and (text.parent or not children):
+                stuck.append(text)  # nothing could be scored, or the budget ran out
+        yield from search.prune([node for node in grown if node not in survivors])
+        ended += [node for node in survivors if not search.remaining(node)]
+        active = [node for node in survivors if search.remaining(node)]
     ended += yield from pieces.finish(stuck)
-    yield from search.win(ended or grown)
+    yield from search.select_best(ended or grown)

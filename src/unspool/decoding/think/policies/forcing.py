@@ -1,8 +1,8 @@
-"""Budget forcing (Muennighoff et al. 2025): how long a model thinks is decided here.
+"""Budget forcing (Muennighoff et al. 2025): control how long a model reasons.
 
-A model that closes its thinking too early gets "Wait" in the place of the close tag, and goes on;
-one that does not come to an end has the tag written for it. Then it answers. The tags are the
-model's own (`text/thoughts`); one that has none thinks in words.
+If the model closes its reasoning too early, "Wait" replaces the close tag and it continues; at the
+maximum the close tag is appended. Then it answers. The tags are the model's own (`text/thoughts`);
+a model without tags reasons in plain text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.written import whole
 from unspool.errors import SettingsError
 
-# What begins and ends the thinking of a model without tags.
-_WORDS = ("Let me think about it step by step.", "\n\nSo the answer is")
+# Start and end of the reasoning of a model without tags.
+_PLAIN_TAGS = ("Let me think about it step by step.", "\n\nSo the answer is")
 
 
 def forcing(
@@ -25,75 +25,85 @@ def forcing(
     wait: str = "Wait",
     tags: tuple[str, str] | None = None,
 ) -> Moves[None]:
-    """At least and at most so many tokens of thinking; by default at most three quarters of what
-    there is room for."""
-    thinking = _Thinking(search, tags)
-    least = whole("min_thinking", min_thinking, least=0)
+    """Reason for `min_thinking` to `max_thinking` tokens; the default maximum is three quarters of
+    the remaining tokens."""
+    thinking = _ReasoningSpan(search, tags)
+    min_tokens = whole("min_thinking", min_thinking, least=0)
     waits = search.lm.tokenizer.encode(wait)
     if not waits:
-        raise SettingsError("wait is empty; give a word that makes the model think again")
-    node = yield from thinking.open()
-    begun = len(node.generation.steps)
-    room = max(0, min(search.left(node), search.affordable(node)) - len(thinking.closing) - 1)
-    most = room * 3 // 4 if max_thinking is None else min(room, whole("max_thinking", max_thinking))
-    if least > most:
         raise SettingsError(
-            f"min_thinking is {least}, and {most} tokens of thinking are all that fit; give a "
+            "wait must be a word that makes the model continue to reason; it is empty"
+        )
+    node = yield from thinking.open()
+    thinking_start = len(node.generation.steps)
+    room = max(
+        0, min(search.remaining(node), search.affordable_tokens(node)) - len(thinking.closing) - 1
+    )
+    max_tokens = (
+        room * 3 // 4 if max_thinking is None else min(room, whole("max_thinking", max_thinking))
+    )
+    if min_tokens > max_tokens:
+        raise SettingsError(
+            f"min_thinking is {min_tokens}, but only {max_tokens} tokens of reasoning fit; give a "
             "larger budget, max_tokens or max_thinking"
         )
     while True:
-        node = yield from thinking.go_on(node, begun + most)
+        node = yield from thinking.extend(node, thinking_start + max_tokens)
         length = thinking.length(node)
-        if length is None or length - begun >= least or length - begun + len(waits) > most:
+        if (
+            length is None
+            or length - thinking_start >= min_tokens
+            or length - thinking_start + len(waits) > max_tokens
+        ):
             break
-        node = yield from search.rewound(node, length)
-        (node,) = yield from search.put([(node, waits)])
+        node = yield from search.rewind(node, length)
+        (node,) = yield from search.append([(node, waits)])
     node = yield from thinking.close(node)
     texts = (yield from search.sample([node])) or [node]
-    yield from search.judge(texts)
-    yield from search.win(texts)
+    yield from search.score(texts)
+    yield from search.select_best(texts)
 
 
-class _Thinking:
-    """Where the thinking of a text begins and ends.
+class _ReasoningSpan:
+    """Start and end of the reasoning in a text.
 
-    By the model's own marks, where it has some; by tags that the caller gives; else in words, for
-    a model that was never taught any tags often ends behind one, without an answer.
+    Uses the caller's tags, else the model's own; else plain words, since a model that was not
+    trained with tags often stops after one without an answer.
     """
 
     def __init__(self, search: Search, tags: tuple[str, str] | None) -> None:
-        self._search, self._begun = search, 0  # tokens of the text that come before the thinking
+        self._search, self._start = search, 0  # number of tokens before the reasoning
         lm, format = search.lm, search.lm.thought_format
         encode = lm.tokenizer.encode
         if tags is not None or format is None:
-            opening, self._close = _checked(tags) if tags is not None else _WORDS
+            opening, self._close = _check_tags(tags) if tags is not None else _PLAIN_TAGS
             line = "\n" if tags is not None else ""
             self._opening = encode(f"{opening}{line}", specials=True)
-            self._behind = encode("\n\n" if tags is not None else "")
-            self._is_open = _written(search).rstrip().endswith(opening.rstrip())
+            self._after_close = encode("\n\n" if tags is not None else "")
+            self._is_open = _prompt_end(search).rstrip().endswith(opening.rstrip())
             mark = self._close
         else:
             prompt = search.root.generation.prompt
             thinking = lm.thinking(prompt)
-            self._opening, self._behind = list(format.opening_ids), list(format.behind_ids)
+            self._opening, self._after_close = list(format.opening_ids), list(format.behind_ids)
             self._is_open = thinking is not None and thinking.start.place == "inside"
             self._close, mark = format.close, format.closing.partition(format.close)[0]
             mark += format.close
-        # A token of its own in models that were made to think, and text in others.
+        # A single token in reasoning models, several in others.
         self._ends = encode(self._close, specials=True)
-        self.closing = [*encode(mark, specials=True), *self._behind]
+        self.closing = [*encode(mark, specials=True), *self._after_close]
 
     def open(self) -> Moves[Node]:
-        """The text from which on the model thinks: many templates write the open tag already."""
+        """Append the open tag, unless the chat template has written it already."""
         if self._is_open:
             return self._search.root
-        (node,) = yield from self._search.put([(self._search.root, self._opening)])
-        self._begun = len(node.generation.steps)
+        (node,) = yield from self._search.append([(self._search.root, self._opening)])
+        self._start = len(node.generation.steps)
         return node
 
-    def go_on(self, node: Node, most: int) -> Moves[Node]:
-        """Think until the close tag, or until the text has so many tokens."""
-        tokens = most - len(node.generation.steps)
+    def extend(self, node: Node, max_length: int) -> Moves[Node]:
+        """Continue until the close tag, or until the text has `max_length` tokens."""
+        tokens = max_length - len(node.generation.steps)
         if tokens <= 0:
             return node
         ends = self._ends if len(self._ends) == 1 else [self._close]
@@ -101,35 +111,34 @@ class _Thinking:
         return texts[0] if texts else node
 
     def length(self, node: Node) -> int | None:
-        """How many tokens the text has up to the end that the model put to its thinking, by the
-        close tag or by an end token; None if it put none."""
+        """Number of tokens up to the close tag or end token; None if the model wrote neither."""
         tokens = node.generation.tokens
         if len(self._ends) == 1:
             closed = bool(tokens) and tokens[-1] == self._ends[0]
             return len(tokens) - 1 if closed or node.finished else None
-        return tokens_before(node, self._close, self._begun)
+        return tokens_before(node, self._close, self._start)
 
     def close(self, node: Node) -> Moves[Node]:
-        """The text with its thinking closed, to be gone on with by an answer.
+        """Close the reasoning, so that the answer can follow.
 
-        Behind a tag that is put there stands what the model would see behind its own: a blank
-        line, or the header of its answer.
+        An appended tag is followed by what the model itself would write: a blank line, or the
+        header of its answer.
         """
         search, length = self._search, self.length(node)
         if length is not None and not node.finished:
             return node
         if length is not None:
-            node = yield from search.rewound(node, length)
-        (node,) = yield from search.put([(node, self.closing)])
+            node = yield from search.rewind(node, length)
+        (node,) = yield from search.append([(node, self.closing)])
         return node
 
 
-def _checked(tags: tuple[str, str]) -> tuple[str, str]:
+def _check_tags(tags: tuple[str, str]) -> tuple[str, str]:
     if len(tags) != 2 or not all(isinstance(tag, str) and tag for tag in tags):
-        raise SettingsError(f"tags are {tags!r}; give the open tag and the close tag")
+        raise SettingsError(f"tags must be the open tag and the close tag, got {tags!r}")
     return tags
 
 
-def _written(search: Search) -> str:
-    """How the prompt ends."""
+def _prompt_end(search: Search) -> str:
+    """The last tokens of the prompt, as text."""
     return "".join(search.lm.readable_all(search.root.generation.prompt[-16:]))

@@ -1,12 +1,11 @@
-"""Monte Carlo tree search: go where it was good so far, or where nobody has been much.
+"""Monte Carlo tree search over pieces of text.
 
-A round: from the prompt down, the child with the highest bound is taken until one is reached that
-has no children yet. It is continued by `width` pieces, each of these is written to its end (a
-rollout), and what the judge says of those whole texts counts for all that leads to them. The best
-whole text ever seen wins. Nothing is random but the texts' own draws.
+A round descends from the prompt to a leaf, always to the child with the highest bound. The leaf is
+continued by `width` pieces, each piece is completed (a rollout), and the scores of the complete
+texts are added to all ancestors. The best complete text wins. Only the sampling is random.
 
-With Q(c) the mean score of what was seen below child c (between the worst, 0, and the best, 1, seen
-anywhere), N visits, and P(c) the share of c's probability among its siblings:
+With Q(c) the mean score below child c (scaled so that the lowest score is 0 and the highest 1),
+N the number of visits, and P(c) c's share of the probability among its siblings:
 
     uct     Q(c) + explore * sqrt(ln N(parent) / N(c))              (Kocsis & Szepesvari 2006)
     puct    Q(c) + explore * P(c) * sqrt(N(parent)) / (1 + N(c))    (Silver et al. 2017)
@@ -28,27 +27,27 @@ RULES = ("uct", "puct")
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """A text of the tree, and what was seen below it."""
+class MctsNode:
+    """Statistics of one node of the tree."""
 
     node: Node
-    parent: Place | None = None
-    prior: float = 1.0  # its share among its siblings
+    parent: MctsNode | None = None
+    prior: float = 1.0  # share of the probability among its siblings
     visits: int = 0
-    total: float = 0.0  # of the scores seen
-    children: list[Place] = field(default_factory=list)
-    closed: bool = False  # nothing new can be found below
+    total: float = 0.0  # sum of scores
+    children: list[MctsNode] = field(default_factory=list)
+    closed: bool = False  # fully explored
 
-    def up(self) -> Iterator[Place]:
-        """This place and all above it."""
-        place: Place | None = self
-        while place is not None:
-            yield place
-            place = place.parent
+    def ancestors(self) -> Iterator[MctsNode]:
+        """Iterate over this node and its ancestors."""
+        current: MctsNode | None = self
+        while current is not None:
+            yield current
+            current = current.parent
 
-    def add(self, nodes: Sequence[Node]) -> list[Place]:
-        """More children, and the share that each has now in the probability of all."""
-        added = [Place(node, self) for node in nodes]
+    def add(self, nodes: Sequence[Node]) -> list[MctsNode]:
+        """Add children and recompute the priors of all children."""
+        added = [MctsNode(node, self) for node in nodes]
         self.children += added
         self.closed = False
         total = math.fsum(map(_likelihood, self.children)) or 1.0
@@ -56,52 +55,52 @@ class Place:
             child.prior = _likelihood(child) / total
         return added
 
-    def see(self, score: float) -> None:
-        """A whole text below this place has this score."""
-        for place in self.up():
-            place.visits += 1
-            place.total += score
+    def add_score(self, score: float) -> None:
+        """Add the score of a complete text to this node and its ancestors."""
+        for current in self.ancestors():
+            current.visits += 1
+            current.total += score
 
     def close(self) -> None:
-        """Nothing more can be found here, nor above if that was the last child."""
+        """Mark as fully explored, and ancestors whose children all are."""
         self.closed = True
-        for place in self.up():
-            if place.children and all(child.closed for child in place.children):
-                place.closed = True
+        for current in self.ancestors():
+            if current.children and all(child.closed for child in current.children):
+                current.closed = True
 
 
 @dataclass(slots=True)
-class Bounds:
-    """The rule by which a child is chosen."""
+class SelectionRule:
+    """The selection rule."""
 
     rule: str
     explore: float
-    least: float = math.inf  # of all scores seen
-    most: float = -math.inf
+    lowest: float = math.inf  # lowest score so far
+    highest: float = -math.inf
 
-    def saw(self, score: float) -> None:
-        self.least, self.most = min(self.least, score), max(self.most, score)
+    def observe(self, score: float) -> None:
+        self.lowest, self.highest = min(self.lowest, score), max(self.highest, score)
 
-    def of(self, child: Place) -> float:
-        """How promising a child is."""
+    def bound(self, child: MctsNode) -> float:
+        """Upper confidence bound of a child."""
         assert child.parent is not None
         if not child.visits:
             return math.inf
-        spread = self.most - self.least
+        spread = self.highest - self.lowest
         mean = child.total / child.visits
-        value = (mean - self.least) / spread if spread > 0 else 0.5
-        above = child.parent.visits
+        value = (mean - self.lowest) / spread if spread > 0 else 0.5
+        parent_visits = child.parent.visits
         if self.rule == "uct":
-            return value + self.explore * math.sqrt(math.log(above) / child.visits)
-        return value + self.explore * child.prior * math.sqrt(above) / (1 + child.visits)
+            return value + self.explore * math.sqrt(math.log(parent_visits) / child.visits)
+        return value + self.explore * child.prior * math.sqrt(parent_visits) / (1 + child.visits)
 
-    def descend(self, root: Place) -> Place:
-        """The place to be looked at next: the most promising one without children."""
-        place = root
-        while place.children:
-            open_ones = [child for child in place.children if not child.closed]
-            place = max(open_ones, key=self.of)  # of equals the first
-        return place
+    def descend(self, root: MctsNode) -> MctsNode:
+        """Select the leaf with the highest bounds from the root down."""
+        current = root
+        while current.children:
+            open_children = [child for child in current.children if not child.closed]
+            current = max(open_children, key=self.bound)  # ties: the first
+        return current
 
 
 def mcts(
@@ -114,42 +113,46 @@ def mcts(
     explore: float = 1.4,
     rounds: int = 1000,
 ) -> Moves[None]:
-    """At most so many `rounds`, as many as the budget has room for; `width` pieces in each, which
-    are a `step` (sentence, line, paragraph, tokens) of at most so many tokens."""
+    """Run up to `rounds` rounds, as many as the budget allows, each with `width` pieces: a `step`
+    (sentence, line, paragraph, tokens) of at most `tokens` tokens."""
     if rule not in RULES:
-        raise SettingsError(f"rule is {rule!r}; it may be {' or '.join(RULES)}")
+        raise SettingsError(f"rule must be {' or '.join(RULES)}, got {rule!r}")
     if not isinstance(explore, int | float) or not 0 <= explore < math.inf:
-        raise SettingsError(f"explore is {explore!r}; it may be a number from 0 up")
-    pieces, bounds, root = Pieces(search, step, tokens), Bounds(rule, explore), Place(search.root)
-    whole_texts: list[Node] = []
+        raise SettingsError(f"explore must be a number >= 0, got {explore!r}")
+    pieces, bounds, root = (
+        Pieces(search, step, tokens),
+        SelectionRule(rule, explore),
+        MctsNode(search.root),
+    )
+    complete_texts: list[Node] = []
     for _ in range(whole("rounds", rounds)):
-        # Where all below is known, other beginnings are looked for.
-        place = root if root.closed else bounds.descend(root)
+        # Where everything is explored, sample new openings.
+        leaf = root if root.closed else bounds.descend(root)
         written = search.budget.spent.written
-        grown = yield from pieces.grow([place.node], whole("width", width))
-        if not grown and (place is root or search.budget.spent.written == written):
-            break  # nothing new is found, or the budget is spent
+        grown = yield from pieces.grow([leaf.node], whole("width", width))
+        if not grown and (leaf is root or search.budget.spent.written == written):
+            break  # no new text, or the budget is spent
         if not grown:
-            place.close()
+            leaf.close()
             continue
-        children = place.add(grown)
-        going = [node for node in grown if search.left(node)]
-        rollouts = yield from search.sample(going)
-        ends = {node: node for node in grown if not search.left(node)}
-        ends |= {rollout.parent: rollout for rollout in rollouts if rollout.parent}
-        yield from search.judge(list(ends.values()))
-        whole_texts += ends.values()
+        children = leaf.add(grown)
+        unfinished = [node for node in grown if search.remaining(node)]
+        rollouts = yield from search.sample(unfinished)
+        finished_texts = {node: node for node in grown if not search.remaining(node)}
+        finished_texts |= {rollout.parent: rollout for rollout in rollouts if rollout.parent}
+        yield from search.score(list(finished_texts.values()))
+        complete_texts += finished_texts.values()
         for child in children:
-            text = ends.get(child.node)
+            text = finished_texts.get(child.node)
             if text is not None and text.score is not None:
-                bounds.saw(text.score)
-                child.see(text.score)
+                bounds.observe(text.score)
+                child.add_score(text.score)
             if text is None or text.score is None or text is child.node:
-                child.close()  # no budget to go on, nothing that can be judged, or its end
-    yield from search.win(whole_texts)
+                child.close()  # no budget left, not scored, or already complete
+    yield from search.select_best(complete_texts)
 
 
-def _likelihood(place: Place) -> float:
-    """Of a piece, a token on average, so that a short one has no advantage."""
-    steps = place.node.steps
+def _likelihood(current: MctsNode) -> float:
+    """Mean token probability of a piece, so that short pieces have no advantage."""
+    steps = current.node.steps
     return math.exp(math.fsum(step.logprob for step in steps) / len(steps))

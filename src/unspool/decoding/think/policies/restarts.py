@@ -1,7 +1,6 @@
-"""Early restarts: begin several times, keep the best beginning, and go on with that one alone.
+"""Early restarts: sample several openings, keep the best and only finish that one.
 
-The first words decide much of a text and cost little: k openings of a few tokens are cheaper than
-k whole texts.
+The first words decide much of a text: k openings of a few tokens are cheaper than k whole texts.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from unspool.decoding.written import whole
 
 
 def restarts(search: Search, *, k: int = 8, tokens: int = 24, keep: int = 1) -> Moves[None]:
-    """`k` openings of so many tokens; the best `keep` of them are written to their end."""
+    """Sample `k` openings of `tokens` tokens and finish the best `keep` of them."""
     check_partial(search, "restarts")
     pieces, keep = Pieces(search, "tokens", tokens), whole("keep", keep)
     openings = yield from pieces.grow([search.root], whole("k", k))
-    yield from search.judge(openings)
-    kept = search.ranked(openings)[:keep]
-    yield from search.prune([node for node in openings if node not in kept])
-    texts = yield from pieces.finish(kept if openings else [search.root])
-    yield from search.win(texts or openings)
+    yield from search.score(openings)
+    survivors = search.rank(openings)[:keep]
+    yield from search.prune([node for node in openings if node not in survivors])
+    texts = yield from pieces.finish(survivors if openings else [search.root])
+    yield from search.select_best(texts or openings)
