@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import unspool
+from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeController
 from unspool.decoding.heads.drafter import HeadDrafter, load_head, shipped_head
 from unspool.decoding.heads.growing import Shape
-from unspool.decoding.heads.ladder import SHAPES, Costs, Fixed, Ladder
 from unspool.decoding.speculative import make_drafter
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
@@ -135,7 +135,7 @@ def with_head(lm: Any, where: str, tokens: int, chats: int) -> None:
             make = None
             if shape is not None:
                 fixed = shape
-                make = lambda request: HeadDrafter(head, request, Fixed(fixed))  # noqa: B023, E731
+                make = lambda request: HeadDrafter(head, request, FixedShape(fixed))  # noqa: B023, E731
             written(lm, prompts[0], make, 32, **options)  # compiled and captured by then
             count = passes = 0
             seconds, others = 0.0, 0
@@ -163,16 +163,16 @@ def chosen(
     lm: Any, head: Any, prompts: list[list[int]], tokens: int, way: str, options: Any
 ) -> None:
     """The drafter's own choice of how much to draft, against no drafts, in turns."""
-    costs, ratios = Costs(watching_is_free=lm.model.device == "cpu"), []
+    costs, ratios = RoundCosts(observing_is_free=lm.model.device == "cpu"), []
     for prompt in prompts:
         lm.engine.call(lm.engine.tree.index.clear)
         plain, seconds = written(lm, prompt, None, tokens, **options)
         lm.engine.call(lm.engine.tree.index.clear)
-        make = lambda request: HeadDrafter(head, request, Ladder(costs))  # noqa: E731
+        make = lambda request: HeadDrafter(head, request, ShapeController(costs))  # noqa: E731
         drafted, quicker = written(lm, prompt, make, tokens, **options)
         ratios.append(seconds / quicker * len(drafted.steps) / len(plain.steps))
         assert plain.tokens == drafted.tokens or lm.model.device != "cpu"
-    shape = SHAPES[costs.rung] if not costs.resting else None
+    shape = SHAPES[costs.size] if not costs.paused else None
     print(
         f"{'':16} by its own measure: {statistics.median(ratios):.2f}x (from {min(ratios):.2f} to "
         f"{max(ratios):.2f}), at the end {_named(shape)}"

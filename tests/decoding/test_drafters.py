@@ -10,7 +10,7 @@ from drafts_support import Says, a_request, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.decoding.adaptive import FIRST_REST, HOPELESS, Adaptive
+from unspool.decoding.controller import HOPELESS_ROUNDS, LENGTH_PACE, AdaptiveDrafter
 from unspool.decoding.speculative import (
     PromptLookup,
 )
@@ -49,7 +49,9 @@ def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
 # -- whether it pays -------------------------------------------------------------------------
 
 
-def rounds(drafter: Adaptive, right: Callable[[int], int], cost: Callable[[int], float], n: int):
+def rounds(
+    drafter: AdaptiveDrafter, right: Callable[[int], int], cost: Callable[[int], float], n: int
+):
     """Play rounds: `right` of a draft's tokens are right, and a run of so many costs so much."""
     notes, lengths = [], []
     for _ in range(n):
@@ -61,7 +63,7 @@ def rounds(drafter: Adaptive, right: Callable[[int], int], cost: Callable[[int],
 
 
 def test_drafts_grow_while_they_are_right():
-    drafter = Adaptive(Says(lambda tokens: [7] * 50), longest=16)
+    drafter = AdaptiveDrafter(Says(lambda tokens: [7] * 50), longest=16)
     notes, lengths = rounds(drafter, lambda k: k, lambda k: 1 + k / 8, 12)
     assert lengths == [0, 0, 4, 8, *[16] * 8] and notes == []
     assert drafter.gain is not None and drafter.gain > 4
@@ -70,37 +72,43 @@ def test_drafts_grow_while_they_are_right():
 
 
 def test_it_stops_when_nothing_is_right_and_tries_again():
-    drafter = Adaptive(Says(lambda tokens: [7] * 50))
+    drafter = AdaptiveDrafter(Says(lambda tokens: [7] * 50))
     notes, lengths = rounds(drafter, lambda k: 0, lambda k: 1 + k / 2, 400)
     assert lengths[:7] == [0, 0, 4, 2, 1, 1, 0]
     assert "accepted 0 of 8 tokens" in notes[0] and "times an ordinary one" in notes[0]
-    assert f"after {FIRST_REST} tokens" in notes[0] and f"after {2 * FIRST_REST}" in notes[1]
-    assert lengths[6 : 6 + FIRST_REST] == [0] * FIRST_REST and lengths[6 + FIRST_REST] > 0
-    assert sum(map(bool, lengths)) == HOPELESS * len(notes) <= 20
+    assert (
+        f"after {LENGTH_PACE.first_pause} tokens" in notes[0]
+        and f"after {2 * LENGTH_PACE.first_pause}" in notes[1]
+    )
+    assert (
+        lengths[6 : 6 + LENGTH_PACE.first_pause] == [0] * LENGTH_PACE.first_pause
+        and lengths[6 + LENGTH_PACE.first_pause] > 0
+    )
+    assert sum(map(bool, lengths)) == HOPELESS_ROUNDS * len(notes) <= 20
     # The tide turns: it is noticed, and the failures are forgotten.
     _, lengths = rounds(drafter, lambda k: k, lambda k: 1.1, 700)
     assert lengths[-1] == 16
 
 
 def test_it_stops_when_right_drafts_cost_too_much():
-    drafter = Adaptive(Says(lambda tokens: [7] * 4))
+    drafter = AdaptiveDrafter(Says(lambda tokens: [7] * 4))
     notes, _ = rounds(drafter, lambda k: k // 2, lambda k: 1.0 if k == 0 else 4.5, 30)
     assert len(notes) == 1 and "4.5 times" in notes[0]
-    dear = Adaptive(Says(lambda tokens: [7] * 4))
+    dear = AdaptiveDrafter(Says(lambda tokens: [7] * 4))
     _, lengths = rounds(dear, lambda k: k, lambda k: 1.0 if k == 0 else 17.0, 30)
     assert sum(map(bool, lengths)) == 2, "a machine on which runs of many tokens are a disaster"
-    cheap = Adaptive(Says(lambda tokens: [7] * 4))
+    cheap = AdaptiveDrafter(Says(lambda tokens: [7] * 4))
     assert rounds(cheap, lambda k: k // 2, lambda k: 1.0 if k == 0 else 1.2, 90)[0] == []
 
 
 def test_stopping_is_said_in_the_notes(letters: Engine):
     plain = list(letters.submit(a_request([1, 2], seed=1, max_tokens=60)))
     whole = [1, 2, *(step.token for step in plain)]
-    make = lambda request: Adaptive(  # noqa: E731
+    make = lambda request: AdaptiveDrafter(  # noqa: E731
         Says(lambda tokens: [(whole[len(tokens)] + 1) % 12] * 3)
     )
     request = a_request([1, 2], make, seed=1, max_tokens=60)
     generation = Generation(request)
     assert told(list(generation.extend(letters.submit(request)))) == told(plain)
     assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
-    assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS
+    assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS_ROUNDS

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from heads_support import PROMPT, read_text, save_eagle, save_own
+from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeController
 from unspool.decoding.heads import arrays
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import SHIPPED, read_head
 from unspool.decoding.heads.growing import Node, Shape, grow, last_tokens
-from unspool.decoding.heads.ladder import SHAPES, Costs, Fixed, Ladder
 from unspool.decoding.heads.own import OwnHead
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
@@ -49,7 +49,7 @@ def test_the_text_is_the_same(
         made = list[HeadDrafter]()
 
         def make(request: Any, shape: Shape = shape, made: Any = made) -> HeadDrafter:
-            made.append(HeadDrafter(head, request, Fixed(shape)))
+            made.append(HeadDrafter(head, request, FixedShape(shape)))
             return made[-1]
 
         drafted = native.generate(prompts, max_tokens=24, progress=False, speculate=make, **options)
@@ -81,7 +81,8 @@ def test_an_oracle_head_is_followed(native: Any, own: Path, monkeypatch: pytest.
     steps = native.engine.steps
     drafted = native.generate(
         PROMPT, max_tokens=30, temperature=0.8, seed=8,
-        speculate=lambda request: HeadDrafter(head, request, Fixed(Shape(9, width=3, depth=4))),
+        speculate=lambda request: HeadDrafter(head, request, FixedShape(Shape(9, width=3,
+        depth=4))),
     )  # fmt: skip
     assert drafted.tokens == plain.tokens
     assert native.engine.steps - steps < 20
@@ -94,7 +95,7 @@ def test_what_is_read_does_not_depend_on_rounds(native: Any, own: Path):
     made = list[HeadDrafter]()
 
     def make(request: Any) -> HeadDrafter:
-        made.append(HeadDrafter(head, request, Fixed(Shape(7, width=3, depth=3))))
+        made.append(HeadDrafter(head, request, FixedShape(Shape(7, width=3, depth=3))))
         return made[-1]
 
     text = native.generate([11, 22, 33], max_tokens=40, temperature=0.8, seed=3, speculate=make)
@@ -109,7 +110,7 @@ def test_a_text_that_begins_like_another_is_known_already(native: Any, own: Path
     head, texts, made = load_head(own, native), deque[HeadDrafter](maxlen=4), list[HeadDrafter]()
 
     def make(request: Any) -> HeadDrafter:
-        made.append(HeadDrafter(head, request, Fixed(Shape(3)), texts))
+        made.append(HeadDrafter(head, request, FixedShape(Shape(3)), texts))
         return made[-1]
 
     options = {"max_tokens": 12, "temperature": 0.8, "speculate": make}
@@ -138,7 +139,7 @@ def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
         made = list[HeadDrafter]()
 
         def make(request: Any, shape: Shape = shape, made: Any = made) -> HeadDrafter:
-            made.append(HeadDrafter(head, request, Fixed(shape)))
+            made.append(HeadDrafter(head, request, FixedShape(shape)))
             return made[-1]
 
         drafted = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1, speculate=make)
@@ -168,7 +169,7 @@ def test_the_shipped_head_writes_the_same_sooner(lm: Any):
     head = load_head(shipped_head(lm.model), lm)
     drafted = lm.chat(
         "Why do leaves change color in fall?", **options,
-        speculate=lambda request: HeadDrafter(head, request, Fixed(Shape(5))),
+        speculate=lambda request: HeadDrafter(head, request, FixedShape(Shape(5))),
     )  # fmt: skip
     assert drafted.tokens == plain.tokens
     assert lm.engine.steps - steps < len(plain.tokens) / 1.3
@@ -187,7 +188,7 @@ def test_the_shipped_head_with_grammars_and_guards(lm: Any, form: dict[str, Any]
     plain = lm.generate("The weather in Rome:", **options)
     drafted = lm.generate(
         "The weather in Rome:", **options,
-        speculate=lambda r: HeadDrafter(head, r, Fixed(Shape(11, width=3, depth=4))),
+        speculate=lambda r: HeadDrafter(head, r, FixedShape(Shape(11, width=3, depth=4))),
     )  # fmt: skip
     assert drafted.tokens == plain.tokens and drafted.text == plain.text
     assert any(step.draft == "accepted" for step in drafted.steps)
@@ -282,9 +283,11 @@ CHECKED = (0.7, 1.1, 1.7, 2.4, 3.8, 15, 31)
 BROUGHT = (1.45, 1.65, 1.85, 2.1, 2.4, 3.37, 3.69)
 
 
-def run_ladder(cost: Any, rounds: int, brought: Any = BROUGHT) -> tuple[float, Ladder, list[str]]:
+def run_ladder(
+    cost: Any, rounds: int, brought: Any = BROUGHT
+) -> tuple[float, ShapeController, list[str]]:
     """Tokens a second against those without drafts; costs by how many guesses are checked."""
-    ladder, tokens, seconds, notes, owed = Ladder(Costs()), 0, 0.0, list[str](), 0.0
+    ladder, tokens, seconds, notes, owed = ShapeController(RoundCosts()), 0, 0.0, list[str](), 0.0
     for number in range(rounds):
         shape = ladder.choose()
         rung = SHAPES.index(shape) if shape else None
@@ -302,27 +305,30 @@ def run_ladder(cost: Any, rounds: int, brought: Any = BROUGHT) -> tuple[float, L
 def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     # Rows are nearly free: the largest tree is best.
     speed, ladder, _ = run_ladder(lambda n: 1 + 0.01 * n, 400)
-    assert SHAPES[ladder.rung].nodes >= 15 and speed > 2
+    assert SHAPES[ladder.size].nodes >= 15 and speed > 2
     # Each row costs a third of a run: chains of guesses that are rather sure.
     speed, ladder, _ = run_ladder(lambda n: 1 + 0.33 * n, 400)
-    assert SHAPES[ladder.rung].sure >= 0.4 and speed > 1.1
+    assert SHAPES[ladder.size].sure >= 0.4 and speed > 1.1
     # Each row costs as much as a run: off, and soon.
     speed, ladder, notes = run_ladder(lambda n: 1 + 1.0 * n, 2000, brought=[1] * len(SHAPES))
-    assert speed > 0.98 and ladder.resting and "drafting stopped" in notes[0]
-    assert not ladder.reading or ladder.resting <= 16
+    assert speed > 0.98 and ladder.paused and "drafting stopped" in notes[0]
+    assert not ladder.reading or ladder.paused <= 16
     # One round that was held up does not tip the scales.
-    costs = Costs()
+    costs = RoundCosts()
     for seconds in (1.0, 1.0, 1.0, 60.0):
-        costs.add(0, 2, seconds)
+        costs.add(0, 0, 2, seconds)
     assert costs.seconds(0) == pytest.approx(1.0)
     # Where the smallest drafts take as long as three tokens, three of them are enough to know.
     _, ladder, notes = run_ladder(lambda n: 1.0 if n == 0 else 3.0, 8 + 3)
-    assert ladder.resting and len(notes) == 1
+    assert ladder.paused and len(notes) == 1
     # Where a token takes less than a draft, none is made, in this text nor in the next.
     speed, ladder, notes = run_ladder(lambda n: 4e-4 * (1 + 0.01 * n), 600)
     assert speed == pytest.approx(1) and "drafting rests" in notes[0]
-    assert all(Ladder(ladder.costs).choose() is None for _ in range(3))
+    assert all(ShapeController(ladder.costs).choose() is None for _ in range(3))
     # At most so many: chains are cut, larger trees left out.
-    assert Ladder(Costs(), most=3).top == 4 and Ladder(Costs(), most=15).top == 5
+    assert (
+        ShapeController(RoundCosts(), most=3).largest == 4
+        and ShapeController(RoundCosts(), most=15).largest == 5
+    )
     # A new text begins where the last one came to.
-    assert Ladder(ladder.costs).resting == ladder.resting
+    assert ShapeController(ladder.costs).paused == ladder.paused

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from unspool.backends.base import StepLimits
 from unspool.backends.torch.paged import TorchBackend
-from unspool.decoding.adaptive import Adaptive
+from unspool.decoding.controller import AdaptiveDrafter
 from unspool.decoding.speculative import (
     ModelDrafter,
     PredictedText,
@@ -73,7 +73,7 @@ def test_no_drafter_changes_the_text(
     drafters = [
         Says(lambda tokens: next(said, [])),
         PromptLookup(shortest=1),
-        Adaptive(PromptLookup()),
+        AdaptiveDrafter(PromptLookup()),
         PredictedText([0, 2, 4, 6, 8, 10, *range(12)], start=len(prompt)),
     ]
     for drafter in drafters:
@@ -161,7 +161,7 @@ DRAFTERS: dict[str, Callable[[Request], Any]] = {
     "likeliest": lambda request: Says(lambda tokens: [0, 1]),
     "lookup": lambda request: PromptLookup(shortest=1),
     "garbage": lambda request: garbage(request.limits.sample, 3),
-    "adaptive": lambda request: Adaptive(Says(lambda tokens: [0, 1, 2])),
+    "adaptive": lambda request: AdaptiveDrafter(Says(lambda tokens: [0, 1, 2])),
 }
 
 
@@ -362,7 +362,7 @@ def test_words(tiny_lm: Any):
     make = drafter_from("model:some/where:3", tiny_lm, lambda path: loaded.append(path) or tiny_lm)
     assert loaded == ["some/where"]
     drafter = make(a_request([1, 2]))
-    assert isinstance(drafter, Adaptive) and drafter.longest == 3
+    assert isinstance(drafter, AdaptiveDrafter) and drafter.longest == 3
     for wrong in ("", "lookup:x", "lookup:0", "luck", "model:", "corpus:x", "model:x"):
         with pytest.raises(SettingsError, match="speculate is"):
             drafter_from(wrong, tiny_lm)

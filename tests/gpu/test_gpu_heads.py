@@ -11,10 +11,10 @@ from cuda_support import language_model, ours
 from paged_texts import RandomCheckpoint, config
 
 from heads_support import PROMPT, save_eagle, save_own
+from unspool.decoding.controller import FixedShape
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import read_head
 from unspool.decoding.heads.growing import Shape, grow
-from unspool.decoding.heads.ladder import Fixed
 from unspool.decoding.heads.own import OwnHead
 
 TINY = config(layers=2, context=4096, vocab_size=259, width=64)
@@ -59,7 +59,8 @@ def test_the_text_is_the_same(device: str, tmp_path: Path, kind: str, exact: boo
             for shape in (Shape(1), Shape(5)):
                 drafted = lm.generate(
                     prompt, **options,
-                    speculate=lambda request, shape=shape: HeadDrafter(head, request, Fixed(shape)),
+                    speculate=lambda request, shape=shape: HeadDrafter(head, request,
+                    FixedShape(shape)),
                 )  # fmt: skip
                 assert drafted.tokens == plain.tokens
                 assert [s.logprob for s in drafted.steps] == [s.logprob for s in plain.steps]

@@ -84,7 +84,8 @@ def vote(
     """Majority vote over the answers of `n` samples (self-consistency; Wang et al. 2022).
 
     `extract` finds a text's answer: a function of the `Generation` (None: no answer), or a pattern,
-    whose last match counts (its first group, if any). Ties go to the answer with the likeliest text.
+    whose last match counts (its first group, if any). Ties go to the answer with the likeliest
+    text.
     """
     find = answer_finder(extract)
     texts = samples(lm, prompt, n, **options)

@@ -7,7 +7,7 @@
 The text is the same as without: a guess is kept exactly when it is the token that the draw of its
 position picks anyway (`engine/sequence.py`). So a drafter may be as wrong as it likes. What it is
 called by is the `Drafter` protocol there; one drafter serves one text. How long drafts should be,
-and when to stop, is `adaptive.py`'s affair.
+and when to stop, is `controller.py`'s affair.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from unspool.decoding.adaptive import LONGEST, Adaptive
+from unspool.decoding.controller import LONGEST, AdaptiveDrafter
 from unspool.decoding.draft_texts import DraftTexts, common_length
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.errors import ModelFileError, SettingsError
@@ -29,7 +29,7 @@ from unspool.sampling import Chain, RowInput, StageState
 from unspool.session import Session
 
 __all__ = [
-    "Adaptive",
+    "AdaptiveDrafter",
     "DraftMaker",
     "ModelDrafter",
     "PredictedText",
@@ -304,7 +304,7 @@ def drafter_from(
 
         return head_maker(what, lm, most if spec.endswith(f":{most}") else None)
     if kind == "lookup":
-        return lambda request: Adaptive(PromptLookup(most=most), longest=most)
+        return lambda request: AdaptiveDrafter(PromptLookup(most=most), longest=most)
     if load is None:
         raise SettingsError(f"speculate is {spec!r}, and there is nothing to load models with")
     model = load(what)
@@ -312,7 +312,7 @@ def drafter_from(
     texts = _shared_texts(model)  # kept from request to request
 
     def make(request: Request, texts: DraftTexts = texts) -> Drafter:
-        return Adaptive(ModelDrafter(model, request, most=most), longest=most)
+        return AdaptiveDrafter(ModelDrafter(model, request, most=most), longest=most)
 
     return make
 

@@ -15,8 +15,8 @@ Find = Callable[[Generation], Hashable | None]
 
 
 def answer_finder(extract: Extract) -> Find:
-    """Build the function that extracts a text's answer: the caller's, or the last match of a pattern
-    (its first group, if any). It returns None if the text has no answer."""
+    """Build the function that extracts a text's answer: the caller's, or the last match of a
+    pattern (its first group, if any). It returns None if the text has no answer."""
     if callable(extract):
         return lambda text: _call_extract(extract, text)
     try:

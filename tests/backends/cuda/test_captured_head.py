@@ -15,11 +15,11 @@ from cuda_support import language_model, ours, plain
 from paged_texts import RandomCheckpoint, config
 
 from heads_support import PROMPT, save_eagle, save_own, vectors_of
+from unspool.decoding.controller import FixedShape
 from unspool.decoding.heads import captured
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import read_head
 from unspool.decoding.heads.growing import Shape, grow
-from unspool.decoding.heads.ladder import Fixed
 from unspool.decoding.heads.own import OwnHead
 
 pytest.importorskip("triton")
@@ -129,7 +129,7 @@ def test_the_text_is_the_same(lm: Any, own: Path, tmp_path: Path, kind: str):
     expected = [lm.generate(prompt, **options).tokens for prompt in prompts]
     drafted = lm.generate(
         prompts, progress=False, **options,
-        speculate=lambda request: HeadDrafter(head, request, Fixed(Shape(2))),
+        speculate=lambda request: HeadDrafter(head, request, FixedShape(Shape(2))),
     )  # fmt: skip
     assert [text.tokens for text in drafted] == expected
     assert any(step.draft for text in drafted for step in text.steps)
@@ -142,7 +142,7 @@ def test_what_is_read_is_what_a_look_sees(lm: Any, own: Path, device: str):
     seen: list[tuple[int, Any]] = []
 
     def make(request: Any) -> HeadDrafter:
-        made.append(HeadDrafter(head, request, Fixed(Shape(2))))
+        made.append(HeadDrafter(head, request, FixedShape(Shape(2))))
         see = made[0].see
         made[0].see = lambda first, vectors: (seen.append((first, vectors)), see(first, vectors))  # type: ignore[method-assign, assignment]
         return made[0]

@@ -11,7 +11,7 @@ from decoding.support import PROMPT
 from decoding.think.support import WARM
 from unspool.decoding.samples import best_of, samples
 from unspool.decoding.search_tree import Node
-from unspool.decoding.think.policies.mcts import SelectionRule, MctsNode
+from unspool.decoding.think.policies.mcts import MctsNode, SelectionRule
 from unspool.decoding.think.think import stream_think, think
 from unspool.decoding.written import mean_logprob
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from unspool.backends.base import Loaded
 from unspool.backends.step import Floats
+from unspool.decoding.controller import FixedShape, RoundCosts, ShapeController
 from unspool.decoding.heads.arrays import joined
 from unspool.decoding.heads.files import (
     SHIPPED,
@@ -29,7 +30,6 @@ from unspool.decoding.heads.files import (
     read_json,
 )
 from unspool.decoding.heads.growing import Head, grow
-from unspool.decoding.heads.ladder import Costs, Fixed, Ladder
 from unspool.engine.request import DraftMaker, DraftTree, Request
 from unspool.errors import SettingsError
 from unspool.session import Session
@@ -47,7 +47,7 @@ class HeadDrafter:
         self,
         head: Head,
         request: Request,
-        ladder: Ladder | Fixed,
+        ladder: ShapeController | FixedShape,
         others: deque[HeadDrafter] | None = None,
     ) -> None:
         self._head, self._ladder = head, ladder
@@ -149,10 +149,10 @@ class HeadDrafter:
 def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:
     """Makes drafters that ask the head in a folder, or (where it names none) the shipped one."""
     head = load_head(head_folder(where) if where else shipped_head(lm.model), lm)
-    costs = Costs(watching_is_free=lm.model.device == "cpu")
+    costs = RoundCosts(observing_is_free=lm.model.device == "cpu")
     texts = deque[HeadDrafter](maxlen=REMEMBERED)
     longest = {} if most is None else {"most": most}
-    return lambda request: HeadDrafter(head, request, Ladder(costs, **longest), texts)
+    return lambda request: HeadDrafter(head, request, ShapeController(costs, **longest), texts)
 
 
 def shipped_head(model: Loaded) -> Path:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.decoding.voting import Extract, final_answer, answer_finder, tally
+from unspool.decoding.voting import Extract, answer_finder, final_answer, tally
 from unspool.decoding.written import mean_logprob
 from unspool.engine.branch import Branch
 from unspool.engine.generation import Generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unspool.decoding.adaptive import Adaptive
+from unspool.decoding.controller import AdaptiveDrafter
 from unspool.decoding.speculative import PredictedText
 from unspool.engine.request import Drafter, Request
 from unspool.sampling import GrammarSpec
@@ -86,7 +86,7 @@ def predicted(lm: Session, text: str) -> Any:
     ids = lm.tokenizer.encode(text)
 
     def drafter(request: Request) -> Drafter:
-        return Adaptive(PredictedText(ids, start=len(request.prompt)))
+        return AdaptiveDrafter(PredictedText(ids, start=len(request.prompt)))
 
     return drafter
 

@@ -1,5 +1,5 @@
-"""Step-wise beam search (Snell et al. 2024): extend texts piece by piece and keep the best after each
-piece."""
+"""Step-wise beam search (Snell et al. 2024): extend texts piece by piece and keep the best after
+each piece."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ _MAX_HEADING_CHARS = 60
 def compose(
     search: Search, *, sections: int = 4, outline: int = 96, width: int = 1, edits: int = 8
 ) -> Moves[None]:
-    """Write up to `sections` sections from an outline of up to `outline` tokens. Each section is the
-    best of `width` samples; the final pass revises up to `edits` doubtful words."""
+    """Write up to `sections` sections from an outline of up to `outline` tokens. Each section is
+    the best of `width` samples; the final pass revises up to `edits` doubtful words."""
     if whole("width", width) > 1:
         check_partial(search, "compose, with a width,")
     whole("edits", edits, least=0)

@@ -46,8 +46,8 @@ def check_partial(search: Search, policy: str) -> None:
     """Raise `SettingsError` if the verifier cannot score unfinished texts."""
     if not search.scores_partial:
         raise SettingsError(
-            f"the policy {policy} scores unfinished texts, and this judge only scores finished ones; "
-            "use best-of, vote or mcts, which finish every text"
+            f"the policy {policy} scores unfinished texts, and this judge only scores finished "
+            "ones; use best-of, vote or mcts, which finish every text"
         )
 
 

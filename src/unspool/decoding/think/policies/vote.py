@@ -11,9 +11,9 @@ from unspool.errors import SettingsError
 
 
 def vote(search: Search, *, n: int = 8, extract: Extract | None = None) -> Moves[None]:
-    """Vote over up to `n` texts. `extract` finds a text's answer: a pattern, whose last match counts,
-    or a function of the text. Default: a boxed answer, the text after "answer is", or the last
-    number."""
+    """Vote over up to `n` texts. `extract` finds a text's answer: a pattern, whose last match
+    counts, or a function of the text. Default: a boxed answer, the text after "answer is", or the
+    last number."""
     verifier = search.requested_verifier
     if isinstance(verifier, VoteVerifier):
         if extract is not None:
