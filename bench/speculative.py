@@ -184,7 +184,7 @@ def _named(shape: Shape | None) -> str:
         return "none"
     if shape.width > 1:
         return f"tree {shape.nodes}"
-    return f"sure {shape.sure}" if shape.sure else f"chain {shape.nodes}"
+    return f"sure {shape.min_probability}" if shape.min_probability else f"chain {shape.nodes}"
 
 
 def main() -> None:

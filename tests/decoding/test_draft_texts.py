@@ -16,7 +16,7 @@ from null_model import NullModel, logits_after
 
 from recurrent_null import RecurrentNull
 from unspool.decoding import draft_texts
-from unspool.decoding.draft_texts import DraftTexts
+from unspool.decoding.draft_texts import DraftSequences
 from unspool.decoding.speculative import ModelDrafter, make_drafter
 from unspool.errors import ModelFileError, SettingsError
 
@@ -60,7 +60,7 @@ def test_texts_grow_and_are_rewound_beside_each_other(pages: int | None, states:
     """Also where not all of them fit: the others are read again."""
     chance = random.Random(5)
     model: Any = Model(pages=pages, states=states)
-    shared = DraftTexts(model)
+    shared = DraftSequences(model)
     texts = [(shared.open(100), [1, 2, 3, 4, 5]) for _ in range(8)]
     for _ in range(150):
         text, tokens = chance.choice(texts)
@@ -80,7 +80,7 @@ def test_texts_grow_and_are_rewound_beside_each_other(pages: int | None, states:
 
 def test_a_long_text_is_read_in_pieces():
     model: Any = Model()
-    text = DraftTexts(model).open(100)
+    text = DraftSequences(model).open(100)
     tokens = list(range(30))
     assert [text.logits(tokens, 8) is None for _ in range(4)] == [True, True, True, False]
     assert [sum(run) for run in model.backends[0].runs] == [8, 8, 8, 6]
@@ -88,7 +88,7 @@ def test_a_long_text_is_read_in_pieces():
 
 def test_the_backend_grows_with_the_texts_and_goes_with_the_last():
     model: Any = Model()
-    shared = DraftTexts(model)
+    shared = DraftSequences(model)
     first = shared.open(100)
     tokens = list(range(20))
     assert np.array_equal(first.logits(tokens), logits_after(tokens, VOCABULARY))
@@ -96,7 +96,7 @@ def test_the_backend_grows_with_the_texts_and_goes_with_the_last():
     for text in (*more, first):
         assert np.array_equal(text.logits(tokens), logits_after(tokens, VOCABULARY))
     assert [backend.page_count * 4 >= size for backend, size in zip(
-        model.backends, (draft_texts._LEAST_TOKENS, 12_100), strict=True
+        model.backends, (draft_texts._MIN_TOKENS, 12_100), strict=True
     )] == [True, True]  # fmt: skip
     del first, more, text
     gc.collect()

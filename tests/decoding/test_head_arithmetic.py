@@ -12,22 +12,26 @@ import torch
 
 from heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
 from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import Node
-from unspool.decoding.heads.native import NativeHead
-from unspool.decoding.heads.own import OwnHead
+from unspool.decoding.heads.growing import DraftNode
+from unspool.decoding.heads.native import CpuHead
+from unspool.decoding.heads.own import UnspoolHead
 
 
-def a_tree(tokens: list[int]) -> list[list[Node]]:
-    root = Node(tokens[-1])
-    first = [Node(int(IDS[5]), root, 1), Node(int(IDS[90]), root, 1)]
-    return [[root], first, [Node(int(IDS[7]), first[1], 2), Node(int(IDS[8]), first[0], 2)]]
+def a_tree(tokens: list[int]) -> list[list[DraftNode]]:
+    root = DraftNode(tokens[-1])
+    first = [DraftNode(int(IDS[5]), root, 1), DraftNode(int(IDS[90]), root, 1)]
+    return [
+        [root],
+        first,
+        [DraftNode(int(IDS[7]), first[1], 2), DraftNode(int(IDS[8]), first[0], 2)],
+    ]
 
 
 @pytest.mark.parametrize("weights", ["F32", "Q8_0", "Q4_1"])
 def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: Path, weights: str):
     save_own(tmp_path, native, weights=weights, heads=6, kv_heads=3, head_width=8)
     files = read_head(tmp_path)
-    quick, plain = NativeHead(files, native.model, native.context), OwnHead(files, native.model)
+    quick, plain = CpuHead(files, native.model, native.context), UnspoolHead(files, native.model)
     tokens = (PROMPT * 5)[:83]
     contexts = [read_text(head, native, tokens) for head in (quick, plain)]
     for level in a_tree(tokens):
@@ -39,7 +43,7 @@ def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: 
         assert np.corrcoef(one.ravel(), expected.ravel())[0, 1] > 0.998
         contexts[0].expand(level, tokens)  # whose states the next level goes on with
     for context in contexts:
-        context.cut(40)
+        context.truncate(40)
         assert len(context) == 40
     again = read_text(plain, native, tokens[:41])
     root = a_tree(tokens[:41])[0]
@@ -51,7 +55,7 @@ def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: 
 def test_numpy_and_torch_alike(native: Any, own: Path, eagle: Path):
     tokens = PROMPT
     for load in (
-        lambda device: OwnHead(read_head(own), native.model, device),
+        lambda device: UnspoolHead(read_head(own), native.model, device),
         lambda device: _eagle(eagle, native, device),
     ):
         found = []
@@ -79,11 +83,11 @@ def test_eagle_3_as_published(native: Any, tmp_path: Path, kind: str, before: bo
     context = head.context()
     context.read(np.arange(len(tokens) - 1), vectors, tokens[1:])
     chain, drafted = list[int](), list[Any]()
-    node = Node(tokens[-1])
+    node = DraftNode(tokens[-1])
     for depth in range(1, 5):
         drafted.append(context.expand([node], tokens)[0])
         chain.append(int(head.ids[drafted[-1].argmax()]))
-        node = Node(chain[-1], node, depth)
+        node = DraftNode(chain[-1], node, depth)
     expected = _published(weights, vectors, tokens[1:], chain[:-1], kind, before)
     assert np.allclose(np.stack(drafted), expected, atol=2e-3)
 

@@ -15,8 +15,8 @@ from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeCon
 from unspool.decoding.heads import arrays
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import SHIPPED, read_head
-from unspool.decoding.heads.growing import Node, Shape, grow, last_tokens
-from unspool.decoding.heads.own import OwnHead
+from unspool.decoding.heads.growing import DraftNode, Shape, build_draft, last_tokens
+from unspool.decoding.heads.own import UnspoolHead
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 
@@ -68,7 +68,7 @@ def test_an_oracle_head_is_followed(native: Any, own: Path, monkeypatch: pytest.
     context = type(head.context())
     read = list[int]()
 
-    def expand(self: Any, nodes: list[Node], tokens: list[int]) -> Any:
+    def expand(self: Any, nodes: list[DraftNode], tokens: list[int]) -> Any:
         read.append(len(self))
         logits = np.zeros((len(nodes), len(head.ids)), np.float32)
         for row, node in enumerate(nodes):
@@ -134,7 +134,7 @@ def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
     save_own(tmp_path / "head", tiny_lm)
     plain = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1)
     head = load_head(tmp_path / "head", tiny_lm)
-    assert isinstance(head, OwnHead)
+    assert isinstance(head, UnspoolHead)
     for shape in (Shape(3), Shape(9, width=3, depth=4)):
         made = list[HeadDrafter]()
 
@@ -256,24 +256,27 @@ def test_damaged_heads(native: Any, own: Path, tmp_path: Path):
 
 def test_growing():
     class Table:
-        def expand(self, nodes: list[Node], tokens: Any) -> Any:
+        def expand(self, nodes: list[DraftNode], tokens: Any) -> Any:
             rows = {0: [0.0, 3.0, 2.0, -9.0], 1: [1.0, 0.5, -9.0, -9.0], 2: [0.0, 0.0, 5.0, -9.0]}
             return np.array([rows[min(node.depth, 2)] for node in nodes], np.float32)
 
     ids = np.array([10, 11, 12, 13])
     context: Any = Table()
-    assert grow(context, [1], ids, Shape(3), 1.0) == [11, 10, 12]
+    assert build_draft(context, [1], ids, Shape(3), 1.0) == [11, 10, 12]
     # The chances are .71, .62 (together .44), .99: a chain ends before it is too unlikely.
-    cut = [grow(context, [1], ids, Shape(3, sure=sure), 1.0) for sure in (0.75, 0.5, 0.2)]
+    cut = [
+        build_draft(context, [1], ids, Shape(3, min_probability=sure), 1.0)
+        for sure in (0.75, 0.5, 0.2)
+    ]
     assert cut == [[], [11], [11, 10, 12]]
-    tree = grow(context, [1], ids, Shape(6, width=2, depth=3), 1.0)
+    tree = build_draft(context, [1], ids, Shape(6, width=2, depth=3), 1.0)
     assert isinstance(tree, DraftTree)
     assert len(tree.tokens) == 6 and tree.tokens[0] == 11 and tree.parents[0] == -1
     assert all(parent < number for number, parent in enumerate(tree.parents))
     assert Shape(15, width=4, depth=6).within(2).levels == 2 and Shape(7).within(2) == Shape(2)
-    parent = Node(4, Node(3), 1)
+    parent = DraftNode(4, DraftNode(3), 1)
     assert last_tokens(parent, [1, 2, 3], 4) == [4, 3, 2, 1]
-    assert last_tokens(Node(9), [9], 4) == [9, 9, 9, 9]
+    assert last_tokens(DraftNode(9), [9], 4) == [9, 9, 9, 9]
     assert arrays.joined([np.ones(1), np.ones(2)], 0).shape == (3,)
 
 
@@ -308,7 +311,7 @@ def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     assert SHAPES[ladder.size].nodes >= 15 and speed > 2
     # Each row costs a third of a run: chains of guesses that are rather sure.
     speed, ladder, _ = run_ladder(lambda n: 1 + 0.33 * n, 400)
-    assert SHAPES[ladder.size].sure >= 0.4 and speed > 1.1
+    assert SHAPES[ladder.size].min_probability >= 0.4 and speed > 1.1
     # Each row costs as much as a run: off, and soon.
     speed, ladder, notes = run_ladder(lambda n: 1 + 1.0 * n, 2000, brought=[1] * len(SHAPES))
     assert speed > 0.98 and ladder.paused and "drafting stopped" in notes[0]

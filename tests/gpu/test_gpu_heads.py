@@ -14,8 +14,8 @@ from heads_support import PROMPT, save_eagle, save_own
 from unspool.decoding.controller import FixedShape
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import Shape, grow
-from unspool.decoding.heads.own import OwnHead
+from unspool.decoding.heads.growing import Shape, build_draft
+from unspool.decoding.heads.own import UnspoolHead
 
 TINY = config(layers=2, context=4096, vocab_size=259, width=64)
 TEXT = (PROMPT * 300)[:3000]
@@ -26,7 +26,7 @@ def test_a_chain_as_a_graph(device: str, tmp_path: Path):
     with language_model(ours(RandomCheckpoint(TINY), device=device)) as lm:
         save_own(tmp_path, lm, layers=(0, 1, 2))
         quick: Any = load_head(tmp_path, lm)
-        slow: Any = OwnHead(read_head(tmp_path), lm.model, device)
+        slow: Any = UnspoolHead(read_head(tmp_path), lm.model, device)
         seen = np.random.default_rng(1).standard_normal((3, len(TEXT), TINY.width)).astype("f4")
         ends = (1, 3, 40, 45, 48, 49, 700, 2500, 2501)
         contexts = [[head.context() for head in (quick, slow)] for _ in range(3)]
@@ -37,7 +37,8 @@ def test_a_chain_as_a_graph(device: str, tmp_path: Path):
                     part = seen[:, first + number : last + number]
                     context.read(np.arange(first, last), part, text[first + 1 : last + 1])
                 ours_, theirs = (
-                    grow(context, text[: last + 1], quick.ids, Shape(5), 0.7) for context in pair
+                    build_draft(context, text[: last + 1], quick.ids, Shape(5), 0.7)
+                    for context in pair
                 )
                 assert ours_ == theirs, (last, number)
 

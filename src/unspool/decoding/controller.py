@@ -184,7 +184,7 @@ class AdaptiveDrafter(DraftController):
                 self.length = min(self.longest, 2 * self.length)
         else:
             # Not all the way down: the first tokens of a draft make a round expensive, and where a
-            # text copies, a short draft would take many rounds to grow again.
+            # text copies, a short draft would take many rounds to build_draft again.
             self.length = max(self.length // 2, min(self.length, accepted + 1), 1)
         return note if self._pays() else self._stop()
 
@@ -234,8 +234,9 @@ class AdaptiveDrafter(DraftController):
 # -- shapes of a drafting head -----------------------------------------------------------------
 
 SHAPES = (
-    Shape(5, sure=0.8), Shape(5, sure=0.6), Shape(5, sure=0.4), Shape(7, sure=0.25),
-    Shape(7, sure=0.12), Shape(15, width=4, depth=6), Shape(31, width=8, depth=7),
+    Shape(5, min_probability=0.8), Shape(5, min_probability=0.6), Shape(5, min_probability=0.4),
+    Shape(7, min_probability=0.25), Shape(7, min_probability=0.12), Shape(15, width=4, depth=6),
+    Shape(31, width=8, depth=7),
 )  # fmt: skip
 SHAPE_PACE = Pace(
     first_baseline=8, baseline=3, baseline_every=64, baseline_after_pause=3, skip_first=True,
@@ -306,7 +307,7 @@ class ShapeController(DraftController):
         self._learn_baseline(seconds, counts=self.costs.observing_is_free or not observed)
         if was_paused or self._baseline_left or not self._is_fast():
             return None
-        return self._rest(
+        return self._pause_drafting(
             f"drafting rests: a token takes {1000 * self.costs.seconds(BASELINE):.2f} ms without a "
             "draft, which is about what making one takes"
         )
@@ -349,13 +350,13 @@ class ShapeController(DraftController):
         return self._stop(speeds[best] / baseline)
 
     def _stop(self, gain: float) -> str:
-        return self._rest(
+        return self._pause_drafting(
             f"drafting stopped: with drafts of up to {SHAPES[self.size].nodes} the text came at "
             f"{gain:.2f} times the speed without; trying again after {self.costs.pause_length} "
             "tokens"
         )
 
-    def _rest(self, note: str) -> str:
+    def _pause_drafting(self, note: str) -> str:
         self.costs.size = self.size = 0
         self._rounds_here = 0
         return self._pause(note)

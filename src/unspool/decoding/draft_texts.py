@@ -1,9 +1,9 @@
-"""The texts that a draft model reads: one backend for all of them, driven by the caller's thread.
+"""Sequences of a draft model: one backend for all of them, driven by the caller's thread.
 
-A drafter runs on the engine's thread of the model it drafts for, which must not wait for another
-thread. So the draft model has no thread: whoever asks for logits runs its steps. Its texts are
-branches of one tree and share their computed beginnings. Where memory is short, the text that was
-used least recently loses its pages and is read again when it is needed.
+A drafter runs on the engine thread of the target model, which must not wait for another thread. So
+the draft model has no thread: the caller that requests logits runs its steps. Its sequences are
+branches of one tree and share their common prefixes. When memory is short, the least recently used
+sequence loses its pages and is recomputed when needed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from unspool.engine.loop import Loop
 from unspool.engine.scheduler import Task
 from unspool.session import Session
 
-_LEAST_TOKENS = 4096  # that the backend holds
-_MOST_TOKENS = 1 << 17  # ... unless one text alone is longer
-_LARGEST_PAGE = 256  # tokens: room for one that is not filled
-_LEAST_STATES = 32  # of recurrent layers: more than a drafter guesses at once
-_STATES_PER_TEXT = 4
+_MIN_TOKENS = 4096  # KV-cache capacity of the backend
+_MAX_TOKENS = 1 << 17  # ... unless a single text is longer
+_LARGEST_PAGE = 256  # tokens: spare room for a partly filled page
+_MIN_STATES = 32  # of recurrent layers: more than the tokens of a draft
+_STATES_PER_SEQUENCE = 4
 
 
-class _Reading(Task):
-    """A draft text that is brought up to date."""
+class _UpdateTask(Task):
+    """Task that computes the new tokens of a draft sequence."""
 
     __slots__ = ("done", "error", "loop")
 
@@ -45,69 +45,69 @@ class _Reading(Task):
         self.done, self.error = True, error
 
 
-class DraftTexts:
-    """The texts of one draft model. Any thread may use it; it is built with the first text."""
+class DraftSequences:
+    """The sequences of one draft model. Thread-safe; the backend is built on first use."""
 
     def __init__(self, model: Session) -> None:
         model.config.check_left_to_right()
         self._model = model
         self._lock = threading.Lock()
         self._loop: Loop | None = None
-        self._tokens = 0  # that the backend holds
+        self._tokens = 0  # capacity of the backend
         self._numbers = count()
-        self._capacities: dict[int, int] = {}  # of the open texts
-        self._branches: dict[int, Branch] = {}  # of those that were read, least recently used first
-        self._closed: deque[int] = deque()  # texts nobody needs any more, not yet released
+        self._capacities: dict[int, int] = {}  # of the open sequences
+        self._branches: dict[int, Branch] = {}  # of computed sequences, least recently used first
+        self._closed: deque[int] = deque()  # closed, not yet released
 
-    def open(self, capacity: int) -> DraftText:
-        """A new text of at most `capacity` tokens."""
+    def open(self, capacity: int) -> DraftSequence:
+        """Open a sequence of at most `capacity` tokens."""
         with self._lock:
             self._release_closed()
             number = next(self._numbers)
             self._capacities[number] = capacity
-        return DraftText(self, number)
+        return DraftSequence(self, number)
 
     def close(self, number: int) -> None:
-        """Release a text. Never waits: a garbage collector may call it anywhere."""
+        """Release a sequence. Never blocks: the garbage collector may call it anywhere."""
         self._closed.append(number)
-        self._tidy()
+        self._release_if_idle()
 
     def read(
-        self, number: int, known: Sequence[int], tokens: Sequence[int], most: int | None
+        self, number: int, previous: Sequence[int], tokens: Sequence[int], max_tokens: int | None
     ) -> Logits | None:
-        """Bring a text to these tokens, of which it had the `known` ones.
+        """Update a sequence from `previous` to `tokens`.
 
-        Computes about `most` tokens at most, None: as many as one step of the backend reads.
+        Computes about `max_tokens` tokens; None: as many as one step of the backend.
 
         Returns:
-            The logits behind the last token, or None if it was not reached.
+            The logits after the last token, or None if it was not reached.
         """
         try:
             with self._lock:
                 self._release_closed()
-                return self._read(number, known, tokens, most)
+                return self._read(number, previous, tokens, max_tokens)
         finally:
-            self._tidy()
+            self._release_if_idle()
 
     def _read(
-        self, number: int, known: Sequence[int], tokens: Sequence[int], most: int | None
+        self, number: int, previous: Sequence[int], tokens: Sequence[int], max_tokens: int | None
     ) -> Logits | None:
         loop = self._ready_loop()
         tree, branch = loop.tree, self._branches.pop(number, None)
         if branch is None:
             branch = tree.open(tokens)
         else:
-            shared = min(common_length(known, tokens), len(tokens) - 1)
+            shared = min(common_length(previous, tokens), len(tokens) - 1)
             tree.rewind(branch, shared, store=False)
             tree.append(branch, tokens[shared:])
-        self._branches[number] = branch  # the most recently used is the last
+        self._branches[number] = branch  # most recently used last
         if branch.computed == 0 and not branch.pages:
             tree.adopt(branch)
-        task = _Reading(loop, branch)
-        most = loop.scheduler.limits.prefill_tokens if most is None else most
-        if branch.length - branch.computed > most:
-            task.stop = branch.computed + most
-        self._make_room(loop, branch)
+        task = _UpdateTask(loop, branch)
+        max_tokens = loop.scheduler.limits.prefill_tokens if max_tokens is None else max_tokens
+        if branch.length - branch.computed > max_tokens:
+            task.stop = branch.computed + max_tokens
+        self._free_pages(loop, branch)
         loop.scheduler.add(task)
         while not task.done:
             loop.work()
@@ -116,25 +116,25 @@ class DraftTexts:
         return task.logits[-1][-1] if task.logits else None
 
     def _ready_loop(self) -> Loop:
-        """The backend, with room for all open texts as far as that is allowed."""
+        """The loop, its KV cache sized for all open sequences within the limits."""
         longest = max(self._capacities.values(), default=1)
-        total = max(_LEAST_TOKENS, longest, min(sum(self._capacities.values()), _MOST_TOKENS))
+        total = max(_MIN_TOKENS, longest, min(sum(self._capacities.values()), _MAX_TOKENS))
         if self._loop is None or total > self._tokens:
-            self._loop, self._tokens = None, 0  # first, so that both are never held at once
+            self._loop, self._tokens = None, 0  # first, so that both never exist together
             self._branches.clear()
             tokens = 1 << (total - 1).bit_length()
             config = self._model.config
-            # 32 bits a number are the widest that a backend keeps.
+            # 32-bit floats are the widest KV cache.
             memory = (tokens + _LARGEST_PAGE) * config.kv_numbers * 4
-            if config.state_bytes:  # half of it is theirs
-                states = max(_LEAST_STATES, _STATES_PER_TEXT * len(self._capacities))
+            if config.state_bytes:  # recurrent states get half of it
+                states = max(_MIN_STATES, _STATES_PER_SEQUENCE * len(self._capacities))
                 memory = 2 * max(memory, states * config.state_bytes)
             backend = self._model.model.backend(memory=memory, context=self._model.context)
             self._loop, self._tokens = Loop(backend), tokens
         return self._loop
 
-    def _make_room(self, loop: Loop, branch: Branch) -> None:
-        """Take pages from the texts used least recently until this one fits."""
+    def _free_pages(self, loop: Loop, branch: Branch) -> None:
+        """Preempt least recently used sequences until this one fits."""
         tree = loop.tree
         needed = -(-branch.length // tree.page_size) - branch.node.depth - len(branch.pages) + 1
         for other in list(self._branches.values()):
@@ -150,11 +150,12 @@ class DraftTexts:
             branch = self._branches.pop(number, None)
             if branch is not None and self._loop is not None:
                 self._loop.tree.close(branch)
-        if not self._capacities and self._tokens > _LEAST_TOKENS:
-            self._loop, self._tokens = None, 0  # what was needed for many or long texts
+        if not self._capacities and self._tokens > _MIN_TOKENS:
+            self._loop, self._tokens = None, 0  # free the large KV cache
 
-    def _tidy(self) -> None:
-        """Release closed texts, unless somebody is at work here, who does it in the end."""
+    def _release_if_idle(self) -> None:
+        """Release closed sequences, unless another thread is working here: it does so at the
+        end."""
         while self._closed and self._lock.acquire(blocking=False):
             try:
                 self._release_closed()
@@ -162,22 +163,22 @@ class DraftTexts:
                 self._lock.release()
 
 
-class DraftText:
-    """One text that a draft model reads. Not thread-safe."""
+class DraftSequence:
+    """One sequence of a draft model. Not thread-safe."""
 
-    def __init__(self, texts: DraftTexts, number: int) -> None:
+    def __init__(self, texts: DraftSequences, number: int) -> None:
         self._texts, self._number = texts, number
-        self._known: list[int] = []
+        self._previous: list[int] = []
         self._end = weakref.finalize(self, texts.close, number)
 
-    def logits(self, tokens: Sequence[int], most: int | None = None) -> Logits | None:
-        """What follows these tokens; None if so many are unread that another call is needed."""
-        known, self._known = self._known, list(tokens)
-        return self._texts.read(self._number, known, tokens, most)
+    def logits(self, tokens: Sequence[int], max_tokens: int | None = None) -> Logits | None:
+        """Logits after these tokens; None if more calls are needed to compute them all."""
+        previous, self._previous = self._previous, list(tokens)
+        return self._texts.read(self._number, previous, tokens, max_tokens)
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike; halving steps, as comparing lists is quick."""
+    """Length of the common prefix, by bisection: comparing list slices is fast."""
     low, high = 0, min(len(first), len(second))
     if list(first[:high]) == list(second[:high]):
         return high

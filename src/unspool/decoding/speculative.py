@@ -1,13 +1,13 @@
-"""Drafts: guesses at the next tokens, cheap to make, checked many at a time in one run.
+"""Speculative decoding: cheap drafts of the next tokens, verified several at a time in one step.
 
-    lm.generate(prompt, speculate="lookup")              # what followed the same words earlier on
-    lm.generate(prompt, speculate="model:PATH")          # a smaller model with this vocabulary
-    lm.generate(prompt, speculate="head")                # a head trained on the model's inside
+    lm.generate(prompt, speculate="lookup")              # prompt lookup (n-gram matching)
+    lm.generate(prompt, speculate="model:PATH")          # a smaller model with the same vocabulary
+    lm.generate(prompt, speculate="head")                # a head trained on the model's hidden
+    states
 
-The text is the same as without: a guess is kept exactly when it is the token that the draw of its
-position picks anyway (`engine/sequence.py`). So a drafter may be as wrong as it likes. What it is
-called by is the `Drafter` protocol there; one drafter serves one text. How long drafts should be,
-and when to stop, is `controller.py`'s affair.
+The text is the same as without: a drafted token is accepted only if it is the token that sampling
+picks at its position anyway (`engine/sequence.py`). Drafters implement the engine's `Drafter`
+protocol; one instance serves one text. `controller.py` decides the draft length and when to pause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from unspool.decoding.controller import LONGEST, AdaptiveDrafter
-from unspool.decoding.draft_texts import DraftTexts, common_length
+from unspool.decoding.draft_texts import DraftSequences, common_length
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.errors import ModelFileError, SettingsError
 from unspool.sampling import Chain, RowInput, StageState
@@ -39,46 +39,48 @@ __all__ = [
     "make_drafter",
 ]
 
-KINDS = "lookup, model:PATH, head or head:FOLDER, each with :COUNT behind it for the longest draft"
-_SURELY_SAME = 32  # last known tokens that are compared to see whether a text only grew
+KINDS = "lookup, model:PATH, head or head:FOLDER, each optionally with :COUNT, the longest draft"
+_COMPARED_TAIL = 32  # indexed tokens compared to detect that a text was rewound
 
 
 class PromptLookup:
-    """Finds the longest end of the text that stood there before, and proposes what followed.
+    """Prompt lookup: finds the last occurrence of the longest suffix, and proposes what followed.
 
-    For each length there is a table from the last tokens to the place behind them. A token enters
-    when its follower is known, so what is found is always an earlier place. What an entry replaced
-    is remembered: a text that was rewound takes its last entries back.
+    One table per n-gram length maps an n-gram to the position after its last occurrence. An n-gram
+    is added when the token after it is known, so matches are always earlier. Replaced entries are
+    kept, so that a rewound text can restore them.
     """
 
     def __init__(self, *, longest: int = 5, shortest: int = 2, most: int = LONGEST) -> None:
         if not 1 <= shortest <= longest:
-            raise SettingsError(f"cannot look up runs of {shortest} to {longest} tokens")
+            raise SettingsError(
+                f"n-grams need 1 <= shortest <= longest, got {shortest} and {longest}"
+            )
         self.most = most
         self._lengths = range(longest, shortest - 1, -1)
         self._text: list[int] = []
         self._tables: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._lengths}
-        self._replaced: list[list[int | None]] = []  # by place, then by length, longest first
+        self._replaced: list[list[int | None]] = []  # by position, then by length, longest first
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         self.index(tokens)
         place = self.find(tokens)
-        return [] if place is None else self._from(place, min(most, self.most))
+        return [] if place is None else self._copy_from(place, min(most, self.most))
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """Position in the indexed text after the last match of the longest suffix of `tokens`."""
         for length in self._lengths:
             if len(tokens) >= length:
-                place = self._tables[length].get(tuple(tokens[-length:]))
-                if place is not None:
-                    return place
+                position = self._tables[length].get(tuple(tokens[-length:]))
+                if position is not None:
+                    return position
         return None
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         return None
 
-    def _from(self, place: int, most: int) -> list[int]:
-        """What stands there; beyond the end of the text, what the draft itself put there."""
+    def _copy_from(self, place: int, most: int) -> list[int]:
+        """Tokens from a position on; past the end of the text the draft repeats itself."""
         draft = self._text[place : place + most]
         period = len(draft)
         while len(draft) < most:
@@ -87,32 +89,32 @@ class PromptLookup:
 
     def index(self, tokens: Sequence[int]) -> None:
         """Index the new tokens; where the text was rewound, first drop what is no longer in it."""
-        known = len(self._text)
-        tail = max(0, known - _SURELY_SAME)
-        if len(tokens) < known or list(tokens[tail:known]) != self._text[tail:]:
-            self._back_to(common_length(self._text, tokens))
+        num_indexed = len(self._text)
+        tail = max(0, num_indexed - _COMPARED_TAIL)
+        if len(tokens) < num_indexed or list(tokens[tail:num_indexed]) != self._text[tail:]:
+            self._truncate(common_length(self._text, tokens))
         for token in tokens[len(self._text) :]:
-            self._enter()
+            self._add_ngrams()
             self._text.append(token)
 
-    def _enter(self) -> None:
-        """The place behind the text so far gets its token now: from here on it can be found."""
-        place, replaced = len(self._text), []
+    def _add_ngrams(self) -> None:
+        """Add the n-grams that end before the next token."""
+        position, replaced = len(self._text), []
         for length in self._lengths:
-            table, key = self._tables[length], self._key(place, length)
+            table, key = self._tables[length], self._key(position, length)
             replaced.append(table.get(key))
-            table[key] = place
+            table[key] = position
         self._replaced.append(replaced)
 
-    def _back_to(self, length: int) -> None:
+    def _truncate(self, length: int) -> None:
         while len(self._text) > length:
             self._text.pop()
-            place, replaced = len(self._text), self._replaced.pop()
-            for size, before in zip(self._lengths, replaced, strict=True):
-                if before is None:
-                    del self._tables[size][self._key(place, size)]
+            position, replaced = len(self._text), self._replaced.pop()
+            for size, previous in zip(self._lengths, replaced, strict=True):
+                if previous is None:
+                    del self._tables[size][self._key(position, size)]
                 else:
-                    self._tables[size][self._key(place, size)] = before
+                    self._tables[size][self._key(position, size)] = previous
 
     def _key(self, place: int, length: int) -> tuple[int, ...]:
         return tuple(self._text[max(0, place - length) : place])
@@ -143,12 +145,12 @@ class PredictedText:
 
 
 class ModelDrafter:
-    """Lets another model write on, with the same settings and the same draws as the text's own.
+    """Drafts with another model, with the same settings and random numbers as the text.
 
-    Where the two models agree, the same draw falls on the same token, also at high temperatures.
-    It runs on the engine's thread of the text's model, and waits for no other. A long prompt is
-    read in pieces, one a round, so that no other text is held up. Drafters of one model share its
-    backend (`draft_texts.py`).
+    Where the two models agree, the same random number picks the same token, also at high
+    temperatures. It runs on the target model's engine thread and never blocks. A long prompt is
+    computed in chunks, one per round, so that other texts are not delayed. Drafters of one model
+    share its backend (`draft_texts.py`).
     """
 
     def __init__(self, model: Session, request: Request, *, most: int = LONGEST) -> None:
@@ -159,7 +161,7 @@ class ModelDrafter:
         longest = min(limits.context, len(request.prompt) + limits.max_tokens)
         self._capacity = min(longest, model.context)
         self._vocabulary: int = model.config.vocab_size
-        self._text = _shared_texts(model).open(self._capacity)
+        self._text = _shared_sequences(model).open(self._capacity)
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         most = min(most, self.most, self._capacity - len(tokens))
@@ -172,7 +174,7 @@ class ModelDrafter:
         for length in range(len(tokens), len(tokens) + most):
             logits: Any = self._text.logits(text)
             if logits is None:
-                return []  # more of the prompt in the rounds to come
+                return []  # the prompt is not computed yet
             row = RowInput(
                 history[:length], len(self._request.prompt), self._request.limits.sample,
                 state=state,
@@ -189,38 +191,38 @@ class ModelDrafter:
         return None
 
 
-_draft_texts: WeakKeyDictionary[Session, weakref.ref[DraftTexts]] = WeakKeyDictionary()
-_sharing = threading.Lock()
+_draft_sequences: WeakKeyDictionary[Session, weakref.ref[DraftSequences]] = WeakKeyDictionary()
+_registry_lock = threading.Lock()
 
 
-def _shared_texts(model: Session) -> DraftTexts:
-    """The texts of a draft model: the same ones for all who draft with it at the same time. They
-    are kept by those who use them, and by what `speculate="model:PATH"` has loaded."""
-    root = _root(model)
-    with _sharing:
-        known = _draft_texts.get(root)
-        texts = None if known is None else known()
+def _shared_sequences(model: Session) -> DraftSequences:
+    """The sequences of a draft model, shared by all its drafters. Kept alive by those drafters and
+    by the factory that `speculate="model:PATH"` has loaded."""
+    root = _base_session(model)
+    with _registry_lock:
+        reference = _draft_sequences.get(root)
+        texts = None if reference is None else reference()
         if texts is None:
-            texts = DraftTexts(model)
-            _draft_texts[root] = weakref.ref(texts)
+            texts = DraftSequences(model)
+            _draft_sequences[root] = weakref.ref(texts)
         return texts
 
 
-def _root(model: Session) -> Session:
-    """The model itself, where this is a view of it with an adapter."""
+def _base_session(model: Session) -> Session:
+    """The base model, if this is a view of it with an adapter."""
     while model.seen_of is not None:
         model = model.seen_of
     return model
 
 
 def check_same_vocabulary(draft: Session, target: Session) -> None:
-    """A model can draft for another only if their token ids mean the same."""
-    theirs, ours = _vocabulary(draft), _vocabulary(target)
-    if (theirs is None) != (ours is None):
+    """Raise `SettingsError` unless both models have the same token ids."""
+    draft_tokens, target_tokens = _vocabulary(draft), _vocabulary(target)
+    if (draft_tokens is None) != (target_tokens is None):
         raise SettingsError(
             "the draft model and the model cannot be compared: one of them has no vocabulary"
         )
-    if theirs is None or ours is None:
+    if draft_tokens is None or target_tokens is None:
         sizes = draft.config.vocab_size, target.config.vocab_size
         if sizes[0] != sizes[1]:
             raise SettingsError(
@@ -228,16 +230,17 @@ def check_same_vocabulary(draft: Session, target: Session) -> None:
                 f"{sizes[1]:,}; a draft model needs the same vocabulary"
             )
         return
-    if len(theirs) != len(ours):
+    if len(draft_tokens) != len(target_tokens):
         raise SettingsError(
-            f"the draft model's vocabulary has {len(theirs):,} tokens and the model's "
-            f"{len(ours):,}; a draft model needs the same vocabulary"
+            f"the draft model's vocabulary has {len(draft_tokens):,} tokens and the model's "
+            f"{len(target_tokens):,}; a draft model needs the same vocabulary"
         )
-    for token in range(len(ours)):
-        if theirs.token_bytes(token) != ours.token_bytes(token):
+    for token in range(len(target_tokens)):
+        if draft_tokens.token_bytes(token) != target_tokens.token_bytes(token):
             raise SettingsError(
-                f"token {token} is {theirs.token_text(token)!r} to the draft model and "
-                f"{ours.token_text(token)!r} to the model; a draft model needs the same vocabulary"
+                f"token {token} is {draft_tokens.token_text(token)!r} to the draft model and "
+                f"{target_tokens.token_text(token)!r} to the model; a draft model needs the same "
+                "vocabulary"
             )
 
 
@@ -248,18 +251,18 @@ def _vocabulary(model: Session) -> Any:
         return None
 
 
-# -- from words to drafters ------------------------------------------------------------------
+# -- drafters by name ------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Loaded:
-    """What one word for `speculate` stands for, once it is loaded."""
+class _LoadedDrafter:
+    """The drafter factory of one `speculate` string, once loaded."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     maker: DraftMaker | None = None
 
 
-_makers: WeakKeyDictionary[Session, dict[str, _Loaded]] = WeakKeyDictionary()
+_makers: WeakKeyDictionary[Session, dict[str, _LoadedDrafter]] = WeakKeyDictionary()
 
 
 def make_drafter(
@@ -267,27 +270,27 @@ def make_drafter(
     lm: Session,
     load: Callable[[str], Session] | None = None,
 ) -> Drafter | DraftMaker | None:
-    """What `Request.drafter` takes, from what a caller gave as `speculate`.
+    """Convert the `speculate` option to what `Request.drafter` takes.
 
-    A word (see `drafter_from`; what it loads is kept with the model), a function from a request to
-    a drafter, or a drafter, which can serve one text only.
+    A string (see `drafter_from`; what it loads is cached with the model), a function from a request
+    to a drafter, or a drafter, which can serve only one text.
     """
     if speculate is None or callable(speculate):
         return speculate
     if not isinstance(speculate, str):
         if callable(getattr(speculate, "propose", None)) and hasattr(speculate, "learn"):
             return speculate
-        raise SettingsError(f"speculate is {speculate!r}; it may be {KINDS}, or a drafter")
-    root = _root(lm)
-    with _sharing:
-        loaded = _makers.setdefault(root, {}).setdefault(speculate, _Loaded())
-    with loaded.lock:  # of this word alone: loading one model holds up no other request
+        raise SettingsError(f"speculate is {speculate!r}; it must be {KINDS}, or a drafter")
+    root = _base_session(lm)
+    with _registry_lock:
+        loaded = _makers.setdefault(root, {}).setdefault(speculate, _LoadedDrafter())
+    with loaded.lock:  # per string: loading one model does not block other requests
         if loaded.maker is None:
             try:
                 loaded.maker = drafter_from(speculate, lm, load)
             finally:
                 if loaded.maker is None:
-                    with _sharing:
+                    with _registry_lock:
                         _makers[root].pop(speculate, None)
         return loaded.maker
 
@@ -306,24 +309,24 @@ def drafter_from(
     if kind == "lookup":
         return lambda request: AdaptiveDrafter(PromptLookup(most=most), longest=most)
     if load is None:
-        raise SettingsError(f"speculate is {spec!r}, and there is nothing to load models with")
+        raise SettingsError(f"speculate is {spec!r}, but models cannot be loaded here")
     model = load(what)
     check_same_vocabulary(model, lm)
-    texts = _shared_texts(model)  # kept from request to request
+    texts = _shared_sequences(model)  # kept from request to request
 
-    def make(request: Request, texts: DraftTexts = texts) -> Drafter:
+    def make(request: Request, texts: DraftSequences = texts) -> Drafter:
         return AdaptiveDrafter(ModelDrafter(model, request, most=most), longest=most)
 
     return make
 
 
 def check_drafter(spec: str) -> tuple[str, str, int]:
-    """What a word for `speculate` says: the kind, the file or model, the longest draft."""
+    """Parse a `speculate` string into kind, file or model, and maximum draft length."""
     kind, _, what = spec.partition(":")
-    what, most = _with_count(what, spec)
+    what, most = _split_count(what, spec)
     needs = {"lookup": False, "model": True, "head": bool(what)}
     if needs.get(kind) != bool(what):
-        raise SettingsError(f"speculate is {spec!r}; it may be {KINDS}")
+        raise SettingsError(f"speculate is {spec!r}; it must be {KINDS}")
     if kind == "head" and what:
         from unspool.decoding.heads.files import head_folder
 
@@ -331,11 +334,11 @@ def check_drafter(spec: str) -> tuple[str, str, int]:
     return kind, what, most
 
 
-def _with_count(what: str, spec: str) -> tuple[str, int]:
-    """Take the number off the end: `PATH:8` is (`PATH`, 8)."""
+def _split_count(what: str, spec: str) -> tuple[str, int]:
+    """Split off the number at the end: `PATH:8` is (`PATH`, 8)."""
     before, _, count = what.rpartition(":")
     if not (count.isascii() and count.isdigit()):
         return what, LONGEST
     if int(count) < 1:
-        raise SettingsError(f"speculate is {spec!r}; the longest draft has at least 1 token")
+        raise SettingsError(f"speculate is {spec!r}; the maximum draft length must be at least 1")
     return before, int(count)

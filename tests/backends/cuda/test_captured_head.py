@@ -19,8 +19,8 @@ from unspool.decoding.controller import FixedShape
 from unspool.decoding.heads import captured
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import Shape, grow
-from unspool.decoding.heads.own import OwnHead
+from unspool.decoding.heads.growing import Shape, build_draft
+from unspool.decoding.heads.own import UnspoolHead
 
 pytest.importorskip("triton")
 
@@ -49,8 +49,8 @@ def own(lm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def both(lm: Any, own: Path) -> list[Any]:
     quick = load_head(own, lm)
-    assert isinstance(quick, captured.CapturedHead)
-    return [quick, OwnHead(read_head(own), lm.model, lm.model.device)]
+    assert isinstance(quick, captured.CudaHead)
+    return [quick, UnspoolHead(read_head(own), lm.model, lm.model.device)]
 
 
 def vectors(head: Any, count: int) -> Any:
@@ -67,8 +67,8 @@ def read(head: Any, text: list[int]) -> Any:
 
 def guesses(context: Any, tokens: list[int], ids: Any, most: int = 1) -> list[list[int]]:
     """A chain, and a tree."""
-    tree: Any = grow(context, tokens, ids, Shape(9, width=3, depth=3), 0.7)
-    return [grow(context, tokens, ids, Shape(most), 0.7), [*tree.tokens, *tree.parents]]  # type: ignore[list-item]
+    tree: Any = build_draft(context, tokens, ids, Shape(9, width=3, depth=3), 0.7)
+    return [build_draft(context, tokens, ids, Shape(most), 0.7), [*tree.tokens, *tree.parents]]  # type: ignore[list-item]
 
 
 def test_what_it_guesses(lm: Any, own: Path):
@@ -77,7 +77,7 @@ def test_what_it_guesses(lm: Any, own: Path):
     ours_, theirs = (guesses(context, TEXT[:90], heads[0].ids, 3) for context in (quick, slow))
     assert ours_ == theirs
     found = list(quick.chain(TEXT[:90], 1, 0.7))
-    logits = slow.expand([captured.Node(TEXT[89])], TEXT[:90])[0].astype(np.float64) / 0.7
+    logits = slow.expand([captured.DraftNode(TEXT[89])], TEXT[:90])[0].astype(np.float64) / 0.7
     chances = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     assert found[0][0] == heads[1].ids[chances.argmax()]
     assert found[0][1] == pytest.approx(chances.max(), abs=1e-3)
@@ -94,7 +94,7 @@ def test_a_few_positions_at_a_time_and_back(lm: Any, own: Path):
         quick, slow = (guesses(c, TEXT[: last + 1], heads[0].ids) for c in contexts)
         assert quick == slow
     for context in contexts:
-        context.cut(30)  # and a gap, which has no keys
+        context.truncate(30)  # and a gap, which has no keys
         context.read(np.arange(33, 37), seen[:, 33:37], TEXT[34:38])
     quick, slow = (guesses(context, TEXT[:38], heads[0].ids) for context in contexts)
     assert quick == slow
@@ -102,8 +102,8 @@ def test_a_few_positions_at_a_time_and_back(lm: Any, own: Path):
 
 @pytest.mark.slow
 def test_several_texts_take_turns(lm: Any, own: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each is put by while another is drafted for, also when the room must grow."""
-    monkeypatch.setattr(captured, "_FIRST_ROOM", 64)
+    """Each is put by while another is drafted for, also when the room must build_draft."""
+    monkeypatch.setattr(captured, "_FIRST_CAPACITY", 64)
     head = both(lm, own)[0]
     texts = [TEXT[:30], TEXT[3:130]]
     alone = [guesses(read(head, text), text, head.ids) for text in texts]
@@ -170,9 +170,9 @@ def test_pinned_memory_is_not_written_before_it_was_read() -> None:
             self.synchronized += 1
 
     sent = captured.PinnedInput(4, torch.device("cpu"))
-    sent._sent = event = Event()  # type: ignore[assignment]
+    sent._copy_done = event = Event()  # type: ignore[assignment]
     for number in range(3):
         sent.writable()[:] = number
         assert (event.synchronized, event.recorded) == (number + 1, number)
         sent.send()
-        assert event.recorded == number + 1 and sent.there.tolist() == [number] * 4
+        assert event.recorded == number + 1 and sent.device_tensor.tolist() == [number] * 4

@@ -1,4 +1,4 @@
-"""The arithmetic of drafting heads, for arrays of numpy and tensors of torch alike."""
+"""Array operations of drafting heads that work on numpy arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-Array = Any  # of numpy, or a tensor
+Array = Any  # a numpy array or a torch tensor
 
 
-def normed(x: Array, weight: Array, epsilon: float) -> Array:
+def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     """RMSNorm."""
     return x / ((x * x).mean(-1, keepdims=True) + epsilon) ** 0.5 * weight
 
@@ -18,24 +18,24 @@ def silu(x: Array) -> Array:
     return x / (1.0 + _exp(-x))
 
 
-def turned(x: Array, cosine: Array, sine: Array) -> Array:
-    """Heads [n, heads, width] turned by the angles of their positions [n, width / 2]."""
+def apply_rope(x: Array, cosine: Array, sine: Array) -> Array:
+    """Apply RoPE to heads [n, heads, width] with cos and sin tables [n, width / 2]."""
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
     cosine, sine = cosine[:, None], sine[:, None]
-    return joined([a * cosine - b * sine, b * cosine + a * sine], -1)
+    return concat([a * cosine - b * sine, b * cosine + a * sine], -1)
 
 
-def attended(query: Array, keys: Array, values: Array) -> Array:
-    """What queries [n, heads, width] gather from keys and values [n, t, key heads, width], or
-    [t, key heads, width] for all of them: [n, heads * width]."""
+def attention(query: Array, keys: Array, values: Array) -> Array:
+    """Attention of queries [n, heads, width] over keys and values [n, t, kv heads, width], or
+    [t, kv heads, width] shared by all; returns [n, heads * width]."""
     count, heads, width = query.shape
-    kept = keys.shape[-2]
-    grouped = query.reshape(count, kept, heads // kept, width)
-    each = keys.swapaxes(-3, -2)  # [..., key heads, t, width]
-    scores = grouped @ each.swapaxes(-1, -2) / width**0.5
-    found = softmax(scores) @ values.swapaxes(-3, -2)
-    return found.reshape(count, heads * width)
+    kv_heads = keys.shape[-2]
+    grouped = query.reshape(count, kv_heads, heads // kv_heads, width)
+    per_head = keys.swapaxes(-3, -2)  # [..., key heads, t, width]
+    scores = grouped @ per_head.swapaxes(-1, -2) / width**0.5
+    mixed = softmax(scores) @ values.swapaxes(-3, -2)
+    return mixed.reshape(count, heads * width)
 
 
 def softmax(x: Array) -> Array:
@@ -44,8 +44,8 @@ def softmax(x: Array) -> Array:
     return grown / grown.sum(-1, keepdims=True)
 
 
-def joined(parts: list[Array], axis: int) -> Array:
-    """What lies on a device stays there, and the rest is brought to it."""
+def concat(parts: list[Array], axis: int) -> Array:
+    """Concatenate; if any part is on a device, the others are moved there."""
     if len(parts) == 1:
         return parts[0]
     device = next((part.device for part in parts if not isinstance(part, np.ndarray)), None)
@@ -53,25 +53,25 @@ def joined(parts: list[Array], axis: int) -> Array:
         return np.concatenate(parts, axis)
     import torch
 
-    return torch.cat([on(device)(part) for part in parts], axis)
+    return torch.cat([to_device(device)(part) for part in parts], axis)
 
 
 def _exp(x: Array) -> Array:
     return np.exp(x) if isinstance(x, np.ndarray) else x.exp()
 
 
-def on(device: Any) -> Any:
-    """What puts an array where the arithmetic is done; None: it stays one of numpy."""
+def to_device(device: Any) -> Any:
+    """Build the function that moves an array to a device; None: leave it as a numpy array."""
     if device is None:
         return lambda array: array
     import torch
 
-    def put(array: Array) -> Array:
-        there = torch.from_numpy(np.array(array)) if isinstance(array, np.ndarray) else array
-        return there.to(device).float()
+    def transfer(array: Array) -> Array:
+        tensor = torch.from_numpy(np.array(array)) if isinstance(array, np.ndarray) else array
+        return tensor.to(device).float()
 
-    return put
+    return transfer
 
 
-def host(array: Array) -> Any:
+def to_host(array: Array) -> Any:
     return array if isinstance(array, np.ndarray) else array.float().cpu().numpy()

@@ -1,15 +1,14 @@
-"""A drafting head as files: `config.json` and `head.safetensors` in a folder.
+"""File format of a drafting head: a folder with `config.json` and `head.safetensors`.
 
     {"format": "unspool-draft-head", "version": 1,
      "name": ..., "base": "SmolLM2-135M-Instruct", "fingerprint": "of the base model's weights",
-     "layers": [2, 11, 20, 27],              the vectors it reads: n is the one before layer n
+     "layers": [2, 11, 20, 27],              hidden states it reads: n is the input of layer n
      "width": 576, "heads": 9, "kv_heads": 3, "head_width": 64, "ff_width": 1536,
      "words": 4, "word_width": 256, "mix_width": 512,
      "rope_theta": 100000.0, "norm_eps": 1e-05, "weights": "Q4_1"}
 
-`ids` are the tokens that it can propose. Matrices of 4 or 8 bits are bytes [rows, bytes of a row],
-in the blocks that GGUF files have (Q4_1, Q8_0): so kernels take them as they are. What each is for
-is in `own.py`.
+`ids` are the tokens that it can propose. Matrices of 4 or 8 bits are stored as bytes [rows, bytes
+per row] in GGUF blocks (Q4_1, Q8_0), which the kernels use directly. `own.py` uses the weights.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from unspool.model.stored import Stored
 
 FORMAT, VERSION = "unspool-draft-head", 1
 WEIGHTS = "head.safetensors"
-BLOCKS = {"Q4_1": 20, "Q8_0": 34}  # bytes of 32 numbers
+BLOCKS = {"Q4_1": 20, "Q8_0": 34}  # bytes per 32 weights
 SHIPPED = Path(__file__).parent / "shipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """What a head of our own format is."""
+    """Configuration of a head in Unspool's format."""
 
     name: str
     base: str
@@ -54,7 +53,7 @@ class HeadConfig:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The matrices, [outputs, inputs]."""
+        """Shapes of the matrices: [outputs, inputs]."""
         width, inner = self.width, self.heads * self.head_width
         return {
             "features.fuse": (width, width * len(self.layers)),
@@ -74,7 +73,7 @@ class HeadConfig:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The vectors, each as wide as the model."""
+        """Names of the norm vectors, each as wide as the model."""
         fused = tuple(f"features.norm.{number}" for number in range(len(self.layers)))
         return (*fused, "context.norm", "join.state.norm", "join.word.norm", "attention.norm",
                 "feed.norm", "words.norm", "mix.norm", "final.norm")  # fmt: skip
@@ -82,7 +81,7 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """A head as it was read."""
+    """The contents of a head's folder."""
 
     config: HeadConfig
     matrices: dict[str, Stored]
@@ -91,80 +90,81 @@ class HeadFiles:
 
 
 def head_folder(name: str) -> Path:
-    """The folder of a head that somebody named."""
+    """Check that a head's folder exists."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise SettingsError(f"{folder} is not a folder; name the one that a head was saved in")
+        raise SettingsError(f"{folder} is not a folder; give the folder of a drafting head")
     return folder
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a head, whichever kind it is of."""
+    """Read the `config.json` of a head of any format."""
     path = folder / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SettingsError(
-            f"{folder} is no drafting head: it has no config.json; name the folder that a head was "
-            "saved in"
+            f"{folder} is not a drafting head: it has no config.json; give the folder of one"
         ) from None
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise ModelFileError(f"{path} is not the description of a drafting head")
-    return found
+    if not isinstance(config, dict):
+        raise ModelFileError(f"{path} is not the configuration of a drafting head")
+    return config
 
 
-def parse_config(found: dict[str, Any], folder: Path) -> HeadConfig:
-    if found.get("format") != FORMAT or found.get("version") != VERSION:
+def parse_config(raw: dict[str, Any], folder: Path) -> HeadConfig:
+    if raw.get("format") != FORMAT or raw.get("version") != VERSION:
         raise ModelFileError(
-            f"{folder}: config.json is of no kind of drafting head that is known here "
-            f"({FORMAT} {VERSION}, or EAGLE-3 in the format of speculators)"
+            f"{folder}: config.json has an unknown format; supported are {FORMAT} {VERSION}, and "
+            "EAGLE-3 in the format of speculators"
         )
     names = [field.name for field in fields(HeadConfig)]
-    lacking = [name for name in names if name not in found]
-    if lacking:
-        raise ModelFileError(f"{folder}: config.json does not say {lacking[0]!r}")
-    values = {name: found[name] for name in names}
+    missing = [name for name in names if name not in raw]
+    if missing:
+        raise ModelFileError(f"{folder}: config.json has no {missing[0]!r}")
+    values = {name: raw[name] for name in names}
     values["layers"] = tuple(values["layers"])
     config = HeadConfig(**values)
     numbers = [getattr(config, name) for name in names[4:12]] + list(config.layers)
     if not all(type(number) is int and 0 <= number < 1 << 20 for number in numbers):
-        raise ModelFileError(f"{folder}: config.json has a number that no head can have")
+        raise ModelFileError(f"{folder}: config.json has a number out of range")
     return config
 
 
 def read_head(folder: Path) -> HeadFiles:
-    """The head in a folder; everything that is used is checked against what it says it is."""
+    """Read the head in a folder; checks the shape of every tensor."""
     config = parse_config(read_json(folder), folder)
     file = SafetensorsFile(folder / WEIGHTS)
 
-    def must(name: str) -> str:
+    def require(name: str) -> str:
         if name not in file.tensors:
-            raise ModelFileError(f"{file.path}: has no {name}; the head is not complete")
+            raise ModelFileError(f"{file.path}: has no {name}; the head is incomplete")
         return name
 
-    def misfit(name: str, shape: tuple[int, ...]) -> ModelFileError:
-        return ModelFileError(f"{file.path}: {name} is not {' x '.join(map(str, shape))} numbers")
+    def shape_error(name: str, shape: tuple[int, ...]) -> ModelFileError:
+        return ModelFileError(
+            f"{file.path}: {name} require have the shape {' x '.join(map(str, shape))}"
+        )
 
     matrices = {}
     for name, shape in config.shapes.items():
-        if file.tensors[must(name)].type == "U8":
+        if file.tensors[require(name)].type == "U8":
             rows, columns = shape
             bytes_of_row = columns // 32 * BLOCKS.get(config.weights, 0)
             if columns % 32 or file.tensors[name].shape != (rows, bytes_of_row):
-                raise misfit(name, shape)
+                raise shape_error(name, shape)
             matrices[name] = Stored(config.weights, file.whole_numbers(name), shape)
         else:
             matrices[name] = file.stored(name)
             if matrices[name].shape != shape:
-                raise misfit(name, shape)
+                raise shape_error(name, shape)
     norms = {}
     for name in config.norms:
-        norms[name] = file.stored(must(name)).float32()
+        norms[name] = file.stored(require(name)).float32()
         if norms[name].shape != (config.width,):
-            raise misfit(name, (config.width,))
-    ids = file.whole_numbers(must("ids")).astype(np.int64)
+            raise shape_error(name, (config.width,))
+    ids = file.whole_numbers(require("ids")).astype(np.int64)
     if ids.ndim != 1 or not len(ids) or int(ids.min()) < 0:
-        raise ModelFileError(f"{file.path}: ids are not the numbers of tokens")
+        raise ModelFileError(f"{file.path}: ids require be a list of token ids")
     return HeadFiles(config, matrices, norms, ids)

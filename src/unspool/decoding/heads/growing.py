@@ -1,10 +1,10 @@
-"""From a head's logits to a draft: the likeliest token again and again, or a small tree.
+"""Build a draft from a head's logits: a greedy chain, or a small tree.
 
-A chain ends where it is no longer likely enough to be worth checking.
+A chain ends where it is no longer likely enough to be worth verifying.
 
-A tree grows level by level: at each, the likeliest nodes so far are asked what follows them, all in
-one run of the head. Of all nodes found the likeliest are kept, by the product of the probabilities
-on the way to each; a node is never likelier than the one it stands behind, so they hang together.
+A tree is built level by level: the likeliest nodes so far are expanded in one run of the head. Of
+all nodes the likeliest are kept, by the product of the probabilities on the path. A node is never
+likelier than its parent, so the result is connected.
 """
 
 from __future__ import annotations
@@ -21,136 +21,136 @@ from unspool.engine.request import DraftTree
 
 
 @dataclass(slots=True, eq=False)
-class Node:
-    """A token that may come, behind another node or (parent None) the last token of the text."""
+class DraftNode:
+    """A drafted token; the root (parent None) is the last token of the text."""
 
     token: int
-    parent: Node | None = None
+    parent: DraftNode | None = None
     depth: int = 0
-    score: float = 0.0  # log-probability of all guesses up to this one
-    state: Any = field(default=None, repr=False)  # what the head made of it
+    score: float = 0.0  # log-probability of the path
+    state: Any = field(default=None, repr=False)  # the head's state after this token
 
 
-class Context(Protocol):
-    """One text as a head sees it: what it has read, and what it says comes next."""
+class HeadContext(Protocol):
+    """The state of a head for one text: the positions it has read."""
 
     def __len__(self) -> int: ...
 
     def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
-        """Take in positions: the model's vectors [layers, n, width], the token behind each."""
+        """Read positions: the model's hidden states [layers, n, width], and each next token."""
 
-    def cut(self, count: int) -> None:
-        """Keep only the first `count` of the positions that were read."""
+    def truncate(self, count: int) -> None:
+        """Keep only the first `count` positions."""
 
-    def fork(self, count: int) -> Context:
-        """Another text that begins alike: with the first `count` positions that were read here."""
+    def fork(self, count: int) -> HeadContext:
+        """Return the context of another text that shares the first `count` positions."""
 
-    def expand(self, nodes: list[Node], tokens: Sequence[int]) -> Floats:
-        """Logits of what follows each node, where the text has these tokens; sets their states."""
+    def expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Floats:
+        """Logits of the token after each node; sets the nodes' states."""
 
 
-class Head(Protocol):
-    """A head with its weights, for any number of texts."""
+class DraftHead(Protocol):
+    """A drafting head with its weights, for any number of texts."""
 
     name: str
     layers: tuple[int, ...]
-    ids: Ints  # the tokens that its logits are for
+    ids: Ints  # the token of each logit
 
-    def context(self) -> Context: ...
+    def context(self) -> HeadContext: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a draft is: a chain where `width` is 1."""
+    """Size of a draft; with `width` 1 a chain, else a tree."""
 
-    nodes: int  # in all
-    width: int = 1  # nodes that are asked at each level
-    depth: int = 0  # levels; 0: as many as nodes
-    sure: float = 0.0  # a chain ends where all its guesses together are less likely than this
+    nodes: int  # total
+    width: int = 1  # nodes expanded per level
+    depth: int = 0  # number of levels; 0: as many as nodes
+    min_probability: float = 0.0  # a chain ends where its joint probability falls below this
 
     @property
     def levels(self) -> int:
         return self.depth or self.nodes
 
     def within(self, levels: int) -> Shape:
-        """The same, with so many levels at the most."""
+        """The same shape with at most `levels` levels."""
         if self.width == 1:
-            return Shape(min(self.nodes, levels), sure=self.sure)
+            return Shape(min(self.nodes, levels), min_probability=self.min_probability)
         return Shape(self.nodes, self.width, min(self.levels, levels))
 
 
-def grow(
-    context: Context, tokens: Sequence[int], ids: Ints, shape: Shape, temperature: float
+def build_draft(
+    context: HeadContext, tokens: Sequence[int], ids: Ints, shape: Shape, temperature: float
 ) -> DraftTree | list[int]:
-    """A draft of this shape behind these tokens."""
+    """Build a draft of this shape after these tokens."""
     if shape.width == 1:
-        chain = getattr(context, "chain", None)  # a head may guess a whole chain in one run
+        chain = getattr(context, "chain", None)  # a head may draft a whole chain in one run
         if chain is None:
             guesses = _chain(context, tokens, ids, shape.levels, temperature)
         else:
             guesses = chain(tokens, shape.levels, temperature)
-        return _sure_enough(guesses, shape.sure)
-    level, every = [Node(int(tokens[-1]))], list[Node]()
+        return _while_likely(guesses, shape.min_probability)
+    level, all_nodes = [DraftNode(int(tokens[-1]))], list[DraftNode]()
     for depth in range(1, shape.levels + 1):
         logits = context.expand(level, tokens)
-        found = [
-            Node(int(ids[place]), node, depth, node.score + chance)
+        candidates = [
+            DraftNode(int(ids[place]), node, depth, node.score + logprob)
             for node, row in zip(level, logits, strict=True)
-            for place, chance in _best(row, shape.width, temperature)
+            for place, logprob in _top_logprobs(row, shape.width, temperature)
         ]
-        found.sort(key=lambda node: -node.score)
-        every += found
-        level = found[: shape.width]
-    every.sort(key=lambda node: -node.score)  # stable: a node stays behind its parent
-    kept = every[: shape.nodes]
-    number: dict[Node | None, int] = {node: place for place, node in enumerate(kept)}
-    parents = [number.get(node.parent, -1) for node in kept]
-    return DraftTree([node.token for node in kept], parents)
+        candidates.sort(key=lambda node: -node.score)
+        all_nodes += candidates
+        level = candidates[: shape.width]
+    all_nodes.sort(key=lambda node: -node.score)  # stable: parents stay before their children
+    selected = all_nodes[: shape.nodes]
+    number: dict[DraftNode | None, int] = {node: place for place, node in enumerate(selected)}
+    parents = [number.get(node.parent, -1) for node in selected]
+    return DraftTree([node.token for node in selected], parents)
 
 
 def _chain(
-    context: Context, tokens: Sequence[int], ids: Ints, levels: int, temperature: float
+    context: HeadContext, tokens: Sequence[int], ids: Ints, levels: int, temperature: float
 ) -> Iterator[tuple[int, float]]:
-    """The likeliest token again and again; nothing is computed before it is asked for."""
-    node = Node(int(tokens[-1]))
+    """Draft greedily; each token is computed only when requested."""
+    node = DraftNode(int(tokens[-1]))
     for depth in range(1, levels + 1):
         (logits,) = context.expand([node], tokens)
-        ((place, chance),) = _best(logits, 1, temperature)
-        node = Node(int(ids[place]), node, depth)
-        yield node.token, chance
+        ((place, logprob),) = _top_logprobs(logits, 1, temperature)
+        node = DraftNode(int(ids[place]), node, depth)
+        yield node.token, logprob
 
 
-def _sure_enough(guesses: Iterator[tuple[int, float]], sure: float) -> list[int]:
-    """Up to where all of them together are less likely than this."""
-    found, score = list[int](), 0.0
-    for token, chance in guesses:
-        score += chance
-        if sure and score < math.log(sure):
+def _while_likely(guesses: Iterator[tuple[int, float]], min_probability: float) -> list[int]:
+    """Take tokens while their joint probability is at least `min_probability`."""
+    kept_tokens, score = list[int](), 0.0
+    for token, logprob in guesses:
+        score += logprob
+        if min_probability and score < math.log(min_probability):
             break
-        found.append(token)
-    return found
+        kept_tokens.append(token)
+    return kept_tokens
 
 
-def _best(logits: Floats, count: int, temperature: float) -> list[tuple[int, float]]:
-    """The likeliest places, with log-probabilities."""
+def _top_logprobs(logits: Floats, count: int, temperature: float) -> list[tuple[int, float]]:
+    """The likeliest indices with their log-probabilities."""
     most = float(logits.max())
-    near = np.flatnonzero(logits > most - 8 * temperature)  # of the others not even the sum matters
+    near = np.flatnonzero(logits > most - 8 * temperature)  # the others do not matter, even summed
     scaled = (logits[near] - most) / temperature
     total = float(np.log(np.exp(scaled).sum()))
     order = np.argsort(-scaled, kind="stable")[:count]
     return [(int(near[place]), float(scaled[place]) - total) for place in order]
 
 
-def last_tokens(node: Node, tokens: Sequence[int], count: int) -> list[int]:
-    """The last tokens up to a node, itself first; the first of a text that has too few stands for
-    those that it lacks."""
-    found: list[int] = []
-    here: Node | None = node
-    while here is not None and here.parent is not None:
-        found.append(here.token)
-        here = here.parent
+def last_tokens(node: DraftNode, tokens: Sequence[int], count: int) -> list[int]:
+    """The last `count` tokens up to a node, most recent first; short texts repeat their first
+    token."""
+    recent: list[int] = []
+    current: DraftNode | None = node
+    while current is not None and current.parent is not None:
+        recent.append(current.token)
+        current = current.parent
     back = 1
-    while len(found) < count:
-        found.append(int(tokens[max(-back, -len(tokens))]))
+    while len(recent) < count:
+        recent.append(int(tokens[max(-back, -len(tokens))]))
         back += 1
-    return found[:count]
+    return recent[:count]

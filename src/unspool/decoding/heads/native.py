@@ -1,8 +1,8 @@
-"""A head of our own format on the native kernels: `own.py` step by step, in three short programs.
+"""Drafting heads in Unspool's format on the CPU kernels: `own.py` as three short programs.
 
-`read` fuses the model's vectors and makes keys and values of them, `words` projects the last tokens
-for the mixture, `draft` runs one token of each of several nodes. Keys and values are turned and put
-into pages here, so that positions that nobody showed us simply have none.
+The first fuses hidden states and computes keys and values, the second projects embeddings for the
+mixture of the last tokens, the third drafts one token for each of several nodes. RoPE and the page
+layout are done here, so positions that were not read have no keys.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from unspool.backends.cpu.packing import Packed, pack, pack_all
 from unspool.backends.cpu.plan import Operation, Plan
 from unspool.backends.cpu.program import PagedFloats, Program, Tokens
 from unspool.backends.step import Floats, Ints
-from unspool.decoding.heads.arrays import turned
+from unspool.decoding.heads.arrays import apply_rope
 from unspool.decoding.heads.files import HeadConfig, HeadFiles
-from unspool.decoding.heads.growing import Node, last_tokens
-from unspool.decoding.heads.own import chosen_rows
+from unspool.decoding.heads.growing import DraftNode, last_tokens
+from unspool.decoding.heads.own import gather_rows
 from unspool.model.positions import Rotary
 from unspool.model.stored import Stored
 
-ROWS = 64  # most that a program takes at once
-_KNOWN_WORDS = 4096  # projections that are kept
+ROWS = 64  # maximum of a program run
+_CACHED_PROJECTIONS = 4096  # tokens
 
 
-class NativeHead:
-    """A head of our own format beside a model of the native backend, whose embedding it uses."""
+class CpuHead:
+    """A head for a model of the CPU backend; it uses the model's embedding."""
 
     def __init__(self, files: HeadFiles, model: CpuModel, context: int) -> None:
         self.config = config = files.config
         self.name, self.layers, self.ids = config.name, config.layers, files.ids
         model.wait()
-        rows = Stored.of(chosen_rows(model, "head.weight", files.ids))
+        rows = Stored.of(gather_rows(model, "head.weight", files.ids))
         matrices: dict[str, Packed] = pack_all(files.matrices, threads=model.threads)
         matrices["head"] = pack(rows, store="8", threads=model.threads)
         matrices["embed"] = model.packed["embed.weight"]
-        everywhere = np.arange(context + ROWS)
-        way = Rotary(width=config.head_width, base=config.rope_theta)
-        self.cosine, self.sine = way.tables(everywhere, 0)
+        positions = np.arange(context + ROWS)
+        rotary = Rotary(width=config.head_width, base=config.rope_theta)
+        self.cosine, self.sine = rotary.tables(positions, 0)
 
         def program(plan: Plan, *shared: str) -> Program:
             return Program(
@@ -50,53 +50,53 @@ class NativeHead:
             )  # fmt: skip
 
         plans = _Plans(model, config, len(files.ids))
-        self.reading = program(plans.reading(), "features", "fused", "keys_values")
-        self.projecting = program(plans.projecting(), "words")
-        self.drafting = program(plans.drafting(), "state", "earlier", "x", "words", "logits")
+        self.read_program = program(plans.read(), "features", "fused", "keys_values")
+        self.project_program = program(plans.project(), "words")
+        self.draft_program = program(plans.draft(), "state", "earlier", "x", "words", "logits")
         self._projected: dict[int, Floats] = {}
         self._embedding = PagedFloats(config.kv_heads, config.head_width, self.cosine, self.sine)
         self._embedding.write(0, *(np.zeros((1, config.kv_heads, config.head_width), "f4"),) * 2)
 
-    def context(self) -> NativeContext:
-        return NativeContext(self)
+    def context(self) -> CpuHeadContext:
+        return CpuHeadContext(self)
 
     def projected(self, token: int) -> Floats:
-        """What a token says to the mixture, for each place it may stand in."""
-        found = self._projected.get(token)
-        if found is None:
-            given = Tokens(np.array([token]), np.zeros(1, np.int64), 1, 1)
-            self.projecting.run_tokens(given, self._embedding)
-            found = self.remember(token, self.projecting.buffers["words"][0])
-        return found
+        """Projection of a token for the mixture, for each position it may have in it."""
+        projection = self._projected.get(token)
+        if projection is None:
+            batch = Tokens(np.array([token]), np.zeros(1, np.int64), 1, 1)
+            self.project_program.run_tokens(batch, self._embedding)
+            projection = self.cache_projection(token, self.project_program.buffers["words"][0])
+        return projection
 
-    def remember(self, token: int, projection: Floats) -> Floats:
-        if len(self._projected) >= _KNOWN_WORDS:
+    def cache_projection(self, token: int, projection: Floats) -> Floats:
+        if len(self._projected) >= _CACHED_PROJECTIONS:
             self._projected.clear()
-        found = self._projected[token] = projection.copy()
-        return found
+        stored = self._projected[token] = projection.copy()
+        return stored
 
 
-class NativeContext:
-    """One text as the head sees it."""
+class CpuHeadContext:
+    """The state of the head for one text."""
 
-    def __init__(self, head: NativeHead) -> None:
+    def __init__(self, head: CpuHead) -> None:
         config = head.config
         self._head, self._length = head, 0
         self._fused = np.empty((64, config.width), np.float32)
         self._memory = PagedFloats(config.kv_heads, config.head_width, head.cosine, head.sine)
         zeros = np.zeros((1, config.kv_heads, config.head_width), np.float32)
-        self._memory.write(0, zeros, zeros)  # what a query looks at that finds nothing
+        self._memory.write(0, zeros, zeros)  # attention sink
 
     def __len__(self) -> int:
         return self._length
 
-    def cut(self, count: int) -> None:
+    def truncate(self, count: int) -> None:
         self._length = min(self._length, count)
 
-    def fork(self, count: int) -> NativeContext:
+    def fork(self, count: int) -> CpuHeadContext:
         other = copy.copy(self)
         other._fused, other._memory = self._fused[: count + 64].copy(), self._memory.copy(count + 1)
-        other.cut(count)
+        other.truncate(count)
         return other
 
     def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
@@ -104,26 +104,26 @@ class NativeContext:
             self._read(positions[start : start + ROWS], vectors[:, start : start + ROWS])
 
     def _read(self, positions: Ints, vectors: Floats) -> None:
-        head, count, at = self._head, len(positions), self._length
-        config, buffers = head.config, head.reading.buffers
+        head, count, length = self._head, len(positions), self._length
+        config, buffers = head.config, head.read_program.buffers
         buffers["features"][:count] = vectors.swapaxes(0, 1).reshape(count, -1)
-        head.reading.run(count)
-        both = buffers["keys_values"][:count].reshape(count, 2, config.kv_heads, -1)
-        keys = turned(both[:, 0], head.cosine[positions], head.sine[positions])
-        self._memory.write(at + 1, keys, both[:, 1])
-        if at + count > len(self._fused):
-            more = np.empty((at + count, config.width), np.float32)
-            self._fused = np.concatenate((self._fused, more))
-        self._fused[at : at + count] = buffers["fused"][:count]
+        head.read_program.run(count)
+        kv = buffers["keys_values"][:count].reshape(count, 2, config.kv_heads, -1)
+        keys = apply_rope(kv[:, 0], head.cosine[positions], head.sine[positions])
+        self._memory.write(length + 1, keys, kv[:, 1])
+        if length + count > len(self._fused):
+            grown = np.empty((length + count, config.width), np.float32)
+            self._fused = np.concatenate((self._fused, grown))
+        self._fused[length : length + count] = buffers["fused"][:count]
         self._length += count
 
-    def expand(self, nodes: list[Node], tokens: Sequence[int]) -> Floats:
-        found = [self._expand(nodes[at : at + ROWS], tokens) for at in range(0, len(nodes), ROWS)]
-        return np.concatenate(found) if len(found) > 1 else found[0]
+    def expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Floats:
+        logits = [self._expand(nodes[at : at + ROWS], tokens) for at in range(0, len(nodes), ROWS)]
+        return np.concatenate(logits) if len(logits) > 1 else logits[0]
 
-    def _expand(self, nodes: list[Node], tokens: Sequence[int]) -> Floats:
+    def _expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Floats:
         head, count = self._head, len(nodes)
-        config, buffers = head.config, head.drafting.buffers
+        config, buffers = head.config, head.draft_program.buffers
         width = config.word_width
         for row, node in enumerate(nodes):
             parent = node.parent
@@ -135,22 +135,22 @@ class NativeContext:
                 part = head.projected(token)[(back + 1) * width : (back + 2) * width]
                 buffers["earlier"][row, back * width : (back + 1) * width] = part
         depths = np.array([node.depth for node in nodes])
-        given = Tokens(
+        batch = Tokens(
             np.array([node.token for node in nodes]),
             depths + (len(tokens) - 1),
             self._length + 1,
             self._memory.pages,
         )
-        head.drafting.run_tokens(given, self._memory)
+        head.draft_program.run_tokens(batch, self._memory)
         states = buffers["x"][:count].copy()
         for row, node in enumerate(nodes):
             node.state = states[row]
-            head.remember(node.token, buffers["words"][row])
+            head.cache_projection(node.token, buffers["words"][row])
         return buffers["logits"][:count]
 
 
 class _Plans:
-    """The three programs as lists of operations."""
+    """Builds the plans of the three programs."""
 
     def __init__(self, model: CpuModel, config: HeadConfig, vocabulary: int) -> None:
         self._model, self._config, self._vocabulary = model, config, vocabulary
@@ -175,11 +175,14 @@ class _Plans:
     def _embed(self) -> None:
         self._plan.operations.append(Operation(kind="embed", target="e", matrices=("embed",)))
 
-    def reading(self) -> Plan:
+    def read(self) -> Plan:
         config = self._config
         self._plan = Plan(self._model.config)
-        features, both = config.width * len(config.layers), 2 * config.kv_heads * config.head_width
-        self._buffers("wanted", features=features, fused=config.width, keys_values=both)
+        features, kv_width = (
+            config.width * len(config.layers),
+            2 * config.kv_heads * config.head_width,
+        )
+        self._buffers("wanted", features=features, fused=config.width, keys_values=kv_width)
         for number in range(len(config.layers)):
             self._plan.operations.append(
                 Operation(
@@ -194,7 +197,7 @@ class _Plans:
         )
         return self._plan
 
-    def projecting(self) -> Plan:
+    def project(self) -> Plan:
         config = self._config
         self._plan = Plan(self._model.config)
         self._buffers("tokens", e=config.width, words=config.words * config.word_width)
@@ -202,14 +205,14 @@ class _Plans:
         self._linear("e", "words", "words.project", norm="words.norm")
         return self._plan
 
-    def drafting(self) -> Plan:
+    def draft(self) -> Plan:
         config, width = self._config, self._config.width
         inner, words = config.heads * config.head_width, config.words * config.word_width
         self._plan = Plan(self._model.config)
         self._buffers(
             "tokens", e=width, state=width, x=width, words=words, mix=2 * config.mix_width,
             earlier=words - config.word_width, queries=inner, mixed=inner,
-            hidden=2 * config.ff_width, said=width, logits=self._vocabulary,
+            hidden=2 * config.ff_width, output=width, logits=self._vocabulary,
         )  # fmt: skip
         self._embed()
         self._linear("e", "words", "words.project", norm="words.norm")
@@ -233,8 +236,8 @@ class _Plans:
         self._linear("mixed", "x", "attention.out", add=True)
         self._linear("x", "hidden", "feed.gate_up", norm="feed.norm")
         self._linear("hidden", "x", "feed.down", width=config.ff_width, add=True, activated=True)
-        self._plan.operations.append(Operation(kind="gather", source="x", target="said"))
+        self._plan.operations.append(Operation(kind="gather", source="x", target="output"))
         self._linear("x", "mix", "mix.state", norm="mix.norm", add=True)
-        self._linear("mix", "said", "mix.out", width=config.mix_width, add=True, activated=True)
-        self._linear("said", "logits", "head", norm="final.norm")
+        self._linear("mix", "output", "mix.out", width=config.mix_width, add=True, activated=True)
+        self._linear("output", "logits", "head", norm="final.norm")
         return self._plan
