@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Any:
+def check_int(folder: Path) -> Any:
     return support.seeing(folder, sight="whole")
 
 

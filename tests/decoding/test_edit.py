@@ -17,7 +17,7 @@ from unspool.decoding.edit.changes import ChangedText
 from unspool.decoding.edit.doubt import Doubt, document_score, doubts
 from unspool.decoding.edit.edit import Edit
 from unspool.decoding.edit.proposals import proposals, units
-from unspool.decoding.edit.spelling import alike, respelled
+from unspool.decoding.edit.spelling import alike, spelling_corrections
 from unspool.decoding.fill.fill import drafting
 
 TEXT = "The scheduler plans rows, and the tree builder makes a step of them. It's done."
@@ -148,11 +148,13 @@ def test_words_that_are_one_slip_apart(one, other, expected):
 
 def test_a_misspelled_word_is_looked_up(worded):
     tokenizer = worded.tokenizer
-    assert respelled(tokenizer, "brnach", TEXT) == ["branch"]  # a token of the vocabulary
-    assert respelled(tokenizer, "shceduler", TEXT) == ["scheduler"]  # a word of the text
-    assert respelled(tokenizer, "pge", TEXT) == ["page"]
+    assert spelling_corrections(tokenizer, "brnach", TEXT) == [
+        "branch"
+    ]  # a token of the vocabulary
+    assert spelling_corrections(tokenizer, "shceduler", TEXT) == ["scheduler"]  # a word of the text
+    assert spelling_corrections(tokenizer, "pge", TEXT) == ["page"]
     for other in ("branch", "12", ",", "It's"):  # spelled right, or no word of letters alone
-        assert not respelled(tokenizer, other, TEXT)
+        assert not spelling_corrections(tokenizer, other, TEXT)
     text = TEXT.replace("tree", "treee")
     unit = next(u for u in units(text, doubts(worded, text)[0]) if u.text == "treee")
     found = proposals(worded, text, unit, drafting(worded, {}, candidates=4, drafts=2), reach=8)

@@ -181,7 +181,7 @@ def test_steps_tell_candidates(worded):
 def test_marks_in_one_text(worded):
     one = worded.fill("The ___ of the tree", choices=["page"])
     assert one.text == "The page of the tree"
-    parts = GappedText.of(["a", gap(2), "b", "c", gap])
+    parts = GappedText.parse(["a", gap(2), "b", "c", gap])
     assert parts.texts == ("a", "bc", "") and [g.most for g in parts.gaps] == [2, 16]
     assert parts.filled(["1", "2"]) == "a1bc2"
     assert repr(gap) == "gap" and repr(gap(2)) == "gap(2)" and repr(gap(1, 3)) == "gap(1, 3)"

@@ -54,7 +54,7 @@ def test_the_right_length_and_words_are_found(worded, inside: str, spaced: bool)
         left, inside = left[:-1], " " + inside  # the gap may begin with the space, too
     knows = Knows(worded.tokenizer, TEXT)
     assert isinstance(knows, MaskedModel)
-    found = fill_by_masks(knows, GappedText.of([left, gap, right]), candidates=5, top=2)
+    found = fill_by_masks(knows, GappedText.parse([left, gap, right]), candidates=5, top=2)
     best = found[0]
     assert (best.texts, best.text) == ((inside,), TEXT)
     assert best.score == pytest.approx(0, abs=0.01)

@@ -25,8 +25,8 @@ from unspool.decoding.written import (
     Ranking,
     Weighed,
     blank,
+    check_int,
     weigh,
-    whole,
 )
 from unspool.engine.branch import Branch
 from unspool.errors import SettingsError, check_bool, check_number
@@ -131,9 +131,9 @@ def beam_search(
     check_number("diversity_penalty", diversity_penalty)
     check_number("length_penalty", length_penalty)
     check_bool("end", end)
-    whole("beams", beams)
-    whole("groups", groups)
-    whole("results", results, most=beams)
+    check_int("beams", beams)
+    check_int("groups", groups)
+    check_int("results", results, most=beams)
     if beams % groups:
         raise SettingsError(f"{beams} beams cannot be divided into {groups} equal groups")
     if early_stopping not in (True, False, "never"):
@@ -143,7 +143,7 @@ def beam_search(
     start = blank(
         lm, prompt, max_tokens=max_tokens, stop=stop, end=end, top=top, explain=False, temperature=0
     )
-    line = Line.of(lm, start)
+    line = Line(start, lm.engine.token_bytes)
     if line.finished:
         return Ranking((start,), (0.0,))
     size = beams // groups

@@ -1,15 +1,15 @@
-"""Diffusion: a text that is filled in any order, several places a pass.
+"""Masked diffusion: fill a text in any order, several positions per denoising pass.
 
     diffuse(lm, "Once upon a time", max_tokens=64, order="threshold", threshold=0.9)
-    for one in stream_diffusion(lm, "Once upon a time"): print(one)      # pass by pass
+    for step in stream_diffusion(lm, "Once upon a time"): print(step)      # pass by pass
 
-The text begins as masked places (a canvas). A pass of the model guesses all of them at once; the
-order (`orders.py`) says which guesses are kept; the next pass sees those. Long texts are filled
-block by block. With `steps=1` all of a block is kept at once: the words then do not know of each
-other, which a last look shows.
+The text starts as mask tokens (a canvas). A pass predicts all masked positions; the order
+(`orders.py`) decides which predictions are kept; the next pass sees those. Long texts are filled
+block by block (block diffusion). With `steps=1` a whole block is set in one pass; one more pass
+then reports how likely its tokens are together.
 
-The random number of a guess is a function of seed, sample, position and pass, so the same seed
-gives the same text, whatever else the engine computes in the same steps.
+The random number of a position is a function of seed, sample, position and pass, so the same seed
+gives the same text in any batch.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from time import perf_counter
 from typing import Any
 
 from unspool.decoding.canvas_text import CanvasText
-from unspool.decoding.diffusion_options import DiffusionPlan, plan_of
+from unspool.decoding.diffusion_options import DiffusionPlan, make_plan
 from unspool.decoding.passes import Diffusion, Diffusions, Pass
 from unspool.decoding.progress import progress_bar
 from unspool.engine.canvas import first_guesses, run_passes
 from unspool.session import Prompt, Session
 
-_AT_ONCE = 64  # texts: more rows make a pass longer, and each of them hardly cheaper
-_SHARE = 0.9  # of all pages, for their canvases
+_MAX_TEXTS = 64  # per pass: more rows make it longer and hardly more efficient
+_PAGE_SHARE = 0.9  # of all pages, for canvases
 
 
 def diffuse(lm: Session, prompt: Prompt, **options: Any) -> Diffusion:
-    """A text for one prompt."""
+    """Generate one text by diffusion."""
     return diffuse_all(lm, [prompt], options, progress=False)[0]
 
 
 def diffuse_all(
     lm: Session, prompts: Sequence[Prompt], options: dict[str, Any], *, progress: bool = True
 ) -> Diffusions:
-    """A text for each prompt, their passes computed together."""
-    plans = [plan_of(lm, prompt, options) for prompt in prompts]
+    """Generate one text per prompt, with their passes batched."""
+    plans = [make_plan(lm, prompt, options) for prompt in prompts]
     results = Diffusions(Diffusion(plan.request) for plan in plans)
-    with progress_bar("filling", sum(plan.length for plan in plans), show=progress) as tell:
+    with progress_bar("filling", sum(plan.length for plan in plans), show=progress) as report:
         filled = [0] * len(plans)
-        for number, one in _passes(lm, plans, results):
-            filled[number] = len(one.tokens) - one.masked
-            tell(sum(filled))
+        for number, denoising_pass in _run_passes(lm, plans, results):
+            filled[number] = len(denoising_pass.tokens) - denoising_pass.masked
+            report(sum(filled))
     return results
 
 
 class DiffusionStream(Iterator[Pass]):
-    """The passes of one diffusion as they are made; leaving the loop in any way ends it."""
+    """The denoising passes of one text; leaving the loop in any way ends it."""
 
     def __init__(self, lm: Session, prompt: Prompt, options: dict[str, Any]) -> None:
-        plan = plan_of(lm, prompt, options)
+        plan = make_plan(lm, prompt, options)
         self.result = Diffusion(plan.request)
-        self.length = plan.length  # places in all
-        self._passes = _passes(lm, [plan], [self.result])
+        self.length = plan.length  # number of positions
+        self._passes = _run_passes(lm, [plan], [self.result])
 
     def __iter__(self) -> Iterator[Pass]:
         try:
-            for _, one in self._passes:
-                yield one
+            for _, denoising_pass in self._passes:
+                yield denoising_pass
         finally:
             self.close()
 
@@ -69,58 +69,57 @@ class DiffusionStream(Iterator[Pass]):
         return next(self._passes)[1]
 
     def close(self) -> None:
-        """End it here; what is set so far is in `result`."""
+        """Stop; `result` has the tokens set so far."""
         self._passes.close()
 
 
 def stream_diffusion(lm: Session, prompt: Prompt, **options: Any) -> DiffusionStream:
-    """A diffusion, pass by pass."""
+    """Generate by diffusion and yield each pass."""
     return DiffusionStream(lm, prompt, options)
 
 
-def _passes(
+def _run_passes(
     lm: Session, plans: Sequence[DiffusionPlan], results: Sequence[Diffusion]
 ) -> Generator[tuple[int, Pass], None, None]:
-    """Run diffusions side by side, as many as there is memory for; each pass comes with the number
-    of its text."""
-    going: list[tuple[int, CanvasText]] = []
+    """Run diffusions in parallel, as many as fit in memory; yields (text index, pass)."""
+    active: list[tuple[int, CanvasText]] = []
     waiting = deque(enumerate(zip(plans, results, strict=True)))
     try:
-        while going or waiting:
-            while waiting and _fits(lm, [text.plan for _, text in going], waiting[0][1][0]):
+        while active or waiting:
+            while waiting and _fits(lm, [text.plan for _, text in active], waiting[0][1][0]):
                 number, (plan, result) = waiting.popleft()
-                going.append((number, CanvasText(lm, plan, result)))
-            yield from _round(going)
-            for _, text in (one for one in going if one[1].finished):
+                active.append((number, CanvasText(lm, plan, result)))
+            yield from _run_round(active)
+            for _, text in (entry for entry in active if entry[1].finished):
                 text.close()
-            going = [one for one in going if not one[1].finished]
+            active = [entry for entry in active if not entry[1].finished]
     finally:
-        for _, text in going:
+        for _, text in active:
             text.close()
 
 
-def _round(going: Sequence[tuple[int, CanvasText]]) -> Iterator[tuple[int, Pass]]:
-    """One pass of every text; where a block begins, its first place may be guessed before that."""
-    for _, text in going:
+def _run_round(active: Sequence[tuple[int, CanvasText]]) -> Iterator[tuple[int, Pass]]:
+    """Run one pass of every text; a new block may get its first token before that."""
+    for _, text in active:
         text.since = perf_counter()
-    fresh = [(number, text) for number, text in going if text.begins]
-    guessed = first_guesses([text.canvas for _, text in fresh])
-    for (number, text), ahead in zip(fresh, guessed, strict=True):
+    starting = [(number, text) for number, text in active if text.begins]
+    guessed = first_guesses([text.canvas for _, text in starting])
+    for (number, text), logits in zip(starting, guessed, strict=True):
         text.begins = False
-        if ahead is not None and text.wants_first:
-            yield number, text.take_first(ahead)
-    ready = [(number, text) for number, text in going if not (text.finished or text.begins)]
-    wanted = [(canvas, text.window) for _, text in ready for canvas in text.canvases]
-    found = iter(run_passes(wanted))
+        if logits is not None and text.needs_first:
+            yield number, text.apply_first(logits)
+    ready = [(number, text) for number, text in active if not (text.finished or text.begins)]
+    inputs = [(canvas, text.window) for _, text in ready for canvas in text.canvases]
+    results = iter(run_passes(inputs))
     for number, text in ready:
-        yield number, text.take([next(found) for _ in text.canvases])
+        yield number, text.apply_pass([next(results) for _ in text.canvases])
 
 
-def _fits(lm: Session, running: Sequence[DiffusionPlan], more: DiffusionPlan) -> bool:
-    """Whether the pages are enough for one more: between two passes a canvas keeps its own."""
+def _fits(lm: Session, running: Sequence[DiffusionPlan], new: DiffusionPlan) -> bool:
+    """Whether the pages suffice for one more text; canvases hold pages between passes."""
     tree, size = lm.engine.tree, lm.engine.tree.page_size
     needed = 0
-    for plan in (*running, more):
+    for plan in (*running, new):
         tokens = len(plan.request.prompt) + plan.length + plan.kind.block
         needed += (-(-tokens // size) + 1) * (2 if plan.guidance else 1)
-    return not running or (len(running) < _AT_ONCE and needed <= tree.pool.count * _SHARE)
+    return not running or (len(running) < _MAX_TEXTS and needed <= tree.pool.count * _PAGE_SHARE)

@@ -1,4 +1,4 @@
-"""What may be asked of a diffusion, checked before anything runs."""
+"""Options of diffusion, validated before anything runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 from unspool.decoding.orders import Order, order_of
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.engine.canvas import CanvasKind
 from unspool.engine.options import SamplingOptions
 from unspool.engine.request import Request
@@ -17,44 +17,47 @@ from unspool.sampling import GrammarSpec
 from unspool.session import Prompt, Session
 
 CACHES = ("none", "prefix", "dual")
-_USUAL_LENGTH = 128
-_USUAL_BLOCK = 8  # of a model that does not say
+_DEFAULT_LENGTH = 128
+_DEFAULT_BLOCK = 8  # if the model does not specify one
 
-# What looks at the token that stands directly before, which a canvas need not have yet.
-_SEQUENTIAL = ("no_repeat_ngram", "dry_multiplier", "mirostat_tau")
+# Options that depend on the previous token, which a canvas may not have yet.
+_NEED_PREVIOUS = ("no_repeat_ngram", "dry_multiplier", "mirostat_tau")
 
 
 class DiffusionOptions(SamplingOptions, total=False):
-    """Everything that can be asked of a diffusion; how a token is picked is as in `lm.generate`,
-    but for the temperature, which is 0 unless it is given."""
+    """Options of diffusion. Sampling options are those of `lm.generate`, but the default
+    temperature is 0."""
 
-    max_tokens: Annotated[int | None, "how many places there are (the model's own number, or 128)"]
-    given: Annotated[
-        Sequence[int | None] | None, "tokens that stand on the canvas from the start; None: masked"
+    max_tokens: Annotated[int | None, "number of positions (default: the model's own, or 128)"]
+    given: Annotated[Sequence[int | None] | None, "initial tokens of the canvas; None: masked"]
+    block: Annotated[
+        int | None,
+        "block length: positions filled before the next block (default: the model's own)",
     ]
-    block: Annotated[int | None, "how many places are filled before the next (the model's own)"]
-    steps: Annotated[int | None, "the most passes a block may take; 1: all of it at once"]
-    k: Annotated[int | None, "how many places a pass sets at least (1)"]
+    steps: Annotated[int | None, "maximum passes per block; 1: the whole block in one pass"]
+    k: Annotated[int | None, "minimum number of positions set per pass (1)"]
     order: Annotated[
-        str | Order | None, "threshold, factor, entropy, left, fixed, margin, random, or your own"
+        str | Order | None, "threshold, factor, entropy, left, fixed, margin, random, or a function"
     ]
-    threshold: Annotated[float | None, "how likely a token must be to be set (0.9)"]
-    factor: Annotated[float | None, "how much a pass may risk, where order is factor (1)"]
-    entropy_bound: Annotated[float | None, "... in nats, where order is entropy (0.1)"]
-    remask: Annotated[float | None, "clear a token that has become less likely than this"]
-    edit: Annotated[float | None, "replace one by another that is likelier than this"]
-    edit_passes: Annotated[int | None, "how many passes a full block may be edited in (16)"]
-    guidance: Annotated[float | None, "how much more to go by the prompt; 0: off (0)"]
-    cache: Annotated[str | None, "none, or approximate: prefix, dual (whole-text models)"]
-    twin: Annotated[str | None, "a loaded adapter that fills the canvas behind the model's text"]
-    mask: Annotated[int | str | None, "the mask token, where the model does not say"]
-    shifted: Annotated[bool | None, "a vector guesses the token behind it (the model's own)"]
-    stop: Annotated[str | Sequence[str] | None, "strings that end the text, and are no part of it"]
-    end: Annotated[bool | None, "False: go on when there is an end token (True)"]
-    seed: Annotated[int | None, "same seed, same text; without one it is another each time"]
-    sample: Annotated[int | None, "the number of the sample (0)"]
-    top: Annotated[int | None, "how many candidates each place tells (5)"]
-    adapter: Annotated[str | None, "the name of a loaded adapter to write with"]
+    threshold: Annotated[float | None, "probability from which a token is set (0.9)"]
+    factor: Annotated[float | None, "risk per pass, for order=factor (1)"]
+    entropy_bound: Annotated[
+        float | None, "total entropy per pass in nats, for order=entropy (0.1)"
+    ]
+    remask: Annotated[float | None, "remask a token whose probability falls below this"]
+    edit: Annotated[float | None, "replace a token by another with a probability above this"]
+    edit_passes: Annotated[int | None, "maximum editing passes of a full block (16)"]
+    guidance: Annotated[float | None, "classifier-free guidance scale; 0: off (0)"]
+    cache: Annotated[str | None, "none, or approximate: prefix, dual (bidirectional models)"]
+    twin: Annotated[str | None, "a loaded adapter that fills the canvas after the model's text"]
+    mask: Annotated[int | str | None, "the mask token, if the model does not define one"]
+    shifted: Annotated[bool | None, "logits predict the next position (default: as the model)"]
+    stop: Annotated[str | Sequence[str] | None, "strings that end the text; not included in it"]
+    end: Annotated[bool | None, "False: continue after an end token (True)"]
+    seed: Annotated[int | None, "same seed, same text; random by default"]
+    sample: Annotated[int | None, "sample index (0)"]
+    top: Annotated[int | None, "candidates reported per position (5)"]
+    adapter: Annotated[str | None, "name of a loaded adapter"]
     json: Annotated[bool | None, "the text must be a JSON object (order left alone)"]
     json_schema: Annotated[Any, "... JSON of this schema"]
     regex: Annotated[str | None, "... a match of this regular expression"]
@@ -63,7 +66,7 @@ class DiffusionOptions(SamplingOptions, total=False):
 
 
 NAMES = tuple(DiffusionOptions.__annotations__) + tuple(SamplingOptions.__annotations__)
-_OF_TEXTS = {
+_REQUEST_OPTIONS = {
     *SamplingOptions.__annotations__, "stop", "end", "seed", "sample", "adapter",
     "json", "json_schema", "regex", "choice", "grammar",
 }  # fmt: skip
@@ -71,13 +74,13 @@ _OF_TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class DiffusionPlan:
-    """One diffusion as it is to be run."""
+    """The validated settings of one diffusion."""
 
-    request: Request  # the prompt, how tokens are picked, when the text ends
+    request: Request  # prompt, sampling settings, stop conditions
     kind: CanvasKind
     length: int
-    given: tuple[int | None, ...]  # what stands there from the start, of every place
-    block: int  # places that are filled before the next ones
+    given: tuple[int | None, ...]  # initial token per position; None: masked
+    block: int  # positions per block
     steps: int | None
     least: int
     order: Order
@@ -91,30 +94,30 @@ class DiffusionPlan:
 
     @property
     def revises(self) -> bool:
-        """Whether a token that is set may change."""
+        """Whether tokens that are set may change."""
         return self.remask is not None or self.edit is not None
 
 
-def plan_of(lm: Session, prompt: Prompt, options: dict[str, Any]) -> DiffusionPlan:
-    """A caller's options, checked; None is as good as not given."""
+def make_plan(lm: Session, prompt: Prompt, options: dict[str, Any]) -> DiffusionPlan:
+    """Validate the caller's options; None means not given."""
     _check_names(options)
-    given = {name: value for name, value in options.items() if value is not None}
-    steps, block, cache = given.get("steps"), given.get("block"), given.get("cache", "none")
+    values = {name: value for name, value in options.items() if value is not None}
+    steps, block, cache = values.get("steps"), values.get("block"), values.get("cache", "none")
     for name, value in (("steps", steps), ("block", block)):
         if value is not None:
-            whole(name, value)
-    threshold = _share("threshold", given.get("threshold", 0.9))
-    own = {name: given[name] for name in ("factor", "entropy_bound") if name in given}
-    for name, value in own.items():
-        _number(name, value)
-    order = order_of(given.get("order", "threshold"), threshold=threshold, **own)
-    kind = canvas_kind(lm, given)
-    request = lm.request(prompt, {"temperature": 0, **_of_a_text(given)})
-    start = _start(lm, kind, given.get("given", ()))
+            check_int(name, value)
+    threshold = _probability("threshold", values.get("threshold", 0.9))
+    order_options = {name: values[name] for name in ("factor", "entropy_bound") if name in values}
+    for name, value in order_options.items():
+        _non_negative(name, value)
+    order = order_of(values.get("order", "threshold"), threshold=threshold, **order_options)
+    kind = canvas_kind(lm, values)
+    request = lm.request(prompt, {"temperature": 0, **_request_options(values)})
+    start = _start(lm, kind, values.get("given", ()))
     own_length = len(start) or lm.config.canvas_length or None
-    length = _length(lm, request, given.get("max_tokens", own_length))
+    length = _length(lm, request, values.get("max_tokens", own_length))
     if len(start) > length:
-        raise SettingsError(f"given names {len(start)} places, and there are {length}")
+        raise SettingsError(f"given has {len(start)} positions, but max_tokens is {length}")
     plan = DiffusionPlan(
         request=request,
         kind=kind,
@@ -122,120 +125,122 @@ def plan_of(lm: Session, prompt: Prompt, options: dict[str, Any]) -> DiffusionPl
         given=(*start, *[None] * (length - len(start))),
         block=kind.block if kind.sight == "block" else min(_block(lm, kind, block, length), length),
         steps=steps,
-        least=whole("k", given.get("k", 1)),
+        least=check_int("k", values.get("k", 1)),
         order=order,
         threshold=threshold,
-        remask=_share("remask", given["remask"]) if "remask" in given else None,
-        edit=_share("edit", given["edit"]) if "edit" in given else None,
-        edit_passes=whole("edit_passes", given.get("edit_passes", 16), least=0),
-        guidance=_number("guidance", given.get("guidance", 0.0)),
+        remask=_probability("remask", values["remask"]) if "remask" in values else None,
+        edit=_probability("edit", values["edit"]) if "edit" in values else None,
+        edit_passes=check_int("edit_passes", values.get("edit_passes", 16), least=0),
+        guidance=_non_negative("guidance", values.get("guidance", 0.0)),
         cache=cast(Any, cache),
-        top=whole("top", given.get("top", 5), least=0),
+        top=check_int("top", values.get("top", 5), least=0),
     )
-    _check_together(plan, given)
+    _check_combinations(plan, values)
     return plan
 
 
-def canvas_kind(lm: Session, given: dict[str, Any]) -> CanvasKind:
-    """How this model sees a canvas."""
-    config, twin = lm.config, lm.engine.adapters.twin(given.get("twin"))
-    mask = given.get("mask", config.mask_id if twin is None else twin.mask_id)
+def canvas_kind(lm: Session, values: dict[str, Any]) -> CanvasKind:
+    """How this model reads a canvas: mask token, attention, block length."""
+    config, twin = lm.config, lm.engine.adapters.twin(values.get("twin"))
+    mask = values.get("mask", config.mask_id if twin is None else twin.mask_id)
     if isinstance(mask, str):
         mask = lm.single_token(mask)
     if mask is None:
         raise SettingsError(
-            "this model has no mask token, so it cannot fill a canvas; write from left to right, "
-            "load a diffusion model (LLaDA, Dream, SDAR, ...), train a twin (unspool train twin), "
-            "or name its mask token: mask=ID, --mask ID"
+            "this model has no mask token, so it cannot fill a canvas; use lm.generate, load a "
+            "diffusion model (LLaDA, Dream, SDAR, ...), train a twin (unspool train twin), or give "
+            "its mask token: mask=ID, --mask ID"
         )
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < lm.vocab_size:
         raise SettingsError(
-            f"mask is {mask!r}; it may be a token, from 0 to {lm.vocab_size - 1}, or its text"
+            f"mask must be a token id from 0 to {lm.vocab_size - 1}, or its text, got {mask!r}"
         )
-    block = given.get("block") or config.block or _USUAL_BLOCK
+    block = values.get("block") or config.block or _DEFAULT_BLOCK
     return CanvasKind(
         mask_id=mask,
         sight=config.sight,
-        block=whole("block", block) if config.sight == "block" else 0,
-        shifted=bool(given.get("shifted", config.shifted if twin is None else twin.shifted)),
-        adapter=given.get("adapter", lm.adapter),
-        twin=given.get("twin"),
+        block=check_int("block", block) if config.sight == "block" else 0,
+        shifted=bool(values.get("shifted", config.shifted if twin is None else twin.shifted)),
+        adapter=values.get("adapter", lm.adapter),
+        twin=values.get("twin"),
     )
 
 
-def _block(lm: Session, kind: CanvasKind, given: int | None, length: int) -> int:
-    """A model that sees everything has one block, unless it is told otherwise."""
-    if given is not None:
-        return given
+def _block(lm: Session, kind: CanvasKind, requested: int | None, length: int) -> int:
+    """Block length; a bidirectional model has one block by default."""
+    if requested is not None:
+        return requested
     if kind.sight == "whole":
         return length
     twin = lm.engine.adapters.twin(kind.twin)
-    return (lm.config.block if twin is None else twin.block) or _USUAL_BLOCK
+    return (lm.config.block if twin is None else twin.block) or _DEFAULT_BLOCK
 
 
-def _length(lm: Session, request: Request, given: Any) -> int:
-    if given is None:  # nobody asked for more than there is room for
-        return max(1, min(_USUAL_LENGTH, lm.context - len(request.prompt)))
-    if len(request.prompt) + whole("max_tokens", given) > lm.context:
+def _length(lm: Session, request: Request, requested: Any) -> int:
+    if requested is None:  # the default adapts to the context
+        return max(1, min(_DEFAULT_LENGTH, lm.context - len(request.prompt)))
+    if len(request.prompt) + check_int("max_tokens", requested) > lm.context:
         raise ContextError(
-            f"the prompt has {len(request.prompt):,} tokens, {given:,} places behind it were asked "
-            f"for, and the model's context holds {lm.context:,}; ask for fewer"
+            f"{len(request.prompt):,} tokens of prompt and {requested:,} new positions exceed the "
+            f"model's context of {lm.context:,}; lower max_tokens"
         )
-    return int(given)
+    return int(requested)
 
 
 def _start(lm: Session, kind: CanvasKind, tokens: Any) -> tuple[int | None, ...]:
-    """What a caller put on the canvas; the mask itself is as good as nothing."""
+    """Validate the initial tokens; the mask token counts as masked."""
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
-        raise SettingsError(f"given is {tokens!r}; it may be a list of tokens, None where masked")
+        raise SettingsError(f"given must be a list of token ids, None where masked, got {tokens!r}")
     for token in tokens:
         is_token = isinstance(token, int) and not isinstance(token, bool)
         if token is not None and not (is_token and 0 <= token < lm.vocab_size):
             raise SettingsError(
-                f"given holds {token!r}; each may be a token, from 0 to {lm.vocab_size - 1}, or "
-                "None for a masked place"
+                f"given may hold token ids from 0 to {lm.vocab_size - 1}, and None for a masked "
+                f"position, got {token!r}"
             )
     return tuple(None if token == kind.mask_id else token for token in tokens)
 
 
-def _of_a_text(given: dict[str, Any]) -> dict[str, Any]:
-    for name in _SEQUENTIAL:
-        if given.get(name):
+def _request_options(values: dict[str, Any]) -> dict[str, Any]:
+    for name in _NEED_PREVIOUS:
+        if values.get(name):
             raise SettingsError(
-                f"{name} goes by the token before, which a canvas need not have yet; leave it out, "
-                "or write from left to right with lm.generate"
+                f"{name} depends on the previous token, which a canvas may not have yet; leave it "
+                "out, or use lm.generate"
             )
-    return {name: value for name, value in given.items() if name in _OF_TEXTS}
+    return {name: value for name, value in values.items() if name in _REQUEST_OPTIONS}
 
 
-def _check_together(plan: DiffusionPlan, given: dict[str, Any]) -> None:
-    """Refuse what makes no sense together."""
+def _check_combinations(plan: DiffusionPlan, values: dict[str, Any]) -> None:
+    """Raise `SettingsError` for combinations that do not work."""
     sight = plan.kind.sight
     if plan.cache not in CACHES:
-        raise SettingsError(f"cache is {plan.cache!r}; it may be {', '.join(CACHES)}")
+        raise SettingsError(f"cache must be one of {', '.join(CACHES)}, got {plan.cache!r}")
     if plan.cache != "none" and sight != "whole":
         raise SettingsError(
-            f"cache={plan.cache!r} is for models that see the whole text; this one keeps what is "
-            "finished exactly, without being told"
+            f"cache={plan.cache!r} is for bidirectional models; this model's finished blocks are "
+            "always cached, exactly"
         )
     if plan.guidance and sight != "whole":
         raise SettingsError(
-            "guidance compares with a prompt that is masked, which only a model that sees the "
-            "whole text knows; leave it out"
+            "guidance needs a run with a masked prompt, which only bidirectional models support; "
+            "leave it out"
         )
     if plan.request.grammar is not None:
-        if given.get("order") != "left":
+        if values.get("order") != "left":
             raise SettingsError(
-                "a grammar says what may come next, and on a canvas nothing comes next; give "
-                "order='left', which fills it from left to right, or leave the grammar out"
+                "a grammar needs the canvas to be filled from left to right; give order='left', or "
+                "leave out the grammar"
             )
         if any(token is not None for token in plan.given):
-            raise SettingsError("a grammar cannot be kept beside given tokens; leave one out")
+            raise SettingsError("a grammar cannot be combined with given tokens; leave one out")
         if plan.revises:
-            raise SettingsError("a grammar cannot be kept while tokens are taken back; leave out "
-                                "remask and edit, or the grammar")  # fmt: skip
-    if plan.steps is not None and "k" in given:
-        raise SettingsError("steps and k both say how many places a pass sets; give one of them")
+            raise SettingsError("a grammar cannot be combined with remask or edit; leave out "
+                                "one of them")  # fmt: skip
+    if plan.steps is not None and "k" in values:
+        raise SettingsError(
+            "steps and k both set the number of positions per pass; give one of them"
+        )
 
 
 def _check_names(options: dict[str, Any]) -> None:
@@ -243,17 +248,17 @@ def _check_names(options: dict[str, Any]) -> None:
         if name not in NAMES:
             close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else "see help(lm.diffuse)"
-            raise SettingsError(f"a diffusion has no option {name!r}; {hint}")
+            raise SettingsError(f"diffusion has no option {name!r}; {hint}")
 
 
-def _number(name: str, value: Any) -> float:
+def _non_negative(name: str, value: Any) -> float:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
     if not fits:
-        raise SettingsError(f"{name} is {value!r}; it may be a number from 0 up")
+        raise SettingsError(f"{name} must be a number >= 0, got {value!r}")
     return float(value)
 
 
-def _share(name: str, value: Any) -> float:
+def _probability(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise SettingsError(f"{name} is {value!r}; it may be a probability, from 0 to 1")
+        raise SettingsError(f"{name} must be a probability from 0 to 1, got {value!r}")
     return float(value)

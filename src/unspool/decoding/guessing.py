@@ -1,4 +1,4 @@
-"""What a pass says of places: a pick for each, and how sure the model is of it."""
+"""Sample a token for each position of a canvas, with its probability."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from unspool.decoding.diffusion_options import DiffusionPlan
-from unspool.decoding.orders import Guesses
+from unspool.decoding.orders import Predictions
 from unspool.decoding.passes import Change, Place
 from unspool.engine.steps import Candidate, Step, explained_step
 from unspool.sampling import Chain, Pick, RowInput, score
@@ -19,31 +19,30 @@ from unspool.sampling.picker import sees_history
 from unspool.session import Session
 
 
-class Guesser:
-    """Picks tokens for the places of one text. Logits have a row for each place."""
+class CanvasSampler:
+    """Samples tokens for the positions of one canvas. Logits have one row per position."""
 
     def __init__(self, lm: Session, plan: DiffusionPlan) -> None:
         self._lm, self._plan = lm, plan
         self._prompt = plan.request.prompt
         self._sees_history = sees_history(plan.request.settings)
 
-    def combined(self, found: Sequence[Any], rows: slice) -> Any:
-        """The logits that are gone by: with guidance, further from those without a prompt. The
-        mask is not among what may be said."""
-        logits: Any = found[0][rows]
+    def guided_logits(self, logits_rows: Sequence[Any], rows: slice) -> Any:
+        """Logits with guidance applied (classifier-free) and the mask token excluded."""
+        logits: Any = logits_rows[0][rows]
         guidance = self._plan.guidance
         if guidance:
-            without: Any = found[1][rows]
-            logits = without + (guidance + 1) * (logits - without)
-        own = logits.copy() if isinstance(logits, np.ndarray) else logits.clone()
-        own[:, self._plan.kind.mask_id] = -math.inf
-        return own
+            unconditional: Any = logits_rows[1][rows]
+            logits = unconditional + (guidance + 1) * (logits - unconditional)
+        masked = logits.copy() if isinstance(logits, np.ndarray) else logits.clone()
+        masked[:, self._plan.kind.mask_id] = -math.inf
+        return masked
 
     def picks(
         self, logits: Any, places: Sequence[int], filled: Sequence[Step | None], number: int,
         allowed: Any = None,
     ) -> list[Pick]:  # fmt: skip
-        """A token for each place, in the pass of this number."""
+        """Sample a token for each position in pass `number`."""
         if not len(places):
             return []
         request, history = self._plan.request, list[int]()
@@ -59,11 +58,11 @@ class Guesser:
         chain = Chain([request.settings] * len(rows))
         return chain.pick(logits, rows, top=max(2, self._plan.top))
 
-    def guesses(self, places: Sequence[int], picks: Sequence[Pick], number: int) -> Guesses:
-        """The picks as an order weighs them."""
+    def guesses(self, places: Sequence[int], picks: Sequence[Pick], number: int) -> Predictions:
+        """Convert picks to the input of an order."""
         request, start = self._plan.request, len(self._prompt)
         stream, seed = in_pass(ORDER_STREAM, number), request.settings.seed
-        return Guesses(
+        return Predictions(
             places,
             [pick.token for pick in picks],
             np.array([math.exp(pick.logprob) for pick in picks]),
@@ -73,39 +72,43 @@ class Guesser:
         )
 
     def place(self, number: int, pick: Pick, change: Change = None) -> Place:
-        """A place with what was picked for it, and whether that was set."""
-        told = self._told((c.token, c.logprob, c.probability) for c in pick.candidates)
-        token, shown = pick.token if change else None, self._lm.readable(pick.token)
-        return Place(number, token, shown, math.exp(pick.logprob), told, change)
+        """Describe a position with its sampled token and whether that was set."""
+        candidates = self._candidates((c.token, c.logprob, c.probability) for c in pick.candidates)
+        token, text = pick.token if change else None, self._lm.readable(pick.token)
+        return Place(number, token, text, math.exp(pick.logprob), candidates, change)
 
-    def seen(self, logits: Any, places: Sequence[int], tokens: Sequence[int]) -> list[Place]:
-        """Places that have a token: how likely that is now, beside the others."""
+    def describe_filled(
+        self, logits: Any, places: Sequence[int], tokens: Sequence[int]
+    ) -> list[Place]:
+        """Describe positions that have a token, with its probability in this pass."""
         if not len(places):
             return []
-        found = score(logits, tokens, self._plan.top)
-        seen = []
+        scores = score(logits, tokens, self._plan.top)
+        result = []
         for row, (number, token) in enumerate(zip(places, tokens, strict=True)):
-            best = zip(found.top_tokens[row], found.top_logprobs[row], strict=True)
-            told = self._told((int(t), float(p), math.exp(p)) for t, p in best)
-            chance = math.exp(found.logprobs[row])
-            seen.append(Place(number, token, self._lm.readable(token), chance, told))
-        return seen
+            best = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
+            candidates = self._candidates((int(t), float(p), math.exp(p)) for t, p in best)
+            chance = math.exp(scores.logprobs[row])
+            result.append(Place(number, token, self._lm.readable(token), chance, candidates))
+        return result
 
     def step(self, place: Place, pick: Pick, number: int) -> Step:
-        """What was set in a place, as a step."""
+        """Build the step of a token that was set."""
         position, token_bytes = len(self._prompt) + place.number, self._lm.engine.token_bytes
         step = explained_step(pick, position, place.text, token_bytes, 0.0, None)
         return replace(step, canvas_pass=number, candidates=place.candidates)
 
     def given_step(self, number: int, token: int) -> Step:
-        """A token that somebody put in a place, before any pass."""
-        own, position = self._lm.engine.token_bytes(token), len(self._prompt) + number
-        return Step(token, own, self._lm.readable(token), 0.0, position, chosen=True)
+        """Build the step of an initial token given by the caller."""
+        token_bytes, position = self._lm.engine.token_bytes(token), len(self._prompt) + number
+        return Step(token, token_bytes, self._lm.readable(token), 0.0, position, chosen=True)
 
-    def _told(self, best: Any) -> tuple[Candidate, ...]:
+    def _candidates(self, best: Any) -> tuple[Candidate, ...]:
         readable = self._lm.readable
-        told = tuple(Candidate(t, readable(t), logprob, chance) for t, logprob, chance in best)
-        return told[: self._plan.top]
+        candidates = tuple(
+            Candidate(t, readable(t), logprob, chance) for t, logprob, chance in best
+        )
+        return candidates[: self._plan.top]
 
 
 def _margin(pick: Pick) -> float:

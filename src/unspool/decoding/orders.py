@@ -1,18 +1,18 @@
-"""In which order the places of a canvas are filled: which of a pass's guesses are kept.
+"""Unmasking orders: which predictions of a denoising pass are kept.
 
-After a pass each masked place has a guess. An order says which of them are set now; the others wait
-for the next pass, which sees those. It is a function of the guesses and of how many must be set at
-least, and gives their numbers. A new one is a function of one's own: `order=lambda g, least: [0]`.
+After a pass each masked position has a prediction. An order decides which are set now; the others
+are predicted again in the next pass. It is a function of the predictions and of the minimum number
+to set, and returns their indices. A caller may pass a function: `order=lambda g, least: [0]`.
 
-    fixed       so many a pass, surest first (LLaDA, arXiv 2502.09992)
-    threshold   all that are likelier than a threshold (Fast-dLLM, arXiv 2505.22618)
-    factor      as many as are sure enough together (the same paper's factor)
-    margin      so many a pass, by the lead of the likeliest token over the second (Dream)
-    entropy     the surest as long as their entropies sum to little (EB-Sampler, 2505.24857)
-    left        from left to right, as long as they are likelier than a threshold
-    random      so many a pass, wherever the dice fall
+    fixed       a fixed number per pass, most confident first (LLaDA, arXiv 2502.09992)
+    threshold   all above a probability threshold (Fast-dLLM, arXiv 2505.22618)
+    factor      as many as are confident enough together (the same paper's factor)
+    margin      a fixed number per pass, by the margin between the two likeliest tokens (Dream)
+    entropy     lowest entropies first, up to a total entropy (EB-Sampler, 2505.24857)
+    left        from left to right, while above a probability threshold
+    random      a fixed number per pass, at random
 
-Every order sets at least one place, so a canvas is always finished.
+Every order sets at least one position, so a canvas is always finished.
 """
 
 from __future__ import annotations
@@ -30,90 +30,90 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
-    """What one pass says of the places that are masked, from left to right."""
+class Predictions:
+    """Predictions of one pass for the masked positions, from left to right."""
 
     places: Sequence[int]
-    tokens: Sequence[int]  # that were picked for them
-    probability: Floats  # of these tokens, by the model itself
-    margin: Floats  # by how much the likeliest token of a place leads the second
-    entropy: Floats  # of the model's distribution, in nats
-    drawn: Floats  # a number in [0, 1) for each place, by which a random order goes
+    tokens: Sequence[int]  # sampled for them
+    probability: Floats  # of these tokens, before sampling transforms
+    margin: Floats  # between the two likeliest tokens
+    entropy: Floats  # in nats
+    random_numbers: Floats  # a random number in [0, 1) per position, for a random order
 
 
-Order = Callable[[Guesses, int], Sequence[int]]
-"""Which of the guesses are kept, by their numbers; at least so many."""
+Order = Callable[[Predictions, int], Sequence[int]]
+"""Maps predictions and a minimum count to the indices of the kept predictions."""
 
 
-def fixed(guesses: Guesses, least: int) -> list[int]:
-    return _surest(guesses.probability, least)
+def fixed(guesses: Predictions, least: int) -> list[int]:
+    return _highest(guesses.probability, least)
 
 
-def margin(guesses: Guesses, least: int) -> list[int]:
-    return _surest(guesses.margin, least)
+def margin(guesses: Predictions, least: int) -> list[int]:
+    return _highest(guesses.margin, least)
 
 
-def random(guesses: Guesses, least: int) -> list[int]:
-    return _surest(guesses.drawn, least)
+def random(guesses: Predictions, least: int) -> list[int]:
+    return _highest(guesses.random_numbers, least)
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """All that are at least so likely; if these are too few, the likeliest."""
+    """All with at least this probability; the likeliest if these are too few."""
 
     least: float
 
-    def __call__(self, guesses: Guesses, least: int) -> list[int]:
+    def __call__(self, guesses: Predictions, least: int) -> list[int]:
         sure = int(np.count_nonzero(guesses.probability >= self.least))
-        return _surest(guesses.probability, max(sure, least))
+        return _highest(guesses.probability, max(sure, least))
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The n likeliest, as long as the last of them is at least 1 - factor / (n + 1) likely."""
+    """The n likeliest, for the largest n whose last probability is >= 1 - factor / (n + 1)."""
 
     factor: float
 
-    def __call__(self, guesses: Guesses, least: int) -> list[int]:
-        order = _surest(guesses.probability, len(guesses.places))
+    def __call__(self, guesses: Predictions, least: int) -> list[int]:
+        order = _highest(guesses.probability, len(guesses.places))
         sorted_down = guesses.probability[order]
         needed = 1 - self.factor / (np.arange(len(order)) + 2)
-        return order[: max(least, _leading(sorted_down >= needed))]
+        return order[: max(least, _count_leading(sorted_down >= needed))]
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyBound:
-    """The surest by entropy, as long as all but the last of them have no more than so much of it
-    together: what they could be wrong about by not knowing of each other."""
+    """Lowest entropies first, while the entropies of all but the last sum to at most `bound`: this
+    bounds the error of setting them independently."""
 
     bound: float
 
-    def __call__(self, guesses: Guesses, least: int) -> list[int]:
-        order = _surest(-guesses.entropy, len(guesses.places))
+    def __call__(self, guesses: Predictions, least: int) -> list[int]:
+        order = _highest(-guesses.entropy, len(guesses.places))
         entropies = guesses.entropy[order]
         others = np.cumsum(entropies) - entropies
-        return order[: max(least, _leading(others <= self.bound))]
+        return order[: max(least, _count_leading(others <= self.bound))]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftRun:
-    """From the left, up to the first that is not so likely."""
+    """From the left, up to the first below this probability."""
 
     least: float
 
-    def __call__(self, guesses: Guesses, least: int) -> list[int]:
-        run = _leading(guesses.probability >= self.least)
+    def __call__(self, guesses: Predictions, least: int) -> list[int]:
+        run = _count_leading(guesses.probability >= self.least)
         return list(range(min(len(guesses.places), max(least, run))))
 
 
-def _surest(score: Floats, count: int) -> list[int]:
-    """The highest scores, highest first; of equals the one further left."""
-    found: list[int] = np.argsort(-score, kind="stable")[:count].tolist()
-    return found
+def _highest(score: Floats, count: int) -> list[int]:
+    """Indices of the highest scores, highest first; ties from the left."""
+    indices: list[int] = np.argsort(-score, kind="stable")[:count].tolist()
+    return indices
 
 
-def _leading(holds: npt.NDArray[np.bool_]) -> int:
-    """How many hold before the first that does not."""
+def _count_leading(holds: npt.NDArray[np.bool_]) -> int:
+    """Number of True values before the first False."""
     return len(holds) if bool(holds.all()) else int(np.argmin(holds))
 
 
@@ -121,12 +121,12 @@ NAMES = ("threshold", "factor", "entropy", "left", "fixed", "margin", "random")
 
 
 def order_of(
-    given: Any, *, threshold: float = 0.9, factor: float = 1.0, entropy_bound: float = 0.1
+    order: Any, *, threshold: float = 0.9, factor: float = 1.0, entropy_bound: float = 0.1
 ) -> Order:
-    """The order of this name, with its number; a function is one already."""
-    if callable(given):
-        return given  # type: ignore[no-any-return]
-    known: dict[str, Order] = {
+    """Look up an order by name; a function is an order already."""
+    if callable(order):
+        return order  # type: ignore[no-any-return]
+    orders: dict[str, Order] = {
         "threshold": Threshold(threshold),
         "factor": Factor(factor),
         "entropy": EntropyBound(entropy_bound),
@@ -135,12 +135,14 @@ def order_of(
         "margin": margin,
         "random": random,
     }
-    if given not in known:
-        raise SettingsError(f"order is {given!r}; it may be {', '.join(NAMES)}, or a function")
-    return known[given]
+    if order not in orders:
+        raise SettingsError(
+            f"order must be one of {', '.join(NAMES)}, or a function, got {order!r}"
+        )
+    return orders[order]
 
 
 def spread(count: int, passes: int) -> list[int]:
-    """How many places each of so many passes sets at least: evenly, the first ones more."""
-    base, more = divmod(count, passes)
-    return [base + (number < more) for number in range(passes)]
+    """Minimum positions per pass: `count` spread evenly over `passes`, earlier passes first."""
+    base, remainder = divmod(count, passes)
+    return [base + (number < remainder) for number in range(passes)]

@@ -18,7 +18,7 @@ from typing import Unpack
 
 from unspool.decoding.together import write_all
 from unspool.decoding.voting import Extract, answer_finder, tally
-from unspool.decoding.written import Prompt, Ranking, Scorer, judged, mean_logprob, whole
+from unspool.decoding.written import Prompt, Ranking, Scorer, check_int, judged, mean_logprob
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options
 from unspool.notebook import bar, escape, note, picture, table
@@ -27,7 +27,7 @@ from unspool.session import Session
 
 def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> Generations:
     """Generate `n` samples of a prompt in one batch; options as in `lm.generate`."""
-    whole("n", n)
+    check_int("n", n)
     if options.get("seed") is None:
         options["seed"] = secrets.randbits(32)  # one seed for all; the sample index differs
     # Validate prompt and options once; the requests differ only in the sample index.

@@ -16,7 +16,7 @@ from typing import Any, Unpack, cast
 from unspool.decoding.search_tree import Node, SearchTree
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.search import Search, run_moves
-from unspool.decoding.written import Prompt, Scorer, blank, judged, whole
+from unspool.decoding.written import Prompt, Scorer, blank, check_int, judged
 from unspool.engine.generation import Generation
 from unspool.engine.options import Options
 from unspool.errors import SettingsError, UnspoolError
@@ -51,7 +51,7 @@ def tree_search(
     text that ended by itself or is on the last level.
     """
     for name, value in (("width", width), ("tokens", tokens), ("keep", keep), ("depth", depth)):
-        whole(name, value)
+        check_int(name, value)
     if options.get("max_tokens") is not None:
         raise SettingsError(
             "a search writes tokens * depth tokens; set tokens and depth, not max_tokens"

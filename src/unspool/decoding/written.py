@@ -67,7 +67,7 @@ def judged(scorer: Scorer | None, generation: Generation) -> float:
     return value
 
 
-def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+def check_int(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """Check that an option is an integer within its bounds, and return it."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
     if not fits or (most is not None and value > most):
@@ -78,7 +78,7 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
 
 def blank(lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
     """Prepare a generation whose tokens a strategy will choose, not the engine."""
-    whole("max_tokens", max_tokens, least=0)
+    check_int("max_tokens", max_tokens, least=0)
     # With max_tokens=0 the engine only validates prompt and options.
     generation, _ = lm.begin(prompt, max_tokens=0, **options)
     limits = replace(generation.request.limits, max_tokens=max_tokens)
@@ -99,10 +99,6 @@ class Line:
     steps: tuple[Step, ...] = ()
     ending: Ending | None = None
     since: float = field(default_factory=perf_counter)
-
-    @classmethod
-    def of(cls, lm: Session, start: Generation) -> Line:
-        return cls(start, lm.engine.token_bytes)
 
     @property
     def room(self) -> int:

@@ -1,8 +1,7 @@
-"""Changes to a text, each of which can be made, taken back and made again, in any order.
+"""Changes to a text that can be applied and undone in any order.
 
-A change knows where it stands in the text as it is now. Making or taking back one moves those
-behind it. Those that reach into its place were meant for the words that stood there: they can be
-touched again when these are back.
+A change has its position in the current text. Applying or undoing one moves those after it. Changes
+that overlap it are blocked until the words that they were meant for are back.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from unspool.errors import SettingsError
 
 @dataclass(slots=True, eq=False, repr=False)
 class Change:
-    """Other words in the place of some."""
+    """A replacement of some words."""
 
     number: int
-    start: int  # in the text as it is now, in characters
+    start: int  # character offset in the current text
     old: str
     new: str
-    probability: float  # of the new words among the candidates, the old ones with them
-    gain: float  # by how much they make the text likelier: log-probability, in nats
+    probability: float  # of the new words among the candidates, old words included
+    gain: float  # increase of the log-probability of the text, in nats
     doubt: float  # how doubtful the old words were
-    in_pass: int  # in which it was proposed
+    in_pass: int  # pass that proposed it
     alternatives: tuple[tuple[str, float], ...] = ()  # the candidates, with probabilities
     applied: bool = False
-    above: list[Change] = field(default_factory=list)  # what has put other words there
+    above: list[Change] = field(default_factory=list)  # overlapping changes made later
 
     @property
     def text(self) -> str:
-        """What stands in its place now."""
+        """Words currently at its position."""
         return self.new if self.applied else self.old
 
     @property
@@ -47,52 +46,56 @@ class Change:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         names = ("number", "start", "old", "new", "probability", "gain", "doubt", "applied")
-        told = {name: getattr(self, name) for name in names}
-        return {**told, "pass": self.in_pass, "alternatives": [list(a) for a in self.alternatives]}
+        fields = {name: getattr(self, name) for name in names}
+        return {
+            **fields,
+            "pass": self.in_pass,
+            "alternatives": [list(a) for a in self.alternatives],
+        }
 
 
 class ChangedText:
-    """A text, and every change that was proposed for it."""
+    """A text and all changes proposed for it."""
 
     def __init__(self, text: str) -> None:
         self.original = self.text = text
         self.changes: list[Change] = []
 
     def propose(self, start: int, old: str, new: str, **facts: Any) -> Change:
-        """A change that could be made here, words for words; it is not made yet. One that was
-        proposed before, and is still open, keeps its number and gets the new facts."""
+        """Add a proposed change without applying it. If the same change is already proposed and not
+        blocked, it keeps its number and gets the new facts."""
         assert old and new and self.text[start : start + len(old)] == old
-        for known in self.changes:
-            is_open = not (known.applied or known.above)
-            if is_open and (known.start, known.old, known.new) == (start, old, new):
+        for existing in self.changes:
+            is_open = not (existing.applied or existing.above)
+            if is_open and (existing.start, existing.old, existing.new) == (start, old, new):
                 for name, value in facts.items():
-                    setattr(known, name, value)
-                return known
+                    setattr(existing, name, value)
+                return existing
         change = Change(len(self.changes), start, old, new, **facts)
         self.changes.append(change)
         return change
 
     def apply(self, number: int) -> None:
-        """Make a change."""
+        """Apply a change."""
         change = self._change(number)
         if change.applied:
-            raise SettingsError(f"change {number} is made already; undo({number}) takes it back")
+            raise SettingsError(f"change {number} is already applied; undo({number}) reverts it")
         self._check_open(change)
         self._switch(change)
 
     def undo(self, number: int) -> None:
-        """Take a change back."""
+        """Undo a change."""
         change = self._change(number)
         if not change.applied:
-            raise SettingsError(f"change {number} is not made; apply({number}) makes it")
+            raise SettingsError(f"change {number} is not applied; apply({number}) applies it")
         self._check_open(change)
         self._switch(change)
 
     def _change(self, number: int) -> Change:
         if not 0 <= number < len(self.changes):
             count = len(self.changes)
-            known = f"they go from 0 to {count - 1}" if count else "there are none"
-            raise SettingsError(f"there is no change {number!r}; {known}")
+            valid = f"valid are 0 to {count - 1}" if count else "there are none"
+            raise SettingsError(f"there is no change {number!r}; {valid}")
         return self.changes[number]
 
     def _check_open(self, change: Change) -> None:
@@ -101,14 +104,14 @@ class ChangedText:
         above = change.above[-1]
         what = f"undo({above.number})" if above.applied else f"apply({above.number})"
         raise SettingsError(
-            f"change {change.number} was meant for other words than those that change "
-            f"{above.number} has left there; first: {what}"
+            f"change {change.number} overlaps change {above.number}, which changed its words; "
+            f"first: {what}"
         )
 
     def _switch(self, change: Change) -> None:
-        """Put the other words in the place of those that stand there."""
+        """Swap the words of a change and update the positions of the others."""
         start, end = change.start, change.end
-        put = change.old if change.applied else change.new
+        replacement = change.old if change.applied else change.new
         for other in self.changes:
             if change in other.above:
                 other.above.remove(change)
@@ -117,13 +120,13 @@ class ChangedText:
             if other is not change and first < end and start < last:
                 other.above.append(change)
             elif first >= end:
-                other.start += len(put) - (end - start)
-        self.text = self.text[:start] + put + self.text[end:]
+                other.start += len(replacement) - (end - start)
+        self.text = self.text[:start] + replacement + self.text[end:]
         change.applied = not change.applied
 
 
 def _region(change: Change) -> tuple[int, int]:
-    """Where a change's words stand, or those that others have put in their place."""
+    """Character range of a change's words, or of what overlapping changes made of them."""
     first, last = change.start, change.end
     for above in change.above:
         grown = len(above.new) - len(above.old)

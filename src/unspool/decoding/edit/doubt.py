@@ -1,7 +1,7 @@
-"""Which tokens of a text are doubtful: how surprising each is, in nats, given what is around it.
+"""Doubtful tokens: how surprising each token of a text is, in nats.
 
-A causal model is surprised by a token, and, where that was wrong, by the one that follows it. A
-masked model sees both sides of a place that is hidden from it. Together: the mean of the two.
+A causal model is surprised by a wrong token or by the one after it. A masked model predicts the
+token from both sides. With both models it is the mean of the two.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from unspool.sampling.scoring import Floats
 from unspool.session import Session
 
 WAYS = ("auto", "causal", "masked", "both")
-_NEXT = 3.0  # how much the next token's surprise tells (see bench/fill.py: planted errors)
-_STRIDE = 8  # every so manieth token is hidden at once
+_NEXT_WEIGHT = 3.0  # of the next token's surprise (see bench/fill.py: planted errors)
+_STRIDE = 8  # every eighth token is masked in one run
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A token of a text, and how doubtful it is."""
+    """A token of a text and its surprise."""
 
     token: int
     text: str
@@ -38,79 +38,81 @@ class Doubt:
 def doubts(
     lm: Session, text: str, *, by: str = "auto", twin: MaskedModel | None = None
 ) -> tuple[list[Doubt], Score]:
-    """How doubtful each token is, and the text as the causal model scores it."""
+    """Surprise of each token, and the causal model's score of the text."""
     if by not in WAYS:
-        raise SettingsError(f"doubt is {by!r}; it may be {', '.join(WAYS)}")
+        raise SettingsError(f"doubt must be one of {', '.join(WAYS)}, got {by!r}")
     if twin is None and by in ("masked", "both"):
-        raise SettingsError(f"doubt={by!r} asks a masked model; name one: twin=")
+        raise SettingsError(f"doubt={by!r} needs a masked model; give one: twin=")
     ids = text_ids(lm, text)
     score = document_score(lm, text)
     spans = _spans(lm, ids, text)
-    found = causal_surprise(score, len(ids))
+    surprises = causal_surprise(score, len(ids))
     if twin is not None and by != "causal":
-        masked = _at(spans, *masked_surprise(twin, text))
-        found = masked if by == "masked" else (found + masked) / 2
-    told = [
+        masked = _map_spans(spans, *masked_surprise(twin, text))
+        surprises = masked if by == "masked" else (surprises + masked) / 2
+    tokens = [
         Doubt(token, text[start:end], start, end, float(level))
-        for token, (start, end), level in zip(ids, spans, found, strict=True)
+        for token, (start, end), level in zip(ids, spans, surprises, strict=True)
     ]
-    return [doubt for doubt in told if doubt.end > doubt.start], score
+    return [doubt for doubt in tokens if doubt.end > doubt.start], score
 
 
 def document_score(lm: Session, text: str) -> Score:
-    """A text as the model judges it, read as a document of its own: its first token is judged
-    too."""
+    """Score a text as a whole document: its first token is scored too."""
     before = len(start_ids(lm))
     return Score(lm.score(text_ids(lm, text)).positions[before:])
 
 
 def causal_surprise(score: Score, count: int) -> Floats:
-    """Of each token: its own surprise, and how much more than expected the next one was.
+    """Surprise of each token, plus how much more than expected the next token surprises.
 
-    A wrong token that the model itself might have written is no surprise; but what follows is.
+    A plausible wrong token is no surprise itself, but the token after it is.
     """
-    known = [p for p in score.positions if p.logprob is not None]
-    own = np.array([-(p.logprob or 0.0) for p in known])
-    excess = own - np.array([p.entropy or 0.0 for p in known])
-    following = np.append(excess[1:], 0.0)[: len(own)]
-    return np.concatenate([np.zeros(count - len(own)), own + _NEXT * following])
+    scored = [p for p in score.positions if p.logprob is not None]
+    surprise = np.array([-(p.logprob or 0.0) for p in scored])
+    excess = surprise - np.array([p.entropy or 0.0 for p in scored])
+    following = np.append(excess[1:], 0.0)[: len(surprise)]
+    return np.concatenate([np.zeros(count - len(surprise)), surprise + _NEXT_WEIGHT * following])
 
 
 def masked_surprise(model: MaskedModel, text: str) -> tuple[list[tuple[int, int]], Floats]:
-    """Of each token of the masked model's own: where it stands, and its surprise when hidden."""
+    """Character span and surprise (when masked) of each token of the masked model."""
     encoded: Any = model.tokenizer.encoder.plain.encode(text, add_special_tokens=False)
     ids: list[int] = encoded.ids
     row, before = framed(model.tokenizer, ids)
-    found = np.zeros(len(ids))
+    surprises = np.zeros(len(ids))
     for first in range(min(_STRIDE, len(ids))):
         places = list(range(first, len(ids), _STRIDE))
         hidden = list(row)
         for place in places:
             hidden[place + before] = model.mask_id
-        own = text_logprobs(model, hidden, [place + before for place in places])
-        found[places] = [-own[n, ids[place]] for n, place in enumerate(places)]
-    return list(encoded.offsets), found
+        logprobs = text_logprobs(model, hidden, [place + before for place in places])
+        surprises[places] = [-logprobs[n, ids[place]] for n, place in enumerate(places)]
+    return list(encoded.offsets), surprises
 
 
 def _spans(lm: Session, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
-    """Where each token stands, in characters; one of several tokens stands at the last of them."""
-    whole = [0]  # characters that end by each byte
+    """Character span of each token; a character split over tokens belongs to the last."""
+    character_ends = [0]  # number of characters that end by each byte
     for at, character in enumerate(text):
-        whole += [at] * (len(character.encode()) - 1) + [at + 1]
-    ends = [whole[min(max(0, end), len(whole) - 1)] for end in token_ends(lm, ids, text)]
+        character_ends += [at] * (len(character.encode()) - 1) + [at + 1]
+    ends = [
+        character_ends[min(max(0, end), len(character_ends) - 1)]
+        for end in token_ends(lm, ids, text)
+    ]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _at(
+def _map_spans(
     spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]], values: Floats
 ) -> Floats:
-    """What another vocabulary's tokens say of the places of these: the largest that overlaps."""
-    found, first = np.zeros(len(spans)), 0
+    """Map values of another tokenization to these spans: the maximum of overlapping tokens."""
+    values_here, first = np.zeros(len(spans)), 0
     for n, (start, end) in enumerate(spans):
         while first < len(others) and others[first][1] <= start:
             first += 1
         at = first
         while at < len(others) and others[at][0] < end:
-            found[n] = max(found[n], values[at])
+            values_here[n] = max(values_here[n], values[at])
             at += 1
-    return found
+    return values_here

@@ -1,8 +1,8 @@
-"""Revising a text: find what is doubtful, propose something better, change it, and look again.
+"""Revise a text: find doubtful words, propose better ones, apply them, repeat.
 
 edit = lm.edit("The cat sat at the mat, and then it slept.")
-edit.changes                  # each with its probability; those above the threshold are made
-edit.undo(0)                  # any of them can be taken back, and made again
+edit.changes                  # each with its probability; those above the threshold are applied
+edit.undo(0)                  # any change can be undone and applied again
 print(edit.text, edit.before.perplexity, edit.after.perplexity)
 """
 
@@ -21,28 +21,28 @@ from unspool.decoding.fill.drafts import Drafting
 from unspool.decoding.fill.fill import drafting
 from unspool.decoding.fill.masked import MaskedModel, masked_model
 from unspool.decoding.progress import Tell, progress_bar
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.engine.steps import Score, brief
 from unspool.errors import SettingsError, check_number
 from unspool.notebook import bar, escape, note, percent, picture, table
 from unspool.session import Session
 
-Kind = Literal["same", "removed", "added"]
+DiffKind = Literal["same", "removed", "added"]
 _PIECES = re.compile(r"\s+|\w+|[^\w\s]")
-_CERTAIN = 0.5  # nats of doubt below which nobody looks at a word
-_CONTEXT = 200  # characters around a word that, when they change, make it worth another look
+_MIN_SURPRISE = 0.5  # nats below which a word is skipped
+_CONTEXT_CHARS = 200  # around a word; if they change, the word is tried again
 
 
 class Edit(ChangedText):
-    """A text under revision: every proposed change, made or not, and what the text was worth."""
+    """A text under revision: all proposed changes, and scores before and after."""
 
     def __init__(self, lm: Session, text: str) -> None:
         super().__init__(text)
         self._lm = lm
-        self.before: Score = document_score(lm, text)  # the text as it was
-        self.doubts: list[Doubt] = []  # of its tokens, before anything was changed
+        self.before: Score = document_score(lm, text)  # of the original text
+        self.doubts: list[Doubt] = []  # of the original text's tokens
         self.passes = 0  # over the text
-        self.weighed = 0  # tokens that were judged to rank proposals
+        self.weighed = 0  # tokens scored to rank proposals
         self._after: tuple[str, Score] = (text, self.before)
 
     @property
@@ -54,11 +54,11 @@ class Edit(ChangedText):
 
     @property
     def applied(self) -> list[Change]:
-        """The changes that are made."""
+        """The applied changes."""
         return [change for change in self.changes if change.applied]
 
-    def tracked(self) -> Iterator[tuple[Kind, str]]:
-        """The text with its changes in place: what stayed, what was removed, what was added."""
+    def tracked(self) -> Iterator[tuple[DiffKind, str]]:
+        """Word-level diff of original and text: (kind, words) pairs."""
         old, new = _PIECES.findall(self.original), _PIECES.findall(self.text)
         matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
         for tag, a, b, c, d in matcher.get_opcodes():
@@ -78,16 +78,16 @@ class Edit(ChangedText):
             name,
             f"{name} (edited)",
         )
-        return "".join(one if one.endswith("\n") else f"{one}\n\\ No newline at end of file\n"
-                       for one in lines)  # fmt: skip
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+                       for line in lines)  # fmt: skip
 
     def __str__(self) -> str:
         return self.text
 
     def __repr__(self) -> str:
-        made = f"{len(self.applied)} of {len(self.changes)} changes made"
+        applied = f"{len(self.applied)} of {len(self.changes)} changes made"
         scores = f"perplexity {self.before.perplexity:.4g} → {self.after.perplexity:.4g}"
-        return f"<Edit {brief(self.text)}, {made}, {scores}>"
+        return f"<Edit {brief(self.text)}, {applied}, {scores}>"
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -111,12 +111,12 @@ class Edit(ChangedText):
              bar(c.probability, 1.0) + " " + percent(c.probability), "yes" if c.applied else "no")
             for c in self.changes
         ]  # fmt: skip
-        told = note(
+        summary = note(
             f"perplexity {self.before.perplexity:.4g}, now {self.after.perplexity:.4g}, after "
             f"{self.passes} passes"
         )
         head = ("number", "instead of", "now", "probability", "made")
-        return picture(f'<div class="text">{text}</div>', table(head, rows), told)
+        return picture(f'<div class="text">{text}</div>', table(head, rows), summary)
 
 
 def edit(
@@ -134,27 +134,27 @@ def edit(
     reach: int | None = 24,
     progress: bool = True,
 ) -> Edit:
-    """A text revised; see `LanguageModel.edit`."""
+    """Revise a text; see `LanguageModel.edit`."""
     if not isinstance(text, str) or not text.strip():
-        raise SettingsError("there is nothing to edit; give a text with words in it")
+        raise SettingsError("text must contain words; there is nothing to edit")
     if lm.config.sight != "causal":
         raise SettingsError(
-            "edits are ranked by a causal model; load one, and give this as its twin: "
+            "edits are ranked by a causal model; load one, and give this one as its twin: "
             "lm.edit(text, twin=masked)"
         )
     check_number("threshold", threshold, 0, 1)
     check_number("trust", trust, 0)
     if reach is not None:
-        whole("reach", reach)
-    whole("passes", passes)
-    whole("places", places)
-    whole("candidates", candidates)
+        check_int("reach", reach)
+    check_int("passes", passes)
+    check_int("places", places)
+    check_int("candidates", candidates)
     if budget is not None:
-        whole("budget", budget, least=0)
-    made = Edit(lm, text)
+        check_int("budget", budget, least=0)
+    result = Edit(lm, text)
     reviser = _Reviser(
         lm,
-        made,
+        result,
         replace(drafting(lm, {}, candidates=candidates, drafts=2), singles=2 * candidates),
         masked_model(twin) if twin is not None else None,
         doubt,
@@ -163,20 +163,20 @@ def edit(
         trust,
         budget,
     )
-    with progress_bar("revising", passes * places, show=progress) as tell:
-        going = True
-        while going and made.passes < passes:
-            going = reviser.run(places, tell)
-    return made
+    with progress_bar("revising", passes * places, show=progress) as report:
+        changed = True
+        while changed and result.passes < passes:
+            changed = reviser.run(places, report)
+    return result
 
 
 class _Reviser:
-    """Goes over a text until nothing changes."""
+    """Revises a text in passes."""
 
     def __init__(
         self,
         lm: Session,
-        made: Edit,
+        edit: Edit,
         how: Drafting,
         twin: MaskedModel | None,
         by: str,
@@ -185,66 +185,70 @@ class _Reviser:
         trust: float,
         budget: int | None,
     ) -> None:
-        self._lm, self._made, self._how, self._twin = lm, made, how, twin
-        self._by, self._reach, self._threshold, self._budget = by, reach, threshold, budget
+        self._lm, self._edit, self._settings, self._twin = lm, edit, how, twin
+        self._doubt_by, self._reach, self._threshold, self._budget = by, reach, threshold, budget
         self._trust = trust
-        self._seen: set[tuple[str, str, str]] = set()
+        self._tried: set[tuple[str, str, str]] = set()
 
     def run(self, places: int, tell: Tell) -> bool:
-        """One pass, the most doubtful words first; whether another could change something."""
-        made = self._made
-        found, _ = doubts(self._lm, made.text, by=self._by, twin=self._twin)
-        made.doubts = made.doubts or found
-        shifts: list[tuple[int, int]] = []  # where changes were made in this pass, by how much
-        looked, is_changed = 0, False
-        for unit in units(made.text, found):
-            if looked == places or unit.doubt < _CERTAIN or self._is_spent():
+        """Run one pass, most doubtful words first; True if another pass may change something."""
+        edit = self._edit
+        token_doubts, _ = doubts(self._lm, edit.text, by=self._doubt_by, twin=self._twin)
+        edit.doubts = edit.doubts or token_doubts
+        shifts: list[tuple[int, int]] = []  # (offset, length change) of the changes in this pass
+        num_tried, is_changed = 0, False
+        for unit in units(edit.text, token_doubts):
+            if num_tried == places or unit.doubt < _MIN_SURPRISE or self._is_spent():
                 break
             moved = unit.start + sum(by for at, by in shifts if at <= unit.start)
             if not self._is_new(unit, moved):
                 continue
-            looked += 1
-            tell(made.passes * places + looked)
+            num_tried += 1
+            tell(edit.passes * places + num_tried)
             change = self._change(unit, moved)
             if change is not None and change.probability >= self._threshold:
-                made.apply(change.number)
+                edit.apply(change.number)
                 shifts.append((unit.start, len(change.new) - len(change.old)))
                 is_changed = True
-        made.passes += 1
+        edit.passes += 1
         return is_changed and not self._is_spent()
 
     def _is_spent(self) -> bool:
-        return self._budget is not None and self._made.weighed >= self._budget
+        return self._budget is not None and self._edit.weighed >= self._budget
 
     def _is_new(self, unit: Unit, start: int) -> bool:
-        """Whether nobody has looked at this word with this around it."""
-        text, end = self._made.text, start + len(unit.text)
-        around = text[max(0, start - _CONTEXT) : start], unit.text, text[end : end + _CONTEXT]
-        if around in self._seen:
+        """Whether this word has not been tried in this context."""
+        text, end = self._edit.text, start + len(unit.text)
+        around = (
+            text[max(0, start - _CONTEXT_CHARS) : start],
+            unit.text,
+            text[end : end + _CONTEXT_CHARS],
+        )
+        if around in self._tried:
             return False
-        self._seen.add(around)
+        self._tried.add(around)
         return True
 
     def _change(self, unit: Unit, start: int) -> Change | None:
-        """A proposal, if something else is likelier than what stands there."""
-        made = self._made
+        """Propose a change if something else is likelier than the current word."""
+        edit = self._edit
         here = Unit(start, unit.text, unit.doubt, unit.tokens)
-        found = proposals(
-            self._lm, made.text, here, self._how,
+        candidates = proposals(
+            self._lm, edit.text, here, self._settings,
             reach=self._reach, twin=self._twin, trust=self._trust,
         )  # fmt: skip
-        made.weighed += sum(len(filled.steps) for filled in found)
-        best = found[0]
+        edit.weighed += sum(len(filled.steps) for filled in candidates)
+        best = candidates[0]
         if best.texts[0] == unit.text:
             return None
-        now = next(filled for filled in found if filled.texts[0] == unit.text)
-        return made.propose(
+        now = next(filled for filled in candidates if filled.texts[0] == unit.text)
+        return edit.propose(
             start,
             unit.text,
             best.texts[0],
             probability=best.probability,
             gain=best.score - now.score,
             doubt=unit.doubt,
-            in_pass=made.passes,
-            alternatives=tuple((filled.texts[0], filled.probability) for filled in found),
+            in_pass=edit.passes,
+            alternatives=tuple((filled.texts[0], filled.probability) for filled in candidates),
         )

@@ -1,9 +1,9 @@
-"""Where a gap meets the text beside it: tokens know nothing of such borders.
+"""Token boundaries at the edges of a gap.
 
-"The " and "cat" are three tokens alone and two together ("The", " cat"). So candidates are texts, a
-whole text is cut into tokens as the model's vocabulary cuts it, and only then is it asked which
-tokens the gap has a part in. What a model would write at such a place is found by *healing*: the
-last token before the gap is given up, and every token that begins with its bytes may stand there.
+"The " and "cat" are three tokens alone and two together ("The", " cat"). So candidates are texts,
+the whole text is tokenized, and then the tokens that overlap the gap are found. Continuations at
+such an edge use *token healing*: the last token before the gap is dropped, and every token that
+starts with its bytes may replace it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>"
 
 
 def text_ids(lm: Session, text: str) -> Ids:
-    """The tokens of a text, behind the one that begins a document: a model guesses no first token,
-    and guesses badly what follows a lonely one."""
+    """Tokenize a text after the token that starts a document, so that its first token is predicted
+    too."""
     return [*start_ids(lm), *lm.tokenizer.encode(text)]
 
 
 def start_ids(lm: Session) -> Ids:
-    """What stands before the first token of a text."""
+    """The token that starts a document, if the vocabulary has one."""
     tokenizer = lm.tokenizer
-    known = [tokenizer.special_tokens.get(text) for text in _STARTS]
+    candidates = [tokenizer.special_tokens.get(text) for text in _STARTS]
     if tokenizer.add_bos:
-        known = []
-    for token in (*known, tokenizer.bos_id, tokenizer.eos_id):
+        candidates = []
+    for token in (*candidates, tokenizer.bos_id, tokenizer.eos_id):
         if token is not None:
             return [token]
     return []
 
 
 def token_ends(lm: Session, ids: Sequence[int], text: str) -> list[int]:
-    """Where each token ends, in bytes of the text that they are cut from."""
+    """Byte offset in the text at which each token ends."""
     pieces = [lm.engine.token_bytes(token) for token in ids]
     added = sum(map(len, pieces)) - len(text.encode())
     ends, at = list[int](), 0
     for piece in pieces:
-        if added == 1 and at == 0 and piece.startswith(b" "):  # which encoding put there
+        if added == 1 and at == 0 and piece.startswith(b" "):  # added by the tokenizer
             at, added = -1, 0
         at += len(piece)
         ends.append(at)
@@ -54,7 +54,7 @@ def token_ends(lm: Session, ids: Sequence[int], text: str) -> list[int]:
 
 
 def tokens_within(ends: Sequence[int], start: int, end: int) -> range:
-    """The tokens that have a part in the bytes from `start` to `end`."""
+    """Range of tokens that overlap the bytes from `start` to `end`."""
     first = next((n for n, at in enumerate(ends) if at > start), len(ends))
     if end <= start:
         return range(first, first)
@@ -62,55 +62,56 @@ def tokens_within(ends: Sequence[int], start: int, end: int) -> range:
 
 
 @lru_cache(maxsize=4)
-def _table(tokenizer: Tokenizer) -> list[bytes]:
-    """The bytes of every token; a control token has none that a text could hold."""
+def _token_table(tokenizer: Tokenizer) -> list[bytes]:
+    """Bytes of every token; empty for control tokens."""
     control = tokenizer.special_ids
     return [b"" if n in control else tokenizer.token_bytes(n) for n in range(tokenizer.vocab_size)]
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """How a text might go on behind its last token, or with another in the place of that one."""
+class Continuation:
+    """A possible next token of a text, or a longer replacement of its last token."""
 
     token: int
-    adds: bytes  # to the text
+    adds: bytes  # added to the text
     logprob: float  # given the tokens before the last one
-    instead: bool  # of the last token: this one begins with the bytes of that one
+    instead: bool  # replaces the last token, which it starts with
 
 
-def beginnings(
-    lm: Session, last: int, before: Floats | None, behind: Floats, count: int
-) -> list[Beginning]:
-    """The likeliest ways to go on, healed. `before` and `behind` are the log-probabilities of what
-    follows the tokens before the last one (None: there are none), and of what follows it."""
-    table = _table(lm.tokenizer)
+def continuations(
+    lm: Session, last: int, before: Floats | None, after: Floats, count: int
+) -> list[Continuation]:
+    """The likeliest continuations, with token healing. `before` and `after` are the
+    log-probabilities of the token after all tokens but the last (None: there are none), and after
+    the last."""
+    table = _token_table(lm.tokenizer)
     text = table[last] if last < len(table) else b""
-    found = list[Beginning]()
-    given = 0.0  # of the last token itself, where another might stand in its place
+    result = list[Continuation]()
+    last_logprob = 0.0  # of the last token, if it could be replaced
     if text and before is not None:
-        given = float(before[last])
+        last_logprob = float(before[last])
         longer = [
             n for n, piece in enumerate(table) if len(piece) > len(text) and piece.startswith(text)
         ]
-        for place in _largest(before[longer], count):
+        for place in _top_indices(before[longer], count):
             token = longer[place]
             adds = table[token][len(text) :]
-            found.append(Beginning(token, adds, float(before[token]), instead=True))
-    found += [
-        Beginning(token, table[token], given + float(behind[token]), instead=False)
-        for token in _largest(behind[: len(table)], count)
+            result.append(Continuation(token, adds, float(before[token]), instead=True))
+    result += [
+        Continuation(token, table[token], last_logprob + float(after[token]), instead=False)
+        for token in _top_indices(after[: len(table)], count)
         if table[token]
     ]
-    return sorted(found, key=lambda each: -each.logprob)[:count]
+    return sorted(result, key=lambda entry: -entry.logprob)[:count]
 
 
-def _largest(row: Floats, count: int) -> list[int]:
+def _top_indices(row: Floats, count: int) -> list[int]:
     best = np.argsort(-row, kind="stable")[:count]
     return [int(place) for place in best]
 
 
 def first_token(lm: Session, text: str) -> int | None:
-    """The token that a text begins with where it continues another."""
+    """First token of a text that continues another text."""
     ids: list[int] = []
     if lm.tokenizer.missing_character(",") is None:
         ids = lm.tokenizer.encode("," + text)
@@ -120,10 +121,10 @@ def first_token(lm: Session, text: str) -> int | None:
     return alone[0] if alone else None
 
 
-def beginning_of(lm: Session, text: str, count: int | None) -> str:
-    """As much of a text as so many tokens hold, whole characters only; None: all of it."""
+def truncate_text(lm: Session, text: str, count: int | None) -> str:
+    """The first `count` tokens of a text, whole characters only; None: all of it."""
     if count is None or len(text) <= count:
         return text
     ids = lm.tokenizer.encode(text)
-    kept = len(lm.tokenizer.decode_bytes(ids[:count]))
-    return text.encode()[:kept].decode("utf-8", "ignore")
+    num_bytes = len(lm.tokenizer.decode_bytes(ids[:count]))
+    return text.encode()[:num_bytes].decode("utf-8", "ignore")

@@ -1,7 +1,7 @@
-"""Filling by FIM tokens: a model that was trained to write the middle when it has read both sides.
+"""Infilling with FIM (fill-in-the-middle) tokens, for models trained with them.
 
-Such a vocabulary holds tokens for "before the gap", "behind it" and "now the middle". Which they
-are is found by their texts, not by the model's name. The middle ends where the model says so.
+The prefix, suffix and middle tokens are found by their texts in the vocabulary, not by the model's
+name. The middle ends at an end token.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 from unspool.decoding.fill.gaps import Gap, GappedText
-from unspool.decoding.fill.result import Filled, in_order
+from unspool.decoding.fill.result import Filled, rank_candidates
 from unspool.decoding.together import write_all
 from unspool.engine.generation import Generation
 from unspool.session import Session
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-# Before the gap, behind it, the middle: Qwen2.5-Coder and others, StarCoder, Granite, CodeLlama,
+# Prefix, suffix, middle: Qwen2.5-Coder and others, StarCoder, Granite, CodeLlama,
 # DeepSeek-Coder, GLM, Codestral's names.
 _FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -33,32 +33,32 @@ _REPO = ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", 
 _FILE = ("<|file_sep|>", "<file_sep>")
 _ENDS = (*_REPO, *_FILE, "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<PAD>", "▁<EOT>", "<EOT>",
          "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<|cursor|>")  # fmt: skip
-_SNIPPET = "\n\n--- snippet ---\n\n"  # before a further file, where no token says so
+_SNIPPET = "\n\n--- snippet ---\n\n"  # separates files if the vocabulary has no token for it
 
 
 @dataclass(frozen=True, slots=True)
 class FimTokens:
-    """The tokens of one vocabulary."""
+    """The FIM tokens of one vocabulary."""
 
     prefix: int
     suffix: int
     middle: int
-    repo: int | None  # stands before a repository's name
-    file: int | None  # ... and before a file's
-    ends: frozenset[int]  # what ends the middle
+    repo: int | None  # before a repository's name
+    file: int | None  # before a file's name
+    ends: frozenset[int]  # end the middle
 
 
 @lru_cache(maxsize=16)
 def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
-    """The tokens by which a vocabulary says what stands around a gap, if it has them."""
+    """Find the FIM tokens of a vocabulary; None if it has none."""
 
     def first(texts: Sequence[str]) -> int | None:
         return next((n for text in texts if (n := tokenizer.token_id(text)) is not None), None)
 
     for form in _FORMS:
-        found = [tokenizer.token_id(text) for text in form]
-        if None not in found:
-            prefix, suffix, middle = (int(n or 0) for n in found)
+        ids = [tokenizer.token_id(text) for text in form]
+        if None not in ids:
+            prefix, suffix, middle = (int(n or 0) for n in ids)
             ends = {n for text in _ENDS if (n := tokenizer.token_id(text)) is not None}
             ends |= {prefix, suffix, middle, *tokenizer.end_ids}
             return FimTokens(prefix, suffix, middle, first(_REPO), first(_FILE), frozenset(ends))
@@ -67,7 +67,7 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
 
 @dataclass(frozen=True, slots=True)
 class OtherFile:
-    """A further file that the model reads first."""
+    """Another file given as context."""
 
     name: str
     text: str
@@ -76,12 +76,12 @@ class OtherFile:
 def fim_prompt(
     tokenizer: Tokenizer,
     tokens: FimTokens,
-    left: str,
-    right: str,
+    prefix: str,
+    suffix: str,
     others: Sequence[OtherFile] | None = None,
 ) -> list[int]:
-    """What a model reads before it writes the middle: the left side, then the right. With `others`,
-    also without any, this is a file of a repository, and those come first."""
+    """Build the FIM prompt: prefix, suffix, middle token. If `others` is not None, the repository
+    format is used, with these files first."""
     ids = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     if others is not None and tokens.repo is not None:
         ids += [tokens.repo, *tokenizer.encode("myproject\n")]
@@ -93,12 +93,12 @@ def fim_prompt(
         ids += tokenizer.encode(other.text)
     if others is not None and tokens.file is not None:
         ids += [tokens.file, *tokenizer.encode("filename\n")]
-    ids += [tokens.prefix, *tokenizer.encode(left), tokens.suffix, *tokenizer.encode(right)]
+    ids += [tokens.prefix, *tokenizer.encode(prefix), tokens.suffix, *tokenizer.encode(suffix)]
     return [*ids, tokens.middle]
 
 
 def fim_draft(lm: Session, tokens: FimTokens, prompt: list[int], options: Any) -> Generation:
-    """The middle, to be written: it ends where the model goes on to something else."""
+    """Prepare the request for the middle; FIM and file tokens end it."""
     draft = lm.draft(prompt, **options)
     limits = replace(draft.request.limits, end_ids=draft.request.limits.end_ids | tokens.ends)
     return replace(draft, request=replace(draft.request, limits=limits))
@@ -112,20 +112,24 @@ def fill_by_fim(
     *,
     drafts: int,
 ) -> tuple[Filled, ...]:
-    """Fillings of a text, best first; gaps are filled one after the other, each with the text up
-    to the next. A score is the log-probability of the middle and its end."""
-    kept = [Filled((), gapped.texts[0], 0.0)]
-    for gap, right in zip(gapped.gaps, gapped.texts[1:], strict=True):
-        best = kept[0]
-        prompt = fim_prompt(lm.tokenizer, tokens, best.text, right)
+    """Fill a text, best first. Gaps are filled in order, each with the text up to the next gap as
+    suffix. The score is the log-probability of the middle and its end."""
+    fillings = [Filled((), gapped.texts[0], 0.0)]
+    for gap, suffix in zip(gapped.gaps, gapped.texts[1:], strict=True):
+        best = fillings[0]
+        prompt = fim_prompt(lm.tokenizer, tokens, best.text, suffix)
         texts = list(_drafts(lm, tokens, prompt, gap, options, drafts))
         write_all(lm, texts, patient=False)
-        once = {text.text: text for text in reversed(texts)}  # the first of equal ones stays
-        fitting = [text for text in once.values() if len(_inside(text, tokens)) >= gap.least]
-        kept = list(
-            in_order([_filled(best, text, right, tokens) for text in fitting or once.values()])
+        unique = {text.text: text for text in reversed(texts)}  # keep the first of duplicates
+        fitting = [
+            text for text in unique.values() if len(_middle_tokens(text, tokens)) >= gap.least
+        ]
+        fillings = list(
+            rank_candidates(
+                [_filled(best, text, suffix, tokens) for text in fitting or unique.values()]
+            )
         )
-    return tuple(kept)
+    return tuple(fillings)
 
 
 def _drafts(
@@ -136,23 +140,23 @@ def _drafts(
     options: dict[str, Any],
     count: int,
 ) -> Iterator[Generation]:
-    """The likeliest token each time, and samples beside it."""
-    given = {"temperature": 0, **options, "max_tokens": gap.most}
-    yield fim_draft(lm, tokens, prompt, given)
-    sampled = {"seed": 0, **given, "temperature": given["temperature"] or 0.8}
+    """One greedy draft, and samples."""
+    greedy_options = {"temperature": 0, **options, "max_tokens": gap.most}
+    yield fim_draft(lm, tokens, prompt, greedy_options)
+    sampled = {"seed": 0, **greedy_options, "temperature": greedy_options["temperature"] or 0.8}
     for number in range(1, count):
         yield fim_draft(lm, tokens, prompt, {**sampled, "sample": number})
 
 
-def _inside(text: Generation, tokens: FimTokens) -> list[int]:
+def _middle_tokens(text: Generation, tokens: FimTokens) -> list[int]:
     return [token for token in text.tokens if token not in tokens.ends]
 
 
-def _filled(before: Filled, text: Generation, right: str, tokens: FimTokens) -> Filled:
+def _filled(before: Filled, text: Generation, suffix: str, tokens: FimTokens) -> Filled:
     inside = tuple(step for step in text.steps if step.token not in tokens.ends)
     return Filled(
         (*before.texts, text.text),
-        before.text + text.text + right,
+        before.text + text.text + suffix,
         before.score + text.logprob,
         (*before.steps, *text.steps),
         (*before.gap_steps, inside),

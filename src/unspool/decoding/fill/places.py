@@ -1,8 +1,8 @@
-"""Filling by a masked model: mask tokens stand in the gap, and the surest place is set first.
+"""Infilling with a masked model: mask tokens in the gap, the most confident position set first.
 
-What a gap holds is judged by its pseudo-likelihood: its tokens in order, each given both sides and
-the tokens before it, the others masked; a token on average, so that gaps of different lengths can
-be compared. Where nobody said how long a gap is, several lengths are tried.
+A filling is scored by its pseudo-likelihood: the log-probability of each token given both sides and
+the tokens before it, with later ones masked; the mean per token, so that lengths are comparable. If
+the length of a gap is not fixed, several are tried.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy as np
 
 from unspool.decoding.fill.gaps import Gap, GappedText
 from unspool.decoding.fill.masked import MaskedModel, framed, text_logprobs
-from unspool.decoding.fill.result import Filled, clipped, in_order
+from unspool.decoding.fill.result import Filled, clip_steps, rank_candidates
 from unspool.engine.steps import Candidate, Step
 from unspool.errors import UnspoolError
 from unspool.sampling.scoring import Floats
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # that are tried
-_PASSES = 8  # in which a gap is written, however long
-_STARTS = 4  # ways to begin a gap of several tokens
-_ALL = 64  # combinations of lengths of several gaps
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tried, in tokens
+_PASSES = 8  # denoising passes per gap, for any length
+_STARTS = 4  # first tokens tried for a gap of several tokens
+_MAX_COMBINATIONS = 64  # of the lengths of several gaps
 
 
 @dataclass(frozen=True, slots=True)
-class _Canvas:
-    """A row of tokens with masks in its gaps."""
+class _MaskedRow:
+    """Tokens with mask tokens in the gaps."""
 
     row: tuple[int, ...]
-    gaps: tuple[range, ...]  # the places of each
-    # Of each, whether its first token brings the space before it; None: it may, and need not.
+    gaps: tuple[range, ...]  # positions of each gap
+    # Per gap: whether its first token includes the space before it; None: optional.
     spaced: tuple[bool | None, ...]
 
     @property
@@ -45,43 +45,43 @@ class _Canvas:
 def fill_by_masks(
     model: MaskedModel, gapped: GappedText, *, candidates: int, top: int = 0
 ) -> tuple[Filled, ...]:
-    """Fillings of a text, best first; the score is the mean log-probability of a token."""
-    found: dict[tuple[str, ...], Filled] = {}
+    """Fill a text, best first; the score is the mean log-probability per token."""
+    fillings: dict[tuple[str, ...], Filled] = {}
     for lengths in _lengths(gapped.gaps):
-        canvas = _canvas(model, gapped, lengths)
+        canvas = _masked_row(model, gapped, lengths)
         first = text_logprobs(model, canvas.row, canvas.places)
-        for row in _written(model, canvas, first, candidates):
-            filled = _judged(model, gapped, canvas, row, first, top)
+        for row in _fill_rows(model, canvas, first, candidates):
+            filled = _score_filling(model, gapped, canvas, row, first, top)
             if filled is not None:
-                known = found.setdefault(filled.texts, filled)
-                if filled.score > known.score:
-                    found[filled.texts] = filled
-    if not found:
+                previous = fillings.setdefault(filled.texts, filled)
+                if filled.score > previous.score:
+                    fillings[filled.texts] = filled
+    if not fillings:
         raise UnspoolError(
-            "the masked model proposed nothing that is text; allow other lengths: gap(1, 8)"
+            "the masked model proposed no valid text; allow other lengths: gap(1, 8)"
         )
-    return in_order(list(found.values()))[:candidates]
+    return rank_candidates(list(fillings.values()))[:candidates]
 
 
 def _lengths(gaps: Sequence[Gap]) -> Iterator[tuple[int, ...]]:
-    """The lengths that are tried; of several gaps, those that are equally far from the least."""
-    each = [
+    """Lengths to try per gap; if there are too many combinations, all gaps grow together."""
+    lengths = [
         [n for n in sorted({*_LENGTHS, max(1, gap.least), gap.most}) if gap.least <= n <= gap.most]
         for gap in gaps
     ]
-    if math.prod(map(len, each)) <= _ALL:
-        yield from product(*each)
+    if math.prod(map(len, lengths)) <= _MAX_COMBINATIONS:
+        yield from product(*lengths)
     else:
-        for number in range(max(map(len, each))):
-            yield tuple(sizes[min(number, len(sizes) - 1)] for sizes in each)
+        for number in range(max(map(len, lengths))):
+            yield tuple(sizes[min(number, len(sizes) - 1)] for sizes in lengths)
 
 
-def _canvas(model: MaskedModel, gapped: GappedText, lengths: Sequence[int]) -> _Canvas:
+def _masked_row(model: MaskedModel, gapped: GappedText, lengths: Sequence[int]) -> _MaskedRow:
     tokenizer = model.tokenizer
     ids, gaps, spaced = list[int](), list[range](), list[bool | None]()
     for number, text in enumerate(gapped.texts):
         last = number == len(lengths)
-        # Most vocabularies write a space with the word behind it: so it belongs to the gap's token.
+        # Most vocabularies put a space into the token of the next word: leave it to the gap.
         takes_space = not last and text.endswith(" ")
         ids += tokenizer.encode(text[:-1] if takes_space else text)
         if not last:
@@ -90,13 +90,13 @@ def _canvas(model: MaskedModel, gapped: GappedText, lengths: Sequence[int]) -> _
             ids += [model.mask_id] * lengths[number]
     row, before = framed(tokenizer, ids)
     moved = [range(gap.start + before, gap.stop + before) for gap in gaps]
-    return _Canvas(tuple(row), tuple(moved), tuple(spaced))
+    return _MaskedRow(tuple(row), tuple(moved), tuple(spaced))
 
 
-def _written(
-    model: MaskedModel, canvas: _Canvas, first: Floats, candidates: int
+def _fill_rows(
+    model: MaskedModel, canvas: _MaskedRow, first: Floats, candidates: int
 ) -> Iterator[tuple[int, ...]]:
-    """Rows without masks: the surest place is set in several ways, the others follow from that."""
+    """Rows without masks: try several tokens at the most confident position, then the others."""
     places = canvas.places
     if not places:
         yield canvas.row
@@ -106,32 +106,32 @@ def _written(
     for token in np.argsort(-first[surest], kind="stable")[:count]:
         row = list(canvas.row)
         row[places[surest]] = int(token)
-        _set_rest(model, row, [place for place in places if place != places[surest]])
+        _set_positions(model, row, [place for place in places if place != places[surest]])
         yield tuple(row)
 
 
-def _set_rest(model: MaskedModel, row: list[int], places: list[int]) -> None:
-    """Set these places, the surest ones first, in a few passes."""
-    at_once = -(-len(places) // _PASSES)
+def _set_positions(model: MaskedModel, row: list[int], places: list[int]) -> None:
+    """Set these positions, most confident first, in a few passes."""
+    per_pass = -(-len(places) // _PASSES)
     while places:
-        own = text_logprobs(model, row, places)
-        surest = np.argsort(-own.max(1), kind="stable")[:at_once]
+        logprobs = text_logprobs(model, row, places)
+        surest = np.argsort(-logprobs.max(1), kind="stable")[:per_pass]
         for number in surest:
-            row[places[number]] = int(own[number].argmax())
+            row[places[number]] = int(logprobs[number].argmax())
         places = [place for n, place in enumerate(places) if n not in surest]
 
 
-def _judged(
+def _score_filling(
     model: MaskedModel,
     gapped: GappedText,
-    canvas: _Canvas,
+    canvas: _MaskedRow,
     row: Sequence[int],
     first: Floats,
     top: int,
 ) -> Filled | None:
-    """A filling with its score; None if its tokens are no text that could stand there."""
+    """Score a filling; None if its tokens do not decode to a text that fits."""
     texts = [
-        _inside(model.tokenizer, row[gap.start : gap.stop], spaced)
+        _gap_text(model.tokenizer, row[gap.start : gap.stop], spaced)
         for gap, spaced in zip(canvas.gaps, canvas.spaced, strict=True)
     ]
     inside = tuple(text for text in texts if text is not None)
@@ -139,21 +139,21 @@ def _judged(
         return None
     steps, hidden = list[Step](), list(canvas.row)
     for number, place in enumerate(canvas.places):
-        own = first[0] if not number else text_logprobs(model, hidden, [place])[0]
-        steps.append(_step(model.tokenizer, own, row[place], place, top))
+        logprobs = first[0] if not number else text_logprobs(model, hidden, [place])[0]
+        steps.append(_step(model.tokenizer, logprobs, row[place], place, top))
         hidden[place] = row[place]
     score = math.fsum(step.logprob for step in steps) / max(1, len(steps))
-    rest, parts = iter(steps), list[tuple[Step, ...]]()
+    remaining, parts = iter(steps), list[tuple[Step, ...]]()
     for gap, text in zip(canvas.gaps, inside, strict=True):
-        own_steps = [next(rest) for _ in gap]
-        size = sum(len(step.bytes) for step in own_steps)
-        ends = np.cumsum([len(step.bytes) for step in own_steps]).tolist()
-        parts.append(clipped(own_steps, ends, size - len(text.encode()), size))
+        gap_steps = [next(remaining) for _ in gap]
+        size = sum(len(step.bytes) for step in gap_steps)
+        ends = np.cumsum([len(step.bytes) for step in gap_steps]).tolist()
+        parts.append(clip_steps(gap_steps, ends, size - len(text.encode()), size))
     return Filled(inside, gapped.filled(inside), score, tuple(steps), tuple(parts))
 
 
-def _inside(tokenizer: Tokenizer, ids: Sequence[int], spaced: bool | None) -> str | None:
-    """What tokens write into a gap; the space that stands before it already is taken off."""
+def _gap_text(tokenizer: Tokenizer, ids: Sequence[int], spaced: bool | None) -> str | None:
+    """Text that tokens write into a gap, without a space that is there already."""
     data = b"".join(map(tokenizer.token_bytes, ids))
     if spaced and not data.startswith(b" "):
         return None
@@ -163,21 +163,23 @@ def _inside(tokenizer: Tokenizer, ids: Sequence[int], spaced: bool | None) -> st
         return None
 
 
-def _step(tokenizer: Tokenizer, own: Floats, token: int, place: int, top: int) -> Step:
-    best = np.argsort(-own, kind="stable")[:top]
+def _step(tokenizer: Tokenizer, logprobs: Floats, token: int, place: int, top: int) -> Step:
+    best = np.argsort(-logprobs, kind="stable")[:top]
     piece = tokenizer.token_bytes(token)
-    known = own[own > -np.inf]
+    finite = logprobs[logprobs > -np.inf]
     return Step(
         token=token,
         bytes=piece,
         text=piece.decode("utf-8", "replace"),
-        logprob=float(own[token]),
+        logprob=float(logprobs[token]),
         position=place,
-        rank=int((own > own[token]).sum()),
-        entropy=float(-(np.exp(known) * known).sum()),
+        rank=int((logprobs > logprobs[token]).sum()),
+        entropy=float(-(np.exp(finite) * finite).sum()),
         probability=1.0,
         candidates=tuple(
-            Candidate(int(t), tokenizer.token_text(int(t)), float(own[t]), math.exp(own[t]))
+            Candidate(
+                int(t), tokenizer.token_text(int(t)), float(logprobs[t]), math.exp(logprobs[t])
+            )
             for t in best
         ),
     )

@@ -1,4 +1,4 @@
-"""What filling a text gives: candidates with their scores, the best first, every token open."""
+"""Results of infilling: candidates with scores, best first."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from unspool.text.tokenizer.stream import TextStream
 class Filled:
     """One way to fill a text's gaps."""
 
-    texts: tuple[str, ...]  # what stands in each gap
+    texts: tuple[str, ...]  # fillings of the gaps
     text: str  # the whole text
-    score: float  # what candidates are compared by: higher is better
-    steps: tuple[Step, ...] = ()  # the tokens that were judged: those of the gaps and behind them
-    # Those of each gap: their texts joined are what stands in it, also where a token belongs to
-    # the text beside the gap as well.
+    score: float  # higher is better
+    steps: tuple[Step, ...] = ()  # scored tokens: those in the gaps and after them
+    # Steps of each gap: their texts joined are the filling, even if a token overlaps the text next
+    # to the gap.
     gap_steps: tuple[tuple[Step, ...], ...] = ()
     probability: float = 1.0  # among the candidates
-    is_cut: bool = False  # whether a gap's longest length ended what the model wrote into it
+    is_cut: bool = False  # the maximum length of a gap cut off the filling
 
     def __repr__(self) -> str:
         inside = ", ".join(brief(text, 32) for text in self.texts)
@@ -48,33 +48,33 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Filling:
-    """A text with its gaps filled, and what else could have stood there."""
+    """A filled text and its other candidates."""
 
     candidates: tuple[Filled, ...]  # the best first
     by: str  # masked, fim or ranking
-    around: tuple[str, ...]  # the texts before, between and behind the gaps
-    number: int = 0  # of the candidate that is chosen
+    around: tuple[str, ...]  # texts before, between and after the gaps
+    number: int = 0  # index of the chosen candidate
 
     @property
     def chosen(self) -> Filled:
-        """The candidate that stands in the text."""
+        """The chosen candidate."""
         return self.candidates[self.number]
 
     @property
     def text(self) -> str:
-        """The whole text, filled."""
+        """The filled text."""
         return self.chosen.text
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What stands in each gap."""
+        """Fillings of the gaps."""
         return self.chosen.texts
 
     def choose(self, number: int) -> Filling:
-        """The same with another candidate in the text."""
+        """Return a copy with another candidate chosen."""
         if not 0 <= number < len(self.candidates):
             raise SettingsError(
-                f"there is no candidate {number!r}; they go from 0 to {len(self.candidates) - 1}"
+                f"candidate must be from 0 to {len(self.candidates) - 1}, got {number!r}"
             )
         return replace(self, number=number)
 
@@ -86,8 +86,8 @@ class Filling:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        told = [candidate.to_dict() for candidate in self.candidates]
-        return {"text": self.text, "by": self.by, "chosen": self.number, "candidates": told}
+        candidates = [candidate.to_dict() for candidate in self.candidates]
+        return {"text": self.text, "by": self.by, "chosen": self.number, "candidates": candidates}
 
     def _repr_html_(self) -> str:
         rows = [
@@ -104,23 +104,25 @@ class Filling:
         )
 
 
-def in_order(found: Sequence[Filled]) -> tuple[Filled, ...]:
-    """Candidates with their probabilities among each other, best first."""
-    best = max(one.score for one in found)
-    weights = [math.exp(one.score - best) for one in found]
+def rank_candidates(candidates: Sequence[Filled]) -> tuple[Filled, ...]:
+    """Sort candidates by score and set their relative probabilities."""
+    best = max(candidate.score for candidate in candidates)
+    weights = [math.exp(candidate.score - best) for candidate in candidates]
     total = math.fsum(weights)
-    shares = [replace(f, probability=w / total) for f, w in zip(found, weights, strict=True)]
-    return tuple(sorted(shares, key=lambda one: -one.score))
+    shares = [replace(f, probability=w / total) for f, w in zip(candidates, weights, strict=True)]
+    return tuple(sorted(shares, key=lambda candidate: -candidate.score))
 
 
-def clipped(steps: Sequence[Step], ends: Sequence[int], start: int, end: int) -> tuple[Step, ...]:
-    """Steps whose texts joined are the bytes from `start` to `end` of the text that they are part
-    of; `ends` tells where each of them ends."""
-    stream, shown = TextStream(), list[Step]()
+def clip_steps(
+    steps: Sequence[Step], ends: Sequence[int], start: int, end: int
+) -> tuple[Step, ...]:
+    """Clip the texts of steps to the bytes from `start` to `end`; `ends` has the byte offset at
+    which each step ends."""
+    stream, result = TextStream(), list[Step]()
     for step, at in zip(steps, ends, strict=True):
         piece = step.bytes
         first, last = max(0, start - (at - len(piece))), len(piece) - max(0, at - end)
-        shown.append(replace(step, begun=stream.half, text=stream.push(piece[first:last])))
-    if shown:
-        shown[-1] = replace(shown[-1], text=shown[-1].text + stream.finish())
-    return tuple(shown)
+        result.append(replace(step, begun=stream.half, text=stream.push(piece[first:last])))
+    if result:
+        result[-1] = replace(result[-1], text=result[-1].text + stream.finish())
+    return tuple(result)

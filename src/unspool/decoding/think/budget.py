@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.errors import UnspoolError
 
 CostKind = Literal["prompt", "written", "judged"]
@@ -37,7 +37,7 @@ class Budget:
     """A token limit and the tokens reserved so far."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = None if limit is None else whole("budget", limit)
+        self.limit = None if limit is None else check_int("budget", limit)
         self.spent = Spent()
         self._cached_tokens = 0  # prompt tokens that came from the prefix cache
 

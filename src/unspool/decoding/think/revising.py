@@ -1,8 +1,8 @@
 """Revise a finished text: replace doubtful words where another fits both sides better.
 
 The same idea as `lm.edit` with a cost that is known in advance: only single-token words, replaced
-by single tokens, scored on the next few tokens. It goes from the end to the start, so the prefix
-of each word is always in the cache.
+by single tokens, score_rows on the next few tokens. It goes from the end to the start, so the
+prefix of each word is always in the cache.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import re
 from collections.abc import Sequence
 
 from unspool.decoding.edit.doubt import causal_surprise
-from unspool.decoding.fill.ranking import scored
+from unspool.decoding.fill.ranking import score_rows
 from unspool.decoding.search_tree import Node
 from unspool.decoding.think.search import Moves, Search
 from unspool.engine.steps import Score, Step, TokenScore
 
 _WORD = re.compile(r" \w+")
 _CANDIDATES = 6  # words that are compared, the current one included
-_REACH = 16  # tokens that are scored, the word included
+_REACH = 16  # tokens that are score_rows, the word included
 _MIN_SHARE = 0.9  # probability among the candidates that a replacement needs
 _MIN_DOUBT = 0.5  # nats of doubt below which a word is skipped
 WORD_COST = 2 + _CANDIDATES * _REACH  # upper bound of the tokens computed for one word
@@ -68,7 +68,7 @@ def _better_word(search: Search, node: Node, tokens: list[int], index: int) -> i
     words = [tokens[index], *others[: _CANDIDATES - 1]]
     suffix = tokens[index + 1 : index + _REACH]
     rows = [[*before, word, *suffix] for word in words]
-    totals = [math.fsum(step.logprob for step in row) for row in scored(lm, rows, len(before))]
+    totals = [math.fsum(step.logprob for step in row) for row in score_rows(lm, rows, len(before))]
     search.budget.refund("judged", WORD_COST - 2 - len(words) * len(suffix))
     best = max(totals)
     share = 1 / math.fsum(math.exp(total - best) for total in totals)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from unspool.decoding.search_tree import Node
 from unspool.decoding.think.policies.pieces import Pieces, check_partial
 from unspool.decoding.think.search import Moves, Search
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 
 
 def beam(
@@ -15,7 +15,11 @@ def beam(
     """Keep `keep` texts after each piece and continue each `width` times. A piece is a `step`
     (sentence, line, paragraph, tokens) of at most `tokens` tokens."""
     check_partial(search, "beam")
-    pieces, keep, width = Pieces(search, step, tokens), whole("keep", keep), whole("width", width)
+    pieces, keep, width = (
+        Pieces(search, step, tokens),
+        check_int("keep", keep),
+        check_int("width", width),
+    )
     level, ended, grown = [search.root], list[Node](), list[Node]()
     while level and len(ended) < keep:
         # The first level has one parent, so widen it to the size of later levels.

@@ -13,7 +13,7 @@ from unspool.decoding.search_tree import Node
 from unspool.decoding.think.policies.pieces import check_partial, tokens_before
 from unspool.decoding.think.revising import WORD_COST, revise
 from unspool.decoding.think.search import Moves, Search
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.errors import UnspoolError
 
 _ITEM = re.compile(r"^\s*\d+[.)]\s+(\S.*)$", re.MULTILINE)
@@ -26,10 +26,12 @@ def compose(
 ) -> Moves[None]:
     """Write up to `sections` sections from an outline of up to `outline` tokens. Each section is
     the best of `width` samples; the final pass revises up to `edits` doubtful words."""
-    if whole("width", width) > 1:
+    if check_int("width", width) > 1:
         check_partial(search, "compose, with a width,")
-    whole("edits", edits, least=0)
-    titles = yield from _outline(search, whole("sections", sections), whole("outline", outline))
+    check_int("edits", edits, least=0)
+    titles = yield from _outline(
+        search, check_int("sections", sections), check_int("outline", outline)
+    )
     planned = "Outline:\n" + "".join(f"{n}. {title}\n" for n, title in enumerate(titles, 1))
     (node,) = yield from search.append([(search.root, planned)])
     section_tokens, edits = _plan_budget(search, titles, edits)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from unspool.decoding.search_tree import Node
 from unspool.decoding.think.policies.pieces import Pieces, check_partial
 from unspool.decoding.think.search import Moves, Search
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 
 
 def dvts(
@@ -19,8 +19,8 @@ def dvts(
     """Run `subtrees` subtrees, each continuing its text `width` times by one piece: a `step`
     (sentence, line, paragraph, tokens) of at most `tokens` tokens."""
     check_partial(search, "dvts")
-    pieces, width = Pieces(search, step, tokens), whole("width", width)
-    active = [search.root] * whole("subtrees", subtrees)  # current text of each subtree
+    pieces, width = Pieces(search, step, tokens), check_int("width", width)
+    active = [search.root] * check_int("subtrees", subtrees)  # current text of each subtree
     ended, stuck, grown = list[Node](), list[Node](), list[Node]()
     while active:
         # Keep duplicates: merging equal texts would join the subtrees.

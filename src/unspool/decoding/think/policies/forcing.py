@@ -10,7 +10,7 @@ from __future__ import annotations
 from unspool.decoding.search_tree import Node
 from unspool.decoding.think.policies.pieces import tokens_before
 from unspool.decoding.think.search import Moves, Search
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.errors import SettingsError
 
 # Start and end of the reasoning of a model without tags.
@@ -28,7 +28,7 @@ def forcing(
     """Reason for `min_thinking` to `max_thinking` tokens; the default maximum is three quarters of
     the remaining tokens."""
     thinking = _ReasoningSpan(search, tags)
-    min_tokens = whole("min_thinking", min_thinking, least=0)
+    min_tokens = check_int("min_thinking", min_thinking, least=0)
     waits = search.lm.tokenizer.encode(wait)
     if not waits:
         raise SettingsError(
@@ -40,7 +40,9 @@ def forcing(
         0, min(search.remaining(node), search.affordable_tokens(node)) - len(thinking.closing) - 1
     )
     max_tokens = (
-        room * 3 // 4 if max_thinking is None else min(room, whole("max_thinking", max_thinking))
+        room * 3 // 4
+        if max_thinking is None
+        else min(room, check_int("max_thinking", max_thinking))
     )
     if min_tokens > max_tokens:
         raise SettingsError(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from unspool.decoding.search_tree import Node
 from unspool.decoding.think.policies.pieces import Pieces
 from unspool.decoding.think.search import Moves, Search
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.errors import SettingsError
 
 RULES = ("uct", "puct")
@@ -125,11 +125,11 @@ def mcts(
         MctsNode(search.root),
     )
     complete_texts: list[Node] = []
-    for _ in range(whole("rounds", rounds)):
+    for _ in range(check_int("rounds", rounds)):
         # Where everything is explored, sample new openings.
         leaf = root if root.closed else bounds.descend(root)
         written = search.budget.spent.written
-        grown = yield from pieces.grow([leaf.node], whole("width", width))
+        grown = yield from pieces.grow([leaf.node], check_int("width", width))
         if not grown and (leaf is root or search.budget.spent.written == written):
             break  # no new text, or the budget is spent
         if not grown:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unspool.decoding.search_tree import Node
 from unspool.decoding.think.search import Moves, Search
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.errors import SettingsError
 
 _ENDS = {"sentence": (".", "!", "?", "\n"), "line": ("\n",), "paragraph": ("\n\n",), "tokens": ()}
@@ -18,7 +18,7 @@ class Pieces:
     def __init__(self, search: Search, step: str, tokens: int) -> None:
         if step not in _ENDS:
             raise SettingsError(f"step must be one of {', '.join(_ENDS)}, got {step!r}")
-        self._search, self._until, self._tokens = search, _ENDS[step], whole("tokens", tokens)
+        self._search, self._until, self._tokens = search, _ENDS[step], check_int("tokens", tokens)
         self._half = (search.budget.remaining - len(search.root.generation.prompt)) // 2
 
     def grow(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from unspool.decoding.think.judge import VoteVerifier
 from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.voting import Extract, final_answer
-from unspool.decoding.written import whole
+from unspool.decoding.written import check_int
 from unspool.errors import SettingsError
 
 
@@ -23,7 +23,7 @@ def vote(search: Search, *, n: int = 8, extract: Extract | None = None) -> Moves
         search.use_verifier(verifier)
     else:
         search.use_verifier(VoteVerifier(final_answer if extract is None else extract, verifier))
-    texts = yield from search.sample([search.root], whole("n", n))
+    texts = yield from search.sample([search.root], check_int("n", n))
     # A text cut short by the budget has no answer yet.
     complete = [node for node in texts if not search.remaining(node)] or texts
     yield from search.score(complete)
