@@ -35,7 +35,7 @@ from editing.errors import KINDS, Case, cases
 from editing.judging import HEAD, Judge, line, record, summary
 from fill import text_of, windows
 from unspool.decoding.edit.changes import ChangedText
-from unspool.decoding.edit.proposals import malus
+from unspool.decoding.edit.proposals import replacement_penalty
 
 
 def revisions(
@@ -62,7 +62,10 @@ def chosen(looked: ChangedText, trust: float, threshold: float) -> ChangedText:
     for change in looked.changes:
         words = [word for word, _ in change.alternatives]
         shares = np.array(
-            [p * math.exp(-malus(change.old, w, trust)) for w, p in change.alternatives]
+            [
+                p * math.exp(-replacement_penalty(change.old, w, trust))
+                for w, p in change.alternatives
+            ]
         )
         best = int(shares.argmax())
         probability = float(shares[best] / shares.sum())

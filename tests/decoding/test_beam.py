@@ -177,15 +177,15 @@ def test_no_page_is_lost(tiny_lm, monkeypatch):
     beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
     assert pages_left(tiny_lm) == 0
     calls = iter(range(100))
-    weigh = unspool.decoding.beam.weigh
+    top_next_tokens = unspool.decoding.beam.top_next_tokens
     fault = RuntimeError("in the middle")
 
     def fails(*arguments: Any) -> Any:
         if next(calls) == 3:
             raise fault
-        return weigh(*arguments)
+        return top_next_tokens(*arguments)
 
-    monkeypatch.setattr("unspool.decoding.beam.weigh", fails)
+    monkeypatch.setattr("unspool.decoding.beam.top_next_tokens", fails)
     with pytest.raises(RuntimeError, match="in the middle"):
         beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
     assert pages_left(tiny_lm) == 0

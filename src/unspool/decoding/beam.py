@@ -20,13 +20,13 @@ from typing import Any
 
 from unspool.decoding.written import (
     Branches,
-    Line,
+    NextTokens,
+    PartialText,
     Prompt,
     Ranking,
-    Weighed,
-    blank,
     check_int,
-    weigh,
+    prepare_generation,
+    top_next_tokens,
 )
 from unspool.engine.branch import Branch
 from unspool.errors import SettingsError, check_bool, check_number
@@ -37,7 +37,7 @@ from unspool.session import Session
 class _Beam:
     """A running beam."""
 
-    line: Line
+    line: PartialText
     score: float  # log-probability, less the diversity penalties
     branch: Branch  # the parent's, until the next fork
     row: int = 0  # row of its logits
@@ -52,11 +52,11 @@ class _Group:
     length_penalty: float
     early_stopping: bool | str
     running: list[_Beam]
-    done: list[tuple[float, Line]] = field(
+    done: list[tuple[float, PartialText]] = field(
         default_factory=list
     )  # best finished texts: (score, text)
 
-    def advance(self, weighed: Weighed, token_counts: Counter[int], penalty: float) -> None:
+    def advance(self, weighed: NextTokens, token_counts: Counter[int], penalty: float) -> None:
         """Extend all beams by one token and keep the best continuations.
 
         `token_counts` has the tokens chosen by earlier groups in this step; adds this group's.
@@ -70,7 +70,7 @@ class _Group:
                     candidates.append((beam.score + float(logprob) - cost, number, index))
         candidates.sort(key=lambda entry: -entry[0])
         running: list[_Beam] = []
-        ended: list[tuple[float, Line]] = []
+        ended: list[tuple[float, PartialText]] = []
         for rank, (score, number, index) in enumerate(candidates[: self.spare]):
             parent = self.running[number]
             line = parent.line.add(weighed.pick(parent.row, index))
@@ -140,10 +140,10 @@ def beam_search(
         raise SettingsError(
             f"early_stopping must be True, False or 'never', got {early_stopping!r}"
         )
-    start = blank(
+    start = prepare_generation(
         lm, prompt, max_tokens=max_tokens, stop=stop, end=end, top=top, explain=False, temperature=0
     )
-    line = Line(start, lm.engine.token_bytes)
+    line = PartialText(start, lm.engine.token_bytes)
     if line.finished:
         return Ranking((start,), (0.0,))
     size = beams // groups
@@ -157,7 +157,7 @@ def beam_search(
             for _ in range(groups)
         ]
         while True:
-            weighed, token_counts = weigh(logits, count, top), Counter[int]()
+            weighed, token_counts = top_next_tokens(logits, count, top), Counter[int]()
             for part in parts:
                 part.advance(weighed, token_counts, diversity_penalty)
             logits = _read(lm, branches, parts)

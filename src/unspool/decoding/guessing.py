@@ -25,6 +25,7 @@ class CanvasSampler:
     def __init__(self, lm: Session, plan: DiffusionPlan) -> None:
         self._lm, self._plan = lm, plan
         self._prompt = plan.request.prompt
+        self._chains: dict[int, Chain] = {}  # by number of rows
         self._sees_history = sees_history(plan.request.settings)
 
     def guided_logits(self, logits_rows: Sequence[Any], rows: slice) -> Any:
@@ -55,7 +56,9 @@ class CanvasSampler:
             )
             for n in places
         ]
-        chain = Chain([request.settings] * len(rows))
+        chain = self._chains.get(len(rows))
+        if chain is None:
+            chain = self._chains[len(rows)] = Chain([request.settings] * len(rows))
         return chain.pick(logits, rows, top=max(2, self._plan.top))
 
     def guesses(self, places: Sequence[int], picks: Sequence[Pick], number: int) -> Predictions:

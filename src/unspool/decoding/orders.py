@@ -117,7 +117,7 @@ def _count_leading(holds: npt.NDArray[np.bool_]) -> int:
     return len(holds) if bool(holds.all()) else int(np.argmin(holds))
 
 
-NAMES = ("threshold", "factor", "entropy", "left", "fixed", "margin", "random")
+ORDERS = ("threshold", "factor", "entropy", "left", "fixed", "margin", "random")
 
 
 def order_of(
@@ -137,7 +137,7 @@ def order_of(
     }
     if order not in orders:
         raise SettingsError(
-            f"order must be one of {', '.join(NAMES)}, or a function, got {order!r}"
+            f"order must be one of {', '.join(ORDERS)}, or a function, got {order!r}"
         )
     return orders[order]
 

@@ -18,7 +18,7 @@ from typing import Unpack
 
 from unspool.decoding.together import write_all
 from unspool.decoding.voting import Extract, answer_finder, tally
-from unspool.decoding.written import Prompt, Ranking, Scorer, check_int, judged, mean_logprob
+from unspool.decoding.written import Prompt, Ranking, Scorer, check_int, mean_logprob, score_text
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options
 from unspool.notebook import bar, escape, note, picture, table
@@ -49,7 +49,7 @@ def best_of(
 ) -> Ranking:
     """Rank `n` samples by mean log-probability or by a scorer (higher is better), best first."""
     texts = samples(lm, prompt, n, **options)
-    scores = [judged(scorer, text) for text in texts]
+    scores = [score_text(scorer, text) for text in texts]
     order = sorted(range(n), key=lambda number: -scores[number])
     return Ranking(tuple(texts[i] for i in order), tuple(scores[i] for i in order))
 

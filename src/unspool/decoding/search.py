@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack, cast
 
-from unspool.decoding.search_tree import Node, SearchTree
+from unspool.decoding.search_tree import SearchNode, SearchTree
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.search import Search, run_moves
-from unspool.decoding.written import Prompt, Scorer, blank, check_int, judged
+from unspool.decoding.written import Prompt, Scorer, check_int, prepare_generation, score_text
 from unspool.engine.generation import Generation
 from unspool.engine.options import Options
 from unspool.errors import SettingsError, UnspoolError
@@ -57,8 +57,8 @@ def tree_search(
             "a search writes tokens * depth tokens; set tokens and depth, not max_tokens"
         )
     settings = cast(dict[str, Any], {**options, "max_tokens": tokens * depth})
-    with Search(lm, blank(lm, prompt, **settings), None, Budget()) as search:
-        level, leaves = [search.root], list[Node]()
+    with Search(lm, prepare_generation(lm, prompt, **settings), None, Budget()) as search:
+        level, leaves = [search.root], list[SearchNode]()
         for _ in range(depth):
             if expand is not None:
                 pieces = [(node, piece) for node in level for piece in _proposed(expand, node)]
@@ -68,7 +68,7 @@ def tree_search(
             # Nodes without proposals are leaves.
             leaves += [node for node in level if not node.children]
             for child in grown:
-                child.score = judged(scorer, child.generation)
+                child.score = score_text(scorer, child.generation)
             grown.sort(key=lambda node: -(node.score or 0.0))
             run_moves(search.prune(grown[keep:]))
             leaves += [node for node in grown[:keep] if node.finished]
@@ -78,11 +78,11 @@ def tree_search(
         return SearchTree(search.root, max(leaves + level, key=_value))
 
 
-def _value(node: Node) -> float:
+def _value(node: SearchNode) -> float:
     return float("-inf") if node.score is None else node.score
 
 
-def _proposed(expand: Expander, node: Node) -> list[str | Sequence[int]]:
+def _proposed(expand: Expander, node: SearchNode) -> list[str | Sequence[int]]:
     try:
         return list(expand(node.generation))
     except Exception as error:

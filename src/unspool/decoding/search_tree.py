@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class SearchNode:
     """A node of the search tree: a text and its continuations."""
 
     generation: Generation  # the text from the prompt to this node
-    parent: Node | None = None
+    parent: SearchNode | None = None
     score: float | None = (
         None  # None at the root, and where the text was not scored or scoring failed
     )
     pruned: bool = False
-    children: list[Node] = field(default_factory=list)
+    children: list[SearchNode] = field(default_factory=list)
     number: int = 0  # in order of creation; 0 is the root
     why: str = ""  # explanation by the verifier, such as why it failed
     answer: Hashable | None = None  # extracted by the verifier
@@ -33,7 +33,7 @@ class Node:
     def __repr__(self) -> str:
         score = "" if self.score is None else f"{self.score:.3f} "
         text = brief("".join(step.text for step in self.steps))
-        return f"<Node {score}{text}, {len(self.children)} children>"
+        return f"<SearchNode {score}{text}, {len(self.children)} children>"
 
     @property
     def steps(self) -> list[Step]:
@@ -46,7 +46,7 @@ class Node:
         steps = self.generation.steps
         return bool(steps) and steps[-1].finish_reason in ("stop", "context")
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[SearchNode]:
         """Iterate over this node and its descendants."""
         yield self
         for child in self.children:
@@ -57,8 +57,8 @@ class Node:
 class SearchTree:
     """All nodes of a search, and its best leaf."""
 
-    root: Node
-    leaf: Node  # the best one
+    root: SearchNode
+    leaf: SearchNode  # the best one
 
     def __repr__(self) -> str:
         nodes = sum(1 for _ in self.root.walk())
@@ -74,7 +74,7 @@ class SearchTree:
         return self.leaf.generation
 
     @property
-    def best_path(self) -> list[Node]:
+    def best_path(self) -> list[SearchNode]:
         """Nodes from the root to the best leaf."""
         path = [self.leaf]
         while path[-1].parent is not None:
@@ -84,7 +84,7 @@ class SearchTree:
     def __str__(self) -> str:
         return "\n".join(self._lines(self.root, "", ""))
 
-    def _lines(self, node: Node, lead: str, below: str) -> Iterator[str]:
+    def _lines(self, node: SearchNode, lead: str, below: str) -> Iterator[str]:
         yield lead + self.label(node)
         for number, child in enumerate(node.children):
             last = number == len(node.children) - 1
@@ -92,7 +92,7 @@ class SearchTree:
                 child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  ")
             )
 
-    def label(self, node: Node) -> str:
+    def label(self, node: SearchNode) -> str:
         """One line per node: score, text (or token ids), and its state."""
         if node.parent is None:
             return f"prompt of {count(len(node.generation.prompt), 'token')}"
@@ -110,11 +110,11 @@ class SearchTree:
 
         on_path = set(map(id, self.best_path))
 
-        def styled_label(node: Node) -> Text:
+        def styled_label(node: SearchNode) -> Text:
             style = "bold green" if id(node) in on_path else "dim" if node.pruned else ""
             return Text(self.label(node), style=style)
 
-        def add(tree: Tree, node: Node) -> Tree:
+        def add(tree: Tree, node: SearchNode) -> Tree:
             for child in node.children:
                 add(tree.add(styled_label(child)), child)
             return tree

@@ -113,7 +113,7 @@ def write_all(
     failed: dict[int, Exception] = {}
     if len(texts) > 1:
         read_what_all_share(lm, texts)
-    writing = one_by_one(lm, texts, [], tell)
+    writing = run_in_order(lm, texts, [], tell)
     for number, error in writing:
         if error is not None and not patient:
             writing.close()
@@ -123,7 +123,7 @@ def write_all(
     return failed
 
 
-def one_by_one(
+def run_in_order(
     lm: Session,
     texts: Sequence[Generation],
     started: list[StepStream],

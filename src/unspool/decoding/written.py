@@ -1,7 +1,7 @@
 """Building blocks of strategies that choose tokens themselves, outside the engine's sampling.
 
 A strategy that compares several texts holds branches (`Branches`), gets the likeliest next tokens
-(`weigh`), and collects its choices in a `Line` until one becomes a `Generation`.
+(`top_next_tokens`), and collects its choices in a `PartialText` until one becomes a `Generation`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mean_logprob(generation: Generation) -> float:
     return generation.logprob / len(generation.steps) if generation.steps else -math.inf
 
 
-def judged(scorer: Scorer | None, generation: Generation) -> float:
+def score_text(scorer: Scorer | None, generation: Generation) -> float:
     """Score a text; errors of the caller's scorer are reported as such."""
     if scorer is None:
         return mean_logprob(generation)
@@ -76,7 +76,9 @@ def check_int(name: str, value: Any, least: int = 1, most: int | None = None) ->
     return int(value)
 
 
-def blank(lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any) -> Generation:
+def prepare_generation(
+    lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any
+) -> Generation:
     """Prepare a generation whose tokens a strategy will choose, not the engine."""
     check_int("max_tokens", max_tokens, least=0)
     # With max_tokens=0 the engine only validates prompt and options.
@@ -91,7 +93,7 @@ def blank(lm: Session, prompt: Prompt, *, max_tokens: int, **options: Any) -> Ge
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PartialText:
     """An immutable partial text: adding a token returns a new line, so one can branch."""
 
     start: Generation  # without steps: the prompt and the stop conditions
@@ -110,7 +112,7 @@ class Line:
     def finished(self) -> bool:
         return self.steps[-1].finish_reason is not None if self.steps else self.room == 0
 
-    def add(self, pick: Pick) -> Line:
+    def add(self, pick: Pick) -> PartialText:
         """Return the line with one more token, finished if that token ends it."""
         limits, prompt = self.start.request.limits, len(self.start.prompt)
         position = prompt + len(self.steps)
@@ -129,7 +131,7 @@ class Line:
             finish,
             begun=partial_utf8,
         )
-        return Line(self.start, self.token_bytes, (*self.steps, step), ending, now)
+        return PartialText(self.start, self.token_bytes, (*self.steps, step), ending, now)
 
     def generation(self) -> Generation:
         """Convert to a `Generation`."""
@@ -140,7 +142,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class NextTokens:
     """The likeliest next tokens of several texts: arrays [texts, count], likeliest first."""
 
     scores: Scores
@@ -171,10 +173,10 @@ class Weighed:
         )
 
 
-def weigh(logits: Sequence[Logits], count: int, top: int) -> Weighed:
+def top_next_tokens(logits: Sequence[Logits], count: int, top: int) -> NextTokens:
     """Compute the `count` likeliest next tokens per text; logits are [1, vocabulary] each."""
     rows = joined(logits)
-    return Weighed(score(rows, [0] * len(rows), max(count, top)), top)
+    return NextTokens(score(rows, [0] * len(rows), max(count, top)), top)
 
 
 # -- branches ----------------------------------------------------------------------------------

@@ -138,4 +138,4 @@ def test_arithmetic():
     budget.refund("written", 2)
     budget.reserve("judged", 2)
     assert budget.spent.to_dict() == {"prompt": 1, "written": 4, "judged": 2, "total": 7}
-    assert Budget().room > 1 << 60
+    assert Budget().remaining > 1 << 60

@@ -10,7 +10,7 @@ import pytest
 from decoding.support import PROMPT
 from decoding.think.support import WARM
 from unspool.decoding.samples import best_of, samples
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.policies.mcts import MctsNode, SelectionRule
 from unspool.decoding.think.think import stream_think, think
 from unspool.decoding.written import mean_logprob
@@ -19,7 +19,7 @@ from unspool.decoding.written import mean_logprob
 FEW = {**WARM, "logit_bias": {token: 500.0 for token in (4, 5, 6)}, "temperature": 20.0}
 
 
-def levels(root: Node) -> list[list[Node]]:
+def levels(root: SearchNode) -> list[list[SearchNode]]:
     rows, level = [], root.children
     while level:
         rows.append(level)
@@ -136,15 +136,17 @@ def test_subtrees_are_independent(tiny_lm):
 
 
 def test_the_bounds_by_hand():
-    root = MctsNode(Node(None), visits=10)
-    child = MctsNode(Node(None), root, prior=0.25, visits=4, total=2.0)
+    root = MctsNode(SearchNode(None), visits=10)
+    child = MctsNode(SearchNode(None), root, prior=0.25, visits=4, total=2.0)
     scale = {"least": 0.0, "most": 2.0}  # a mean of 0.5 lies at a quarter
     uct = SelectionRule("uct", 1.4, **scale).bound(child)
     assert uct == pytest.approx(0.25 + 1.4 * math.sqrt(math.log(10) / 4))
     puct = SelectionRule("puct", 1.4, **scale).bound(child)
     assert puct == pytest.approx(0.25 + 1.4 * 0.25 * math.sqrt(10) / 5)
     assert SelectionRule("uct", 0.0, least=0.5, most=0.5).bound(child) == 0.5  # all equal so far
-    assert SelectionRule("uct", 1.4).bound(MctsNode(Node(None), root)) == math.inf  # never visited
+    assert (
+        SelectionRule("uct", 1.4).bound(MctsNode(SearchNode(None), root)) == math.inf
+    )  # never visited
 
 
 class Reference:
@@ -152,12 +154,12 @@ class Reference:
 
     def __init__(self, rule: str, explore: float) -> None:
         self.rule, self.explore = rule, explore
-        self.visits: dict[Node, int] = {}
-        self.totals: dict[Node, float] = {}
-        self.children: dict[Node, list[Node]] = {}
+        self.visits: dict[SearchNode, int] = {}
+        self.totals: dict[SearchNode, float] = {}
+        self.children: dict[SearchNode, list[SearchNode]] = {}
         self.seen: list[float] = []
 
-    def bound(self, parent: Node, child: Node) -> float:
+    def bound(self, parent: SearchNode, child: SearchNode) -> float:
         low, high = min(self.seen), max(self.seen)
         q = self.totals[child] / self.visits[child]
         q = (q - low) / (high - low) if high > low else 0.5
@@ -165,24 +167,24 @@ class Reference:
             more = math.sqrt(math.log(self.visits[parent]) / self.visits[child])
         else:
 
-            def chance(node: Node) -> float:
+            def chance(node: SearchNode) -> float:
                 return math.exp(sum(s.logprob for s in node.steps) / len(node.steps))
 
             prior = chance(child) / sum(map(chance, self.children[parent]))
             more = prior * math.sqrt(self.visits[parent]) / (1 + self.visits[child])
         return q + self.explore * more
 
-    def next(self, root: Node) -> Node:
+    def next(self, root: SearchNode) -> SearchNode:
         node = root
         while node in self.children:
             node = max(self.children[node], key=lambda child: self.bound(node, child))
         return node
 
-    def expanded(self, node: Node, ends: dict[Node, float]) -> None:
+    def expanded(self, node: SearchNode, ends: dict[SearchNode, float]) -> None:
         self.children[node] = list(ends)
         self.seen += ends.values()
         for child, score in ends.items():
-            above: Node | None = child
+            above: SearchNode | None = child
             while above is not None:
                 self.visits[above] = self.visits.get(above, 0) + 1
                 self.totals[above] = self.totals.get(above, 0.0) + score

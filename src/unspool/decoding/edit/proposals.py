@@ -98,7 +98,7 @@ def proposals(
     return _rank_with_trust(rank(lm, gapped, pool, reach=reach, free=True), unit.text, trust)
 
 
-def malus(old: str, new: str, trust: float) -> float:
+def replacement_penalty(old: str, new: str, trust: float) -> float:
     """Penalty in nats for replacing `old` by `new`."""
     if new == old:
         return 0.0
@@ -109,7 +109,9 @@ def _rank_with_trust(candidates: Sequence[Filled], old: str, trust: float) -> tu
     """Rank candidates with the trust in the current text."""
     scores = {filled.texts: filled.score for filled in candidates}
     lowered = [
-        replace(candidate, score=candidate.score - malus(old, candidate.texts[0], trust))
+        replace(
+            candidate, score=candidate.score - replacement_penalty(old, candidate.texts[0], trust)
+        )
         for candidate in candidates
     ]
     return tuple(

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
+    event: ClassVar[str]  # name in JSON
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to a JSON object with the event's name and fields."""
         fields = asdict(self)
         answer = fields.get("answer")
         if answer is not None and not isinstance(answer, str | int | float):
             fields["answer"] = str(answer)
-        return {"event": type(self).__name__.lower(), **fields}
+        return {"event": self.event, **fields}
 
 
 @dataclass(frozen=True, slots=True)
 class Grown(_Event):
     """A new node: a text was continued."""
 
+    event = "grown"
     node: int  # numbered in order of creation; 0 is the prompt
     parent: int
     text: str  # added to the parent's text
@@ -34,6 +37,7 @@ class Grown(_Event):
 class Judged(_Event):
     """A text was scored; None if the verifier failed, with the reason in `why`."""
 
+    event = "judged"
     node: int
     score: float | None
     why: str = ""
@@ -44,6 +48,7 @@ class Judged(_Event):
 class Pruned(_Event):
     """A text was dropped and its pages released."""
 
+    event = "pruned"
     node: int
 
 
@@ -51,6 +56,7 @@ class Pruned(_Event):
 class Spending(_Event):
     """Tokens computed so far, and the limit."""
 
+    event = "spending"
     prompt: int
     written: int
     judged: int
@@ -61,6 +67,7 @@ class Spending(_Event):
 class Won(_Event):
     """The search is finished; `node` is its best text."""
 
+    event = "won"
     node: int
     score: float | None
 

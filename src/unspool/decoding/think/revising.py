@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from unspool.decoding.edit.doubt import causal_surprise
 from unspool.decoding.fill.ranking import score_rows
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.search import Moves, Search
 from unspool.engine.steps import Score, Step, TokenScore
 
@@ -25,7 +25,7 @@ _MIN_DOUBT = 0.5  # nats of doubt below which a word is skipped
 WORD_COST = 2 + _CANDIDATES * _REACH  # upper bound of the tokens computed for one word
 
 
-def revise(search: Search, node: Node, max_words: int) -> Moves[Node]:
+def revise(search: Search, node: SearchNode, max_words: int) -> Moves[SearchNode]:
     """Revise at most `max_words` of the most doubtful words."""
     tokens = node.generation.tokens
     changed = False
@@ -57,7 +57,7 @@ def doubtful_words(steps: Sequence[Step]) -> list[int]:
     return sorted(words, key=lambda number: -doubts[number])
 
 
-def _better_word(search: Search, node: Node, tokens: list[int], index: int) -> int | None:
+def _better_word(search: Search, node: SearchNode, tokens: list[int], index: int) -> int | None:
     """A better word for this position, if one is clearly better."""
     request, lm = node.generation.request, search.lm
     lm = lm.adapted(request.adapter) if request.adapter else lm

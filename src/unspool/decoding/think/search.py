@@ -19,12 +19,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from unspool.decoding.search_tree import Node, SearchTree
+from unspool.decoding.search_tree import SearchNode, SearchTree
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending, Won
 from unspool.decoding.think.judge import Judge, LogprobVerifier
 from unspool.decoding.think.judging import VerifierRunner
-from unspool.decoding.together import one_by_one
+from unspool.decoding.together import run_in_order
 from unspool.decoding.written import Branches, mean_logprob
 from unspool.engine.branch import Branch
 from unspool.engine.ending import Ending, Limits
@@ -46,13 +46,13 @@ class Search:
     def __init__(self, lm: Session, start: Generation, judge: Judge | None, budget: Budget) -> None:
         self.lm, self.budget = lm, budget
         self.requested_verifier = judge  # None: the caller named none
-        self.root = Node(start)
-        self.leaf: Node | None = None  # the winner
+        self.root = SearchNode(start)
+        self.leaf: SearchNode | None = None  # the winner
         self.use_verifier(judge or LogprobVerifier())
         self.cancelled = False
         self._nodes = 1  # created so far
         self._samples = start.request.limits.sample  # index of the next sample
-        self._branches: dict[Node, Branch] = {}
+        self._branches: dict[SearchNode, Branch] = {}
         self._running: list[StepStream] = []
 
     def __enter__(self) -> Search:
@@ -79,32 +79,32 @@ class Search:
 
     # -- limits and ranking --------------------------------------------------------------------
 
-    def remaining(self, node: Node) -> int:
+    def remaining(self, node: SearchNode) -> int:
         """Number of tokens that may still be added to a text."""
         if node.finished:
             return 0
         request = self.root.generation.request
         return max(0, request.limits.room(len(request.prompt)) - len(node.generation.steps))
 
-    def affordable_tokens(self, node: Node) -> int:
+    def affordable_tokens(self, node: SearchNode) -> int:
         """Number of tokens the budget allows after a text, the cost of scoring included."""
         base = self._scoring.estimate_cost(len(node.generation.steps))
         per_token = 1 + self._scoring.estimate_cost(1) - self._scoring.estimate_cost(0)
         return max(0, (self.budget.remaining - base) // per_token)
 
-    def cost_to_finish(self, node: Node) -> int:
+    def cost_to_finish(self, node: SearchNode) -> int:
         """Upper bound of the tokens needed to finish a text and score it."""
         remaining = self.remaining(node)
         return remaining + self._scoring.estimate_cost(len(node.generation.steps) + remaining)
 
-    def best(self, nodes: Sequence[Node]) -> Node:
+    def best(self, nodes: Sequence[SearchNode]) -> SearchNode:
         """The text with the best score. A text cut short by the budget wins only if all are."""
         scored = [node for node in nodes if node.score is not None]
         if not scored:
             raise UnspoolError(self._why_nothing(nodes))
         return max(self.rank(scored), key=lambda node: (self.remaining(node) == 0, node.score))
 
-    def rank(self, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, nodes: Sequence[SearchNode]) -> list[SearchNode]:
         """Texts that have a score, best first; ties go to the higher mean log-probability."""
         scored = [(node.score, node) for node in nodes if node.score is not None]
         scored.sort(
@@ -112,7 +112,7 @@ class Search:
         )
         return [node for _, node in scored]
 
-    def _why_nothing(self, nodes: Sequence[Node]) -> str:
+    def _why_nothing(self, nodes: Sequence[SearchNode]) -> str:
         if not nodes:
             return (
                 f"the budget of {self.budget.limit} tokens was too small for a single text; "
@@ -126,14 +126,14 @@ class Search:
 
     def sample(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[SearchNode],
         width: int = 1,
         tokens: int | None = None,
         *,
         until: Sequence[str | int] = (),
         distinct: bool = False,
         reserve: int = 0,
-    ) -> Moves[list[Node]]:
+    ) -> Moves[list[SearchNode]]:
         """Continue each text `width` times by at most `tokens` tokens, or until one of the strings
         or token ids in `until` is written. With `distinct`, equal continuations become one node.
 
@@ -141,7 +141,7 @@ class Search:
         tokens that a batch does not use are available to the next.
         """
         jobs = [node for node in nodes for _ in range(width) if self.remaining(node)]
-        grown: list[Node] = []
+        grown: list[SearchNode] = []
         yield from self._prefill_prompt()
         while jobs:
             caps = self._token_caps(jobs, tokens, reserve)
@@ -152,10 +152,10 @@ class Search:
         return grown
 
     def append(
-        self, pieces: Sequence[tuple[Node, Piece]], *, distinct: bool = False
-    ) -> Moves[list[Node]]:
+        self, pieces: Sequence[tuple[SearchNode, Piece]], *, distinct: bool = False
+    ) -> Moves[list[SearchNode]]:
         """Append given text or token ids to nodes; the model computes their log-probabilities."""
-        added: list[tuple[Node, list[int], list[int]]] = []
+        added: list[tuple[SearchNode, list[int], list[int]]] = []
         for node, piece in pieces:
             prefix = [*node.generation.prompt, *node.generation.tokens]
             ids = self.lm.tokenizer.encode(piece) if isinstance(piece, str) else list(piece)
@@ -166,7 +166,7 @@ class Search:
             return []
         yield from self._prefill_prompt()
         self.budget.reserve("written", sum(len(ids) for _, _, ids in added))
-        grown: list[Node] = []
+        grown: list[SearchNode] = []
         with Branches(self.lm.engine, self._adapter) as open_branches:
             # The logits of a token come from the position before it: skip the last token.
             branches = [open_branches.open([*prefix, *ids[:-1]]) for _, prefix, ids in added]
@@ -184,7 +184,7 @@ class Search:
         yield self._budget_event()
         return grown
 
-    def score(self, nodes: Sequence[Node]) -> Moves[None]:
+    def score(self, nodes: Sequence[SearchNode]) -> Moves[None]:
         """Score each text; where the verifier fails, the score is None and `why` has the reason."""
         if not nodes:
             return
@@ -194,7 +194,7 @@ class Search:
             yield Judged(node.number, node.score, node.why, node.answer)
         yield self._budget_event()
 
-    def prune(self, nodes: Sequence[Node]) -> Moves[None]:
+    def prune(self, nodes: Sequence[SearchNode]) -> Moves[None]:
         """Stop continuing these texts and release their pages now."""
         for node in nodes:
             node.pruned = True
@@ -209,7 +209,7 @@ class Search:
                 ancestor = ancestor.parent
             yield Pruned(node.number)
 
-    def select_best(self, nodes: Sequence[Node]) -> Moves[None]:
+    def select_best(self, nodes: Sequence[SearchNode]) -> Moves[None]:
         """Make the best of these the result, and prune all others."""
         self.leaf = self.best(nodes)
         path = SearchTree(self.root, self.leaf).best_path
@@ -217,7 +217,7 @@ class Search:
         yield from self.prune([node for node in losers if not node.pruned])
         yield Won(self.leaf.number, self.leaf.score)
 
-    def rewind(self, node: Node, length: int) -> Moves[Node]:
+    def rewind(self, node: SearchNode, length: int) -> Moves[SearchNode]:
         """Return the node of a text's first `length` tokens; computes nothing."""
         ancestor = node
         while ancestor.parent is not None and len(ancestor.generation.steps) > length:
@@ -253,7 +253,9 @@ class Search:
 
     # -- writing -------------------------------------------------------------------------------
 
-    def _token_caps(self, jobs: Sequence[Node], tokens: int | None, reserve: int) -> list[int]:
+    def _token_caps(
+        self, jobs: Sequence[SearchNode], tokens: int | None, reserve: int
+    ) -> list[int]:
         """Token limits of the first jobs that the budget covers, the cost of scoring included. If
         it covers not even one, the first job gets a reduced limit."""
         caps: list[int] = []
@@ -269,14 +271,18 @@ class Search:
         return caps or ([reduced_cap] if reduced_cap > 0 else [])
 
     def _write_batch(
-        self, jobs: Sequence[Node], caps: Sequence[int], until: Sequence[str | int], distinct: bool
-    ) -> Moves[list[Node]]:
+        self,
+        jobs: Sequence[SearchNode],
+        caps: Sequence[int],
+        until: Sequence[str | int],
+        distinct: bool,
+    ) -> Moves[list[SearchNode]]:
         """Write these continuations in one batch."""
         texts = [self._continuation(node, cap, until) for node, cap in zip(jobs, caps, strict=True)]
         self.budget.reserve("written", sum(caps))
         self._running, num_extra = [], int(self.lm.engine.backend.overlaps)
-        grown: list[Node] = []
-        for number, error in one_by_one(self.lm, texts, self._running):
+        grown: list[SearchNode] = []
+        for number, error in run_in_order(self.lm, texts, self._running):
             if self.cancelled:
                 raise UnspoolError("the search was cancelled")
             if error is not None:
@@ -292,7 +298,7 @@ class Search:
         yield self._budget_event()
         return grown
 
-    def _continuation(self, node: Node, cap: int, until: Sequence[str | int]) -> Generation:
+    def _continuation(self, node: SearchNode, cap: int, until: Sequence[str | int]) -> Generation:
         """Build the request that continues a text."""
         text = node.generation.fork()
         limits = self.root.generation.request.limits
@@ -308,7 +314,7 @@ class Search:
         text.request = replace(text.request, limits=limits, written=tuple(text.steps))
         return text
 
-    def _add_text(self, parent: Node, text: Generation, distinct: bool) -> Node | None:
+    def _add_text(self, parent: SearchNode, text: Generation, distinct: bool) -> SearchNode | None:
         """Add a child with this text; None if it adds nothing or is a duplicate."""
         limits, start = text.request.limits, self.root.generation.request.limits
         text.steps = _reapply_limits(text, replace(start, sample=limits.sample))
@@ -321,14 +327,14 @@ class Search:
             return None
         return self._add_node(parent, text)
 
-    def _add_node(self, parent: Node, text: Generation) -> Node:
-        child = Node(text, parent, number=self._nodes)
+    def _add_node(self, parent: SearchNode, text: Generation) -> SearchNode:
+        child = SearchNode(text, parent, number=self._nodes)
         self._nodes += 1
         parent.children.append(child)
         self._hold_pages(child)
         return child
 
-    def _hold_pages(self, node: Node) -> None:
+    def _hold_pages(self, node: SearchNode) -> None:
         """Hold the pages of a text that can be continued."""
         if node not in self._branches and self.remaining(node):
             text = node.generation
@@ -336,7 +342,7 @@ class Search:
 
     # -- events and release --------------------------------------------------------------------
 
-    def _added_event(self, node: Node) -> Grown:
+    def _added_event(self, node: SearchNode) -> Grown:
         assert node.parent is not None
         steps = node.steps
         return Grown(
@@ -352,11 +358,11 @@ class Search:
         spent = self.budget.spent
         return Spending(spent.prompt, spent.written, spent.judged, self.budget.limit)
 
-    def _is_dead(self, node: Node) -> bool:
+    def _is_dead(self, node: SearchNode) -> bool:
         """Whether neither the text nor any continuation of it is still active."""
         return node.pruned or (bool(node.children) and all(map(self._is_dead, node.children)))
 
-    def _release(self, nodes: Sequence[Node]) -> None:
+    def _release(self, nodes: Sequence[SearchNode]) -> None:
         for node in nodes:
             with contextlib.suppress(UnspoolError):  # the engine may be closed already
                 self.lm.engine.release(self._branches.pop(node))

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any, cast
 
 from unspool.decoding.progress import progress_bar
-from unspool.decoding.search_tree import Node, SearchTree
+from unspool.decoding.search_tree import SearchNode, SearchTree
 from unspool.decoding.think.budget import Budget, Spent
 from unspool.decoding.think.events import Event
 from unspool.decoding.think.judge import Judge
@@ -158,7 +158,7 @@ def think(
     return stream.result
 
 
-def _answers(root: Node) -> dict[Hashable, float]:
+def _answers(root: SearchNode) -> dict[Hashable, float]:
     """Answers of all nodes with their vote scores, highest first."""
     answers = {
         node.answer: node.score

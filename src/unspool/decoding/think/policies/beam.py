@@ -3,7 +3,7 @@ each piece."""
 
 from __future__ import annotations
 
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.policies.pieces import Pieces, check_partial
 from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.written import check_int
@@ -20,7 +20,7 @@ def beam(
         check_int("keep", keep),
         check_int("width", width),
     )
-    level, ended, grown = [search.root], list[Node](), list[Node]()
+    level, ended, grown = [search.root], list[SearchNode](), list[SearchNode]()
     while level and len(ended) < keep:
         # The first level has one parent, so widen it to the size of later levels.
         grown = yield from pieces.grow(level, width if level[0].parent else width * keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.policies.pieces import check_partial, tokens_before
 from unspool.decoding.think.revising import WORD_COST, revise
 from unspool.decoding.think.search import Moves, Search
@@ -85,8 +85,8 @@ def _plan_budget(search: Search, titles: list[str], edits: int) -> tuple[int, in
 
 
 def _section(
-    search: Search, node: Node, title: str, tokens: int, width: int
-) -> Moves[tuple[Node, str]]:
+    search: Search, node: SearchNode, title: str, tokens: int, width: int
+) -> Moves[tuple[SearchNode, str]]:
     """Write the best of `width` sections below a heading; returns its node and text."""
     (headed,) = yield from search.append([(node, _heading(title))])
     texts = yield from search.sample([headed], width, tokens // width, until=[_HEADING])

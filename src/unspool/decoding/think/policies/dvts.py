@@ -7,7 +7,7 @@ best text of all subtrees wins.
 
 from __future__ import annotations
 
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.policies.pieces import Pieces, check_partial
 from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.written import check_int
@@ -21,12 +21,12 @@ def dvts(
     check_partial(search, "dvts")
     pieces, width = Pieces(search, step, tokens), check_int("width", width)
     active = [search.root] * check_int("subtrees", subtrees)  # current text of each subtree
-    ended, stuck, grown = list[Node](), list[Node](), list[Node]()
+    ended, stuck, grown = list[SearchNode](), list[SearchNode](), list[SearchNode]()
     while active:
         # Keep duplicates: merging equal texts would join the subtrees.
         grown = yield from pieces.grow(active, width, distinct=False)
         yield from search.score(grown)
-        survivors: list[Node] = []
+        survivors: list[SearchNode] = []
         for number, text in enumerate(active):
             children = grown[number * width : (number + 1) * width]
             best = search.rank(children)[:1]

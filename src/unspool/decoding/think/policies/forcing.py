@@ -7,7 +7,7 @@ a model without tags reasons in plain text.
 
 from __future__ import annotations
 
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.policies.pieces import tokens_before
 from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.written import check_int
@@ -95,7 +95,7 @@ class _ReasoningSpan:
         self._ends = encode(self._close, specials=True)
         self.closing = [*encode(mark, specials=True), *self._after_close]
 
-    def open(self) -> Moves[Node]:
+    def open(self) -> Moves[SearchNode]:
         """Append the open tag, unless the chat template has written it already."""
         if self._is_open:
             return self._search.root
@@ -103,7 +103,7 @@ class _ReasoningSpan:
         self._start = len(node.generation.steps)
         return node
 
-    def extend(self, node: Node, max_length: int) -> Moves[Node]:
+    def extend(self, node: SearchNode, max_length: int) -> Moves[SearchNode]:
         """Continue until the close tag, or until the text has `max_length` tokens."""
         tokens = max_length - len(node.generation.steps)
         if tokens <= 0:
@@ -112,7 +112,7 @@ class _ReasoningSpan:
         texts = yield from self._search.sample([node], 1, tokens, until=ends)
         return texts[0] if texts else node
 
-    def length(self, node: Node) -> int | None:
+    def length(self, node: SearchNode) -> int | None:
         """Number of tokens up to the close tag or end token; None if the model wrote neither."""
         tokens = node.generation.tokens
         if len(self._ends) == 1:
@@ -120,7 +120,7 @@ class _ReasoningSpan:
             return len(tokens) - 1 if closed or node.finished else None
         return tokens_before(node, self._close, self._start)
 
-    def close(self, node: Node) -> Moves[Node]:
+    def close(self, node: SearchNode) -> Moves[SearchNode]:
         """Close the reasoning, so that the answer can follow.
 
         An appended tag is followed by what the model itself would write: a blank line, or the

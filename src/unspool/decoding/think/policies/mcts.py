@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.policies.pieces import Pieces
 from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.written import check_int
@@ -30,7 +30,7 @@ RULES = ("uct", "puct")
 class MctsNode:
     """Statistics of one node of the tree."""
 
-    node: Node
+    node: SearchNode
     parent: MctsNode | None = None
     prior: float = 1.0  # share of the probability among its siblings
     visits: int = 0
@@ -45,7 +45,7 @@ class MctsNode:
             yield current
             current = current.parent
 
-    def add(self, nodes: Sequence[Node]) -> list[MctsNode]:
+    def add(self, nodes: Sequence[SearchNode]) -> list[MctsNode]:
         """Add children and recompute the priors of all children."""
         added = [MctsNode(node, self) for node in nodes]
         self.children += added
@@ -124,7 +124,7 @@ def mcts(
         SelectionRule(rule, explore),
         MctsNode(search.root),
     )
-    complete_texts: list[Node] = []
+    complete_texts: list[SearchNode] = []
     for _ in range(check_int("rounds", rounds)):
         # Where everything is explored, sample new openings.
         leaf = root if root.closed else bounds.descend(root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unspool.decoding.search_tree import Node
+from unspool.decoding.search_tree import SearchNode
 from unspool.decoding.think.search import Moves, Search
 from unspool.decoding.written import check_int
 from unspool.errors import SettingsError
@@ -22,8 +22,8 @@ class Pieces:
         self._half = (search.budget.remaining - len(search.root.generation.prompt)) // 2
 
     def grow(
-        self, nodes: Sequence[Node], width: int, *, distinct: bool = True
-    ) -> Moves[list[Node]]:
+        self, nodes: Sequence[SearchNode], width: int, *, distinct: bool = True
+    ) -> Moves[list[SearchNode]]:
         """Continue each text by one piece, `width` times. Keeps back enough budget (at most half of
         it) to finish one text, so that the search ends with a complete text."""
         search = self._search
@@ -32,7 +32,7 @@ class Pieces:
             nodes, width, self._tokens, until=self._until, distinct=distinct, reserve=spare
         )
 
-    def finish(self, nodes: Sequence[Node]) -> Moves[list[Node]]:
+    def finish(self, nodes: Sequence[SearchNode]) -> Moves[list[SearchNode]]:
         """Finish texts with the remaining budget, best first; the others stay unfinished."""
         search = self._search
         ranked = search.rank([node for node in nodes if search.remaining(node)])
@@ -51,7 +51,7 @@ def check_partial(search: Search, policy: str) -> None:
         )
 
 
-def tokens_before(node: Node, marker: str, since: int) -> int | None:
+def tokens_before(node: SearchNode, marker: str, since: int) -> int | None:
     """Number of tokens that end before the first `marker`, or before the end token. Only searches
     after the first `since` tokens. None if the text has neither."""
     pieces = [step.bytes for step in node.generation.steps[since:]]
