@@ -52,14 +52,14 @@ def save_eagle(
 ) -> dict[str, Any]:  # fmt: skip
     """A random EAGLE-3 head, as `speculators` saves them; gives its tensors."""
     chance = np.random.default_rng(seed)
-    width, heads, kept, head_width, inner, count = lm.config.width, 6, 2, 8, 80, len(IDS)
+    width, heads, remaining, head_width, inner, count = lm.config.width, 6, 2, 8, 80, len(IDS)
     at = "layers.0."
     shapes = {
         "fc.weight": (width, 3 * width),
         "lm_head.weight": (count, width),
         at + "self_attn.q_proj.weight": (heads * head_width, 2 * width),
-        at + "self_attn.k_proj.weight": (kept * head_width, 2 * width),
-        at + "self_attn.v_proj.weight": (kept * head_width, 2 * width),
+        at + "self_attn.k_proj.weight": (remaining * head_width, 2 * width),
+        at + "self_attn.v_proj.weight": (remaining * head_width, 2 * width),
         at + "self_attn.o_proj.weight": (width, heads * head_width),
         at + "mlp.gate_proj.weight": (inner, width),
         at + "mlp.up_proj.weight": (inner, width),
@@ -90,7 +90,7 @@ def save_eagle(
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "tiny"}},
         "transformer_layer_config": {
             "model_type": kind, "hidden_size": width, "num_attention_heads": heads,
-            "num_key_value_heads": kept, "head_dim": head_width, "intermediate_size": inner,
+            "num_key_value_heads": remaining, "head_dim": head_width, "intermediate_size": inner,
             "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
             "vocab_size": lm.config.vocab_size, "max_position_embeddings": 128,
         },
@@ -108,8 +108,8 @@ def write_head(
 ) -> None:
     """Save a head: matrices as floats, or as bytes of the config's blocks."""
     folder.mkdir(parents=True, exist_ok=True)
-    said = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    text = json.dumps({"format": FORMAT, "version": VERSION, **said}, indent=1)
+    output = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    text = json.dumps({"format": FORMAT, "version": VERSION, **output}, indent=1)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     tensors = {name: np.ascontiguousarray(array) for name, array in {**matrices, **norms}.items()}
     tensors["ids"] = ids.astype(np.int32)
@@ -121,9 +121,9 @@ def vectors_of(lm: Any, tokens: list[int], layers: tuple[int, ...]) -> Any:
     engine = lm.engine
     branch = engine.open(tokens)
     at = frozenset(range(len(tokens)))
-    seen = engine.look(branch, at=at, wanted=1, deep=False).inside
+    visited = engine.look(branch, at=at, wanted=1, deep=False).inside
     branch.release()
-    return np.concatenate([part.residuals for part in seen], 1)[list(layers)]
+    return np.concatenate([part.residuals for part in visited], 1)[list(layers)]
 
 
 def read_text(head: Any, lm: Any, tokens: list[int]) -> Any:

@@ -50,16 +50,18 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_gap_in_a_text(run, worded):
-    wanted = worded.fill("The ", gap(1, 2), " of the tree", candidates=6)
+    expected = worded.fill("The ", gap(1, 2), " of the tree", candidates=6)
     words = ["fill", "The ___ of the tree", "--tokens", "1-2", "--candidates", "6"]
     code, out, _ = run(*words, "--show", "3")
     lines = out.splitlines()
-    assert code == 0 and lines[0] == wanted.text
+    assert code == 0 and lines[0] == expected.text
     assert "probability" in lines[1] and len(lines) == 6
-    assert f"{wanted.chosen.score:.2f}" in lines[2] and "3 not shown" in lines[-1]
-    assert run(*words, "-q")[1] == wanted.text + "\n"
-    told = json.loads(run(*words, "--json")[1])
-    assert [c["texts"] for c in told["candidates"]] == [list(c.texts) for c in wanted.candidates]
+    assert f"{expected.chosen.score:.2f}" in lines[2] and "3 not shown" in lines[-1]
+    assert run(*words, "-q")[1] == expected.text + "\n"
+    reported = json.loads(run(*words, "--json")[1])
+    assert [c["texts"] for c in reported["candidates"]] == [
+        list(c.texts) for c in expected.candidates
+    ]
 
 
 def test_choices_and_stdin(run):
@@ -80,7 +82,7 @@ def test_a_place_in_a_file(run, file):
 
 
 @pytest.mark.parametrize(
-    ("at", "left", "right"),
+    ("at", "prefix", "suffix"),
     [
         ("1:1", "", "ab\ncd\n"),
         ("2:2", "ab\nc", "d\n"),
@@ -89,8 +91,8 @@ def test_a_place_in_a_file(run, file):
         ("2", "ab\n", "\n"),
     ],
 )
-def test_places(at: str, left: str, right: str):
-    assert around("ab\ncd\n", at) == (left, None, right)
+def test_places(at: str, prefix: str, suffix: str):
+    assert around("ab\ncd\n", at) == (prefix, None, suffix)
 
 
 @pytest.mark.parametrize("at", ["x", "3", "1:4", "1:0", "2:1-1:1", "1-2", ""])
@@ -100,7 +102,7 @@ def test_places_that_are_none(at: str):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["nothing to fill"], "three underscores"),
         (["a ___ b", "--tokens", "many"], "--tokens"),
@@ -108,9 +110,9 @@ def test_places_that_are_none(at: str):
         (["a ___ b", "--by", "magic"], "by is 'magic'"),
     ],
 )
-def test_mistakes_are_told(run, words: list[str], said: str):
+def test_mistakes_are_told(run, words: list[str], message: str):
     code, out, err = run("fill", *words)
-    assert code == 2 and out == "" and said in err
+    assert code == 2 and out == "" and message in err
 
 
 # -- edit --------------------------------------------------------------------------------------
@@ -121,9 +123,9 @@ FEW = ("--passes", "1", "--places", "3", "--threshold", "0.2", "--trust", "0")
 def test_changes_are_shown_and_the_file_stays(run, file, worded):
     before = file.read_bytes()
     code, out, err = run("edit", str(file), *FEW)
-    made = worded.edit(before.decode(), passes=1, places=3, threshold=0.2, trust=0)
-    assert code == 0 and made.applied and file.read_bytes() == before
-    change = made.applied[0]
+    created = worded.edit(before.decode(), passes=1, places=3, threshold=0.2, trust=0)
+    assert code == 0 and created.applied and file.read_bytes() == before
+    change = created.applied[0]
     assert f"[-{change.old}-]" in out and f"{{+{change.new}+}}" in out
     assert f"{change.probability:.1%}" in out and "perplexity" in out and "--apply" in err
 
@@ -131,19 +133,19 @@ def test_changes_are_shown_and_the_file_stays(run, file, worded):
 def test_apply_writes_and_keeps_line_ends(run, file, worded):
     file.chmod(0o640)
     text = file.read_bytes().decode()
-    made = worded.edit(text, passes=1, places=3, threshold=0.2, trust=0)
+    created = worded.edit(text, passes=1, places=3, threshold=0.2, trust=0)
     code, _, err = run("edit", str(file), *FEW, "--apply")
     assert code == 0 and "changes written" in err
-    assert file.read_bytes().decode() == made.text != text and "\r\n" in made.text
+    assert file.read_bytes().decode() == created.text != text and "\r\n" in created.text
     assert file.stat().st_mode & 0o777 == 0o640
-    assert [each.name for each in file.parent.iterdir()] == ["text.txt"]
+    assert [entry.name for entry in file.parent.iterdir()] == ["text.txt"]
 
 
 def test_diff_and_json(run, file):
     code, out, _ = run("edit", str(file), *FEW, "--diff")
     assert code == 0 and out.startswith(f"--- {file}") and "\n-" in out and "\n+" in out
-    told = json.loads(run("edit", str(file), *FEW, "--json")[1])
-    assert told["changes"] and told["original"] == file.read_bytes().decode()
+    reported = json.loads(run("edit", str(file), *FEW, "--json")[1])
+    assert reported["changes"] and reported["original"] == file.read_bytes().decode()
     code, out, _ = run("edit", str(file), *FEW, "--budget", "0", "--diff")
     assert (code, out) == (0, "")
 

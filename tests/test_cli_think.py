@@ -43,11 +43,11 @@ def run(chatty: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtu
 
 
 def test_the_winner_goes_to_stdout(run: Any, chatty: Any):
-    wanted = chatty.think(chatty.chat_prompt("Plan").ids, n=4, budget=400, max_tokens=10, seed=3)
+    expected = chatty.think(chatty.chat_prompt("Plan").ids, n=4, budget=400, max_tokens=10, seed=3)
     code, out, err = run("Plan", *USUAL)
-    assert code == 0 and out == wanted.text + "\n"
-    assert f"best of 4 texts, score {wanted.score:.4g}" in err and "of 400 tokens" in err
-    assert run("Plan", *USUAL, "-q")[1:] == (wanted.text + "\n", "")
+    assert code == 0 and out == expected.text + "\n"
+    assert f"best of 4 texts, score {expected.score:.4g}" in err and "of 400 tokens" in err
+    assert run("Plan", *USUAL, "-q")[1:] == (expected.text + "\n", "")
     raw = chatty.think("Plan", n=4, budget=400, max_tokens=10, seed=3)
     assert run("--raw", *USUAL, stdin="Plan")[1] == raw.text + "\n"
 
@@ -78,7 +78,7 @@ def test_a_checker_that_fails_is_told(run: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--policy", "magic"], "no policy 'magic'"),
         (["--judge", "magic"], "no judge 'magic'"),
@@ -94,9 +94,9 @@ def test_a_checker_that_fails_is_told(run: Any, tmp_path: Path):
         (["--raw", "--system", "x"], "--system"),
     ],
 )
-def test_mistakes_are_told(run: Any, words: list[str], said: str):
+def test_mistakes_are_told(run: Any, words: list[str], message: str):
     code, out, err = run("Plan", *words)
-    assert code == 2 and out == "" and said in err and err.count("\n") == 1
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
 def test_ctrl_c_keeps_what_was_seen(
@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_what_was_seen(
 # -- the picture -------------------------------------------------------------------------------
 
 
-def drawn(events: list[Event], height: int) -> str:
+def draw(events: list[Event], height: int) -> str:
     view = TreeView()
     for event in events:
         view.take(event)
@@ -136,10 +136,10 @@ def grown(node: int, parent: int = 0) -> Grown:
 def test_the_tree_as_it_is_drawn():
     events: list[Event] = [Spending(10, 20, 5, 100), *map(grown, (1, 2, 3)), grown(4, 1)]
     events += [Judged(2, None, "it raised"), Judged(3, 0.25), Judged(4, 0.75), Pruned(3)]
-    found = drawn([*events, Won(4, 0.75)], 20)
-    assert "35 of 100 tokens: 10 read, 20 written, 5 judged" in found
-    assert "(failed): it raised" in found and "0.250 'text 3' (pruned)" in found
-    assert "0.750 'text 4' (best)" in found and "more" not in found
+    result = draw([*events, Won(4, 0.75)], 20)
+    assert "35 of 100 tokens: 10 read, 20 written, 5 judged" in result
+    assert "(failed): it raised" in result and "0.250 'text 3' (pruned)" in result
+    assert "0.750 'text 4' (best)" in result and "more" not in result
 
 
 @pytest.mark.parametrize("height", [3, 6, 12, 30])
@@ -147,7 +147,7 @@ def test_a_large_tree_fits_the_screen(height: int):
     events: list[Event] = [Spending(10, 20, 5, None)]
     events += [grown(n, (n - 1) // 5) for n in range(1, 60)]
     events += [Pruned(n) for n in range(1, 60, 3)] + [Won(58, 1.0)]
-    found = drawn(events, height).splitlines()
+    result = draw(events, height).splitlines()
     way = 3  # to node 58: 11 and 2 stand above it
-    assert len(found) <= max(height, 2 * way + 2)
-    assert any("(best)" in line for line in found)
+    assert len(result) <= max(height, 2 * way + 2)
+    assert any("(best)" in line for line in result)

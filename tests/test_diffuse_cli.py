@@ -39,11 +39,11 @@ def command(words: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 def test_a_stop_string_ends_the_text_and_is_no_part_of_it(words: Any):
-    given: dict[str, Any] = {"max_tokens": 20, "order": "left", "threshold": 1.0, "end": False}
-    given["logit_bias"] = {n: -100.0 for n in range(259) if not 32 <= n < 127}
-    free = words.diffuse(PROMPT, **given)
+    inputs: dict[str, Any] = {"max_tokens": 20, "order": "left", "threshold": 1.0, "end": False}
+    inputs["logit_bias"] = {n: -100.0 for n in range(259) if not 32 <= n < 127}
+    free = words.diffuse(PROMPT, **inputs)
     stop = free.text[6:9]
-    ended = words.diffuse(PROMPT, stop=stop, **given)
+    ended = words.diffuse(PROMPT, stop=stop, **inputs)
     assert ended.text == free.text[: free.text.index(stop)]
     assert ended.finish_reason == "stop" and len(ended.passes) < len(free.passes)
     assert "".join(step.text for step in ended.steps) == ended.text
@@ -52,11 +52,11 @@ def test_a_stop_string_ends_the_text_and_is_no_part_of_it(words: Any):
 @pytest.mark.parametrize("name", ["words", "shifted_words"])
 def test_a_grammar_holds_from_left_to_right(name: str, request: pytest.FixtureRequest):
     lm = request.getfixturevalue(name)
-    given: dict[str, Any] = {"order": "left", "max_tokens": 24, "block": 4, "threshold": 0.02}
-    found = lm.diffuse(PROMPT, regex="(cat|dog) [0-9]{3}", **given)
-    assert found.text[:4] in ("cat ", "dog ") and len(found.text) == 7
-    assert found.finish_reason == "stop"
-    assert lm.diffuse(PROMPT, choice=["yes", "no"], **given).text in ("yes", "no")
+    inputs: dict[str, Any] = {"order": "left", "max_tokens": 24, "block": 4, "threshold": 0.02}
+    result = lm.diffuse(PROMPT, regex="(cat|dog) [0-9]{3}", **inputs)
+    assert result.text[:4] in ("cat ", "dog ") and len(result.text) == 7
+    assert result.finish_reason == "stop"
+    assert lm.diffuse(PROMPT, choice=["yes", "no"], **inputs).text in ("yes", "no")
 
 
 def test_a_grammar_on_a_whole_canvas_is_refused(words: Any):
@@ -91,7 +91,7 @@ def test_a_screen_shows_masked_places_as_they_fill(words: Any):
     first, last = picture(words, passes[0]), picture(words, passes[-1])
     assert first.plain.count(MASK) == 4 and "pass 1: 2 set, 4 left" in first.plain
     assert MASK not in last.plain
-    assert any("taken back" in picture(words, one).plain for one in passes)
+    assert any("taken back" in picture(words, item).plain for item in passes)
 
 
 def test_a_screen_is_drawn_pass_by_pass(command: Any, words: Any, monkeypatch: pytest.MonkeyPatch):
@@ -103,7 +103,7 @@ def test_a_screen_is_drawn_pass_by_pass(command: Any, words: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--block", "4"], "add --diffuse"),
         (["--diffuse", "--samples", "3"], "writes one text"),
@@ -116,6 +116,6 @@ def test_a_screen_is_drawn_pass_by_pass(command: Any, words: Any, monkeypatch: p
         (["--diffuse", "--twin", "nowhere"], "nowhere"),
     ],
 )
-def test_mistakes_are_one_line(command: Any, arguments: list[str], said: str):
+def test_mistakes_are_one_line(command: Any, arguments: list[str], message: str):
     code, _, err = command(*arguments)
-    assert code == 2 and said in err and len(err.splitlines()) == 1
+    assert code == 2 and message in err and len(err.splitlines()) == 1

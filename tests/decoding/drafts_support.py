@@ -1,4 +1,4 @@
-"""What tests of drafts share: drafters that say what they are told to, and texts to compare."""
+"""Helpers for tests of drafters: scripted drafters, and comparison of texts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ UNCHANGED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}  # the 
 
 
 class Says:
-    """Proposes what a function of the text says; keeps what it was told."""
+    """Proposes the result of a function of the text; records every `learn` call."""
 
     def __init__(self, say: Callable[[Sequence[int]], Any]) -> None:
         self.say = say
-        self.told: list[tuple[int, int, float]] = []
+        self.rounds: list[tuple[int, int, float]] = []
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        found: list[int] = self.say(tokens)
-        return found
+        result: list[int] = self.say(tokens)
+        return result
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        self.told.append((proposed, accepted, seconds))
+        self.rounds.append((proposed, accepted, seconds))
         return None
 
 
@@ -40,10 +40,10 @@ def garbage(seed: int, vocabulary: int, longest: int = 6) -> Says:
 
     def say(tokens: Sequence[int]) -> list[int]:
         count = int(chance.integers(0, longest))
-        found: list[int] = chance.integers(0, vocabulary, count).tolist()
+        result: list[int] = chance.integers(0, vocabulary, count).tolist()
         if chance.random() < 0.1:
-            found += [vocabulary + 3, -1, 1 << 70]
-        return found
+            result += [vocabulary + 3, -1, 1 << 70]
+        return result
 
     return Says(say)
 
@@ -76,18 +76,18 @@ def a_request(prompt: Sequence[int], drafter: Any = None, **options: Any) -> Req
 LIMITS = ("max_tokens", "context", "end_ids", "stop", "sample", "top", "explain")
 
 
-def told(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
+def step_facts(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
     """All of a step that drafts may not change (the clock, and what the draft said)."""
     return [(s.token, s.text, s.position, s.finish_reason, s.draw, s.probability) for s in steps]
 
 
-def alike(one: Sequence[Step], other: Sequence[Step]) -> bool:
+def alike(first: Sequence[Step], second: Sequence[Step]) -> bool:
     """The same but for rounding: a run of many tokens adds its numbers up in another order."""
-    same = [(s.token, s.text, s.position, s.finish_reason) for s in one] == [
-        (s.token, s.text, s.position, s.finish_reason) for s in other
+    equal = [(s.token, s.text, s.position, s.finish_reason) for s in first] == [
+        (s.token, s.text, s.position, s.finish_reason) for s in second
     ]
-    near = [s.logprob for s in one] == pytest.approx([s.logprob for s in other], abs=1e-3)
-    return same and near
+    near = [s.logprob for s in first] == pytest.approx([s.logprob for s in second], abs=1e-3)
+    return equal and near
 
 
 def leftover(engine: Engine) -> int:

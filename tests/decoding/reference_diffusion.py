@@ -37,7 +37,7 @@ def llada(
     by: str = "probability",
     guidance: float = 0.0,
 ) -> list[int]:
-    """LLaDA's generate, greedy: block after block, so many of the surest a step (low-confidence
+    """LLaDA's generate, greedy: block after block, the most confident per step (low-confidence
     remasking). `steps` is for each block. Dream ranks by margin or entropy instead."""
     x = [*prompt, *[mask] * length]
     for start in range(len(prompt), len(x), block):
@@ -80,14 +80,14 @@ def fast_dllm(
             best, chance = guesses(logits_of(x))
             unknown = [n for n in range(start, end) if x[n] == mask]
             order = sorted(unknown, key=lambda n: -float(chance[n]))
-            kept = 1
+            remaining = 1
             for number, n in enumerate(order[1:], start=2):
                 c = float(chance[n])
                 sure = c >= threshold if threshold is not None else (number + 1) * (1 - c) <= factor
                 if not sure:
                     break
-                kept += 1
-            for n in order[:kept]:
+                remaining += 1
+            for n in order[:remaining]:
                 x[n] = int(best[n])
     return x[len(prompt) :]
 
@@ -104,13 +104,13 @@ def entropy_bounded(
         chances = logits.softmax(-1)
         entropy = -(chances * chances.clamp_min(1e-300).log()).sum(-1)
         order = sorted((n for n in range(len(x)) if x[n] == mask), key=lambda n: float(entropy[n]))
-        kept, total = 0, 0.0
+        remaining, total = 0, 0.0
         for n in order:
             total += float(entropy[n])
             if total - float(entropy[n]) > bound:
                 break
-            kept += 1
-        for n in order[: max(1, kept)]:
+            remaining += 1
+        for n in order[: max(1, remaining)]:
             x[n] = int(best[n])
     return x[len(prompt) :]
 
@@ -138,13 +138,13 @@ def sdar(
             best, chance = guesses(logits_of(x[: start + block]))
             order = sorted(unknown, key=lambda n: -float(chance[n]))
             if strategy == "sequential":
-                kept = unknown[:count]
+                remaining = unknown[:count]
             elif strategy == "low_confidence_static":
-                kept = order[:count]
+                remaining = order[:count]
             else:
                 sure = [n for n in order if float(chance[n]) > threshold]
-                kept = sure if len(sure) >= count else order[:count]
-            for n in kept:
+                remaining = sure if len(sure) >= count else order[:count]
+            for n in remaining:
                 x[n] = int(best[n])
     return x[len(prompt) : len(prompt) + length]
 
@@ -174,12 +174,12 @@ def llada21(
             best, chance = guesses(logits_of(x[: start + block]))
             order = sorted(unknown, key=lambda n: -float(chance[n]))
             sure = [n for n in order if float(chance[n]) > threshold]
-            kept = sure or order[:1]
+            remaining = sure or order[:1]
             edits = [
                 n for n in mine
                 if x[n] != mask and int(best[n]) != x[n] and float(chance[n]) > editing
             ]  # fmt: skip
-            for n in (*kept, *edits):
+            for n in (*remaining, *edits):
                 x[n] = int(best[n])
             if not unknown and not edits:
                 break
@@ -187,7 +187,7 @@ def llada21(
 
 
 def shifted(logits_of: LogitsOf) -> LogitsOf:
-    """A model whose vectors guess the token behind them: Dream's shift of the logits."""
+    """A model whose hidden states predict the next token: Dream's shift of the logits."""
 
     def moved(x: list[int]) -> Any:
         logits = logits_of(x)

@@ -24,7 +24,7 @@ def logits_after(tokens: list[int]) -> torch.Tensor:
 
 
 def pages_left(lm: Any) -> int:
-    """Pages that somebody still holds once nothing is kept for later."""
+    """Number of pages still held after the prefix cache is cleared."""
     engine = lm.engine
     engine.call(engine.tree.index.clear)
     return engine.call(lambda: engine.tree.pool.used)

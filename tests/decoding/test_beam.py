@@ -16,7 +16,7 @@ from unspool.errors import SettingsError, UnspoolError
 
 def of_transformers(beams: int, results: int, end_ids: list[int], **options: Any):
     """Token lists without padding, and scores."""
-    found = oracle().generate(
+    result = oracle().generate(
         torch.tensor([PROMPT]),
         attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
         num_beams=beams,
@@ -29,10 +29,10 @@ def of_transformers(beams: int, results: int, end_ids: list[int], **options: Any
         **options,
     )
     texts = []
-    for row in found.sequences[:, len(PROMPT) :].tolist():
+    for row in result.sequences[:, len(PROMPT) :].tolist():
         ends = [place for place, token in enumerate(row) if token in end_ids]
         texts.append(row[: ends[0] + 1] if ends else row)
-    return texts, found.sequences_scores.tolist()
+    return texts, result.sequences_scores.tolist()
 
 
 # End tokens that this model does write, so that texts end early, late, and at different lengths.
@@ -48,12 +48,12 @@ def test_equal_to_transformers(tiny_lm, monkeypatch, ends, early_stopping, lengt
         4, 3, ENDS[ends],
         early_stopping=early_stopping, length_penalty=length_penalty, max_new_tokens=14,
     )  # fmt: skip
-    found = beam_search(
+    result = beam_search(
         tiny_lm, PROMPT, beams=4, results=3, max_tokens=14,
         early_stopping=early_stopping, length_penalty=length_penalty,
     )  # fmt: skip
-    assert [text.tokens for text in found.generations] == texts
-    assert found.scores == pytest.approx(scores, rel=1e-5)
+    assert [text.tokens for text in result.generations] == texts
+    assert result.scores == pytest.approx(scores, rel=1e-5)
 
 
 @pytest.mark.parametrize(("beams", "length"), [(1, 10), (2, 30), (7, 9), (12, 5)])
@@ -64,21 +64,21 @@ def test_equal_at_other_sizes(tiny_lm, monkeypatch, beams, length):
         expected = oracle().generate(
             torch.tensor([PROMPT]), max_new_tokens=length, do_sample=False, eos_token_id=ends
         )
-        found = beam_search(tiny_lm, PROMPT, beams=1, max_tokens=length)
-        assert found.best.tokens == expected[0, len(PROMPT) :].tolist()
+        result = beam_search(tiny_lm, PROMPT, beams=1, max_tokens=length)
+        assert result.best.tokens == expected[0, len(PROMPT) :].tolist()
         return
     texts, scores = of_transformers(beams, beams, ends, max_new_tokens=length)
-    found = beam_search(tiny_lm, PROMPT, beams=beams, results=beams, max_tokens=length)
-    assert [text.tokens for text in found.generations] == texts
-    assert found.scores == pytest.approx(scores, rel=1e-5)
+    result = beam_search(tiny_lm, PROMPT, beams=beams, results=beams, max_tokens=length)
+    assert [text.tokens for text in result.generations] == texts
+    assert result.scores == pytest.approx(scores, rel=1e-5)
 
 
 def test_the_comparison_covers_ended_and_unended_texts(tiny_lm, monkeypatch):
     reasons = set()
     for ends in ENDS.values():
         monkeypatch.setattr(tiny_lm, "end_ids", frozenset(ends))
-        found = beam_search(tiny_lm, PROMPT, beams=4, results=4, max_tokens=14)
-        reasons |= {(text.finish_reason, len(text.tokens)) for text in found.generations}
+        result = beam_search(tiny_lm, PROMPT, beams=4, results=4, max_tokens=14)
+        reasons |= {(text.finish_reason, len(text.tokens)) for text in result.generations}
     assert ("length", 14) in reasons
     assert len({length for reason, length in reasons if reason == "stop"}) > 1
 
@@ -88,16 +88,16 @@ def brute_force_groups(beams: int, groups: int, penalty: float, length: int) -> 
     size = beams // groups
     running = [[(0.0, [])] for _ in range(groups)]
     for _ in range(length):
-        taken: Counter[int] = Counter()
+        used: Counter[int] = Counter()
         for group in range(groups):
             options = []
             for score, tokens in running[group]:
                 logprobs = logits_after([*PROMPT, *tokens]).double().log_softmax(-1)
                 for token, logprob in enumerate(logprobs.tolist()):
-                    total = score + logprob - penalty * taken[token]
+                    total = score + logprob - penalty * used[token]
                     options.append((total, [*tokens, token]))
             running[group] = sorted(options, key=lambda option: -option[0])[:size]
-            taken.update(tokens[-1] for _, tokens in running[group])
+            used.update(tokens[-1] for _, tokens in running[group])
     ended = [(score / length, tokens) for group in running for score, tokens in group]
     return sorted(ended, key=lambda option: -option[0])
 
@@ -109,41 +109,41 @@ def brute_force_groups(beams: int, groups: int, penalty: float, length: int) -> 
 def test_diverse_beams_follow_the_formula(tiny_lm, monkeypatch, beams, groups, penalty, length):
     monkeypatch.setattr(tiny_lm, "end_ids", frozenset())
     expected = brute_force_groups(beams, groups, penalty, length)
-    found = beam_search(
+    result = beam_search(
         tiny_lm, PROMPT, beams=beams, groups=groups, diversity_penalty=penalty,
         results=beams, max_tokens=length,
     )  # fmt: skip
-    assert [text.tokens for text in found.generations] == [tokens for _, tokens in expected]
-    assert found.scores == pytest.approx([score for score, _ in expected], rel=1e-5)
+    assert [text.tokens for text in result.generations] == [tokens for _, tokens in expected]
+    assert result.scores == pytest.approx([score for score, _ in expected], rel=1e-5)
 
 
 def test_a_high_penalty_keeps_first_tokens_apart(tiny_lm):
-    found = beam_search(
+    result = beam_search(
         tiny_lm, PROMPT, beams=5, groups=5, diversity_penalty=50.0, results=5, max_tokens=8,
         end=False,
     )  # fmt: skip
     for place in range(8):
-        tokens = [text.tokens[place] for text in found.generations if len(text.tokens) > place]
+        tokens = [text.tokens[place] for text in result.generations if len(text.tokens) > place]
         assert len(set(tokens)) == len(tokens)
 
 
 def test_steps_are_the_models_own(tiny_lm):
-    found = beam_search(tiny_lm, PROMPT, beams=3, max_tokens=9, top=4)
-    judged = tiny_lm.score([*PROMPT, *found.best.tokens]).positions[len(PROMPT) :]
-    for step, expected in zip(found.best.steps, judged, strict=True):
+    result = beam_search(tiny_lm, PROMPT, beams=3, max_tokens=9, top=4)
+    judged = tiny_lm.score([*PROMPT, *result.best.tokens]).positions[len(PROMPT) :]
+    for step, expected in zip(result.best.steps, judged, strict=True):
         assert step.logprob == pytest.approx(expected.logprob, abs=1e-4)
         assert (step.rank, step.token) == (expected.rank, expected.token)
         assert step.entropy == pytest.approx(expected.entropy, abs=1e-4)
         assert len(step.candidates) == 4
-    assert [step.position for step in found.best.steps] == list(range(19, 28))
-    assert found.scores[0] == pytest.approx(found.best.logprob / 9)
+    assert [step.position for step in result.best.steps] == list(range(19, 28))
+    assert result.scores[0] == pytest.approx(result.best.logprob / 9)
 
 
 def test_a_result_can_be_gone_on_with(tiny_lm):
     best = beam_search(tiny_lm, PROMPT, beams=3, max_tokens=6).best
-    more = best.rewind(4).resume(max_tokens=6)
+    extra = best.rewind(4).resume(max_tokens=6)
     greedy = tiny_lm.generate([*PROMPT, *best.tokens[:4]], max_tokens=6, temperature=0)
-    assert more.tokens == [*best.tokens[:4], *greedy.tokens]
+    assert extra.tokens == [*best.tokens[:4], *greedy.tokens]
 
 
 def test_one_batch_a_step(tiny_lm):
@@ -206,12 +206,12 @@ def test_stop_strings_end_a_beam(tiny_lm, monkeypatch):
     monkeypatch.setattr(tiny_lm.engine, "token_bytes", as_byte)
     free = beam_search(tiny_lm, PROMPT, beams=3, max_tokens=8, end=False).best
     stop = as_byte(free.tokens[3]).decode("utf-8", "replace")
-    found = beam_search(
+    result = beam_search(
         tiny_lm, PROMPT, beams=3, results=3, max_tokens=8, end=False, stop=stop, length_penalty=0
     )
-    stopped = [text for text in found.generations if text.finish_reason == "stop"]
+    stopped = [text for text in result.generations if text.finish_reason == "stop"]
     assert stopped
-    for text in found.generations:
+    for text in result.generations:
         written = b"".join(map(as_byte, text.tokens)).decode("utf-8", "replace")
         assert text.text == written.split(stop)[0]
 
@@ -219,9 +219,9 @@ def test_stop_strings_end_a_beam(tiny_lm, monkeypatch):
 @pytest.mark.real
 def test_on_the_default_model(lm):
     prompt = "The capital of France is"
-    found = beam_search(lm, prompt, beams=2, max_tokens=3, stop=["."])
+    result = beam_search(lm, prompt, beams=2, max_tokens=3, stop=["."])
     greedy = lm.generate(prompt, max_tokens=3, temperature=0, stop=["."])
-    assert "." not in found.best.text
-    assert list(found.scores) == sorted(found.scores, reverse=True)
+    assert "." not in result.best.text
+    assert list(result.scores) == sorted(result.scores, reverse=True)
     assert beam_search(lm, prompt, beams=1, max_tokens=3, stop=["."]).best.tokens == greedy.tokens
     assert pages_left(lm) == 0

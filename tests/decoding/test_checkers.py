@@ -1,4 +1,4 @@
-"""Judges that are rules: whatever a checker does, it has a verdict, and nothing of it is left."""
+"""Rule-based verifiers: every checker returns a verdict and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from unspool.errors import SettingsError, UnspoolError
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own limits")
 
 
-def text(said: str, prompt: str = "") -> Any:
-    return SimpleNamespace(text=said, prompt=prompt, steps=[], logprob=0.0)
+def text(content: str, prompt: str = "") -> Any:
+    return SimpleNamespace(text=content, prompt=prompt, steps=[], logprob=0.0)
 
 
 # Of a model only what a prompt says is asked.
@@ -53,26 +53,26 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_pattern_is_found_or_not():
     judge = PatternVerifier(LM, r"answer is (\d+)")
-    said = [text("The answer is 4. No: the answer is 42."), text("No idea.")]
-    assert [one.score for one in judge.score(said)] == [1.0, 0.0]
-    assert "answer is" in judge.score(said)[1].why
-    assert [one.answer for one in judge.found(said)] == ["42", None]
-    assert judge.cost(said) == 0 and not judge.partial
+    output = [text("The answer is 4. No: the answer is 42."), text("No idea.")]
+    assert [item.score for item in judge.score(output)] == [1.0, 0.0]
+    assert "answer is" in judge.score(output)[1].why
+    assert [item.answer for item in judge.found(output)] == ["42", None]
+    assert judge.cost(output) == 0 and not judge.partial
 
 
 def test_a_pattern_that_never_ends_fails_its_text_alone():
     judge = PatternVerifier(LM, r"(a+)+b", CheckerLimits(seconds=1))
-    found = judge.score([text("ab"), text("a" * 60), text("b"), text("aab")])
-    assert [one.score for one in found] == [1.0, None, 0.0, 1.0]
-    assert "1 s" in found[1].why
+    result = judge.score([text("ab"), text("a" * 60), text("b"), text("aab")])
+    assert [item.score for item in result] == [1.0, None, 0.0, 1.0]
+    assert "1 s" in result[1].why
 
 
 def test_a_vote_on_what_a_pattern_finds():
     judge = PatternVoteVerifier(LM, r"(?:a+)+b(\d)", limits=CheckerLimits(seconds=1))
-    found = judge.score([text("ab1"), text("aab1"), text("ab2"), text("c"), text("a" * 60)])
-    assert [one.score for one in found] == pytest.approx([2 / 3, 2 / 3, 1 / 3, None, None])
-    assert [one.answer for one in found] == ["1", "1", "2", None, None]
-    assert "matches" in found[3].why and "within 1 s" in found[4].why
+    result = judge.score([text("ab1"), text("aab1"), text("ab2"), text("c"), text("a" * 60)])
+    assert [item.score for item in result] == pytest.approx([2 / 3, 2 / 3, 1 / 3, None, None])
+    assert [item.answer for item in result] == ["1", "1", "2", None, None]
+    assert "matches" in result[3].why and "within 1 s" in result[4].why
 
 
 @pytest.mark.parametrize("pattern", ["(", "a" * 2000])
@@ -137,12 +137,12 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_function_of_a_file(file: Path):
     assert FileVerifier(LM, file).score([text("abc")]) == [Verdict(3.0)]
-    both = FileVerifier(LM, str(file), "both").score([text("abc", "b"), text("abc", "x")])
-    assert [one.score for one in both] == [1.0, 0.0]
+    pair = FileVerifier(LM, str(file), "both").score([text("abc", "b"), text("abc", "x")])
+    assert [item.score for item in pair] == [1.0, 0.0]
 
 
 def test_whatever_goes_wrong_is_told_of_its_text(file: Path):
-    said = {
+    output = {
         "fine": "",
         "raises": "ValueError: no such thing (line 12)",
         "leaves": "SystemExit",
@@ -161,10 +161,10 @@ def test_whatever_goes_wrong_is_told_of_its_text(file: Path):
         "fine again": "",
     }
     limits = CheckerLimits(seconds=2, memory=512 << 20, files=2 << 20)
-    found = FileVerifier(LM, file, "trouble", limits).score([text(name) for name in said])
-    assert len(found) == len(said)
-    for (name, why), verdict in zip(said.items(), found, strict=True):
-        if name == "forges":  # what it writes into our pipe is no verdict, and harms nobody else
+    result = FileVerifier(LM, file, "trouble", limits).score([text(name) for name in output])
+    assert len(result) == len(output)
+    for (name, why), verdict in zip(output.items(), result, strict=True):
+        if name == "forges":  # forged answers in the pipe are no verdict, and do not affect others
             continue
         assert why in verdict.why, name
         assert (verdict.score is None) == bool(why), name
@@ -182,14 +182,14 @@ def test_what_was_started_ends_with_its_checker(file: Path):
 
 def children() -> set[str]:
     """Processes whose command is a checker's."""
-    found = set()
+    result = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if b"judges.child" in (process / "cmdline").read_bytes():
-                found.add(process.name)
+                result.add(process.name)
         except OSError:
             continue
-    return found
+    return result
 
 
 def test_a_checker_that_cannot_be_loaded_is_told_at_once(file: Path, tmp_path: Path):
@@ -254,19 +254,19 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mine.write_text("mine")
     monkeypatch.setenv("HF_TOKEN", "secret")
 
-    def asked(function: str, said: str = "") -> Verdict:
-        return FileVerifier(LM, path, function).score([text(said)])[0]
+    def check(function: str, content: str = "") -> Verdict:
+        return FileVerifier(LM, path, function).score([text(content)])[0]
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert "PermissionError" in asked("listening", str(server.getsockname()[1])).why
-    assert asked("unresolved").score is None
-    assert asked("inside", "x").score == 1.0
-    assert asked("secrets").score == 0.0
-    if sys.platform == "linux" and asked("filtered").score:
-        assert asked("escapes").score == 0.0
+        assert "PermissionError" in check("listening", str(server.getsockname()[1])).why
+    assert check("unresolved").score is None
+    assert check("inside", "x").score == 1.0
+    assert check("secrets").score == 0.0
+    if sys.platform == "linux" and check("filtered").score:
+        assert check("escapes").score == 0.0
     if has_landlock():
-        assert "PermissionError" in asked("outside", str(mine)).why
-        assert "PermissionError" in asked("removed", str(mine)).why
+        assert "PermissionError" in check("outside", str(mine)).why
+        assert "PermissionError" in check("removed", str(mine)).why
         assert mine.read_text() == "mine"
 
 
@@ -302,7 +302,7 @@ GOOD = "def add(a, b):\n    return a + b\n"
 def test_the_share_of_tests_that_a_texts_code_passes(tmp_path: Path):
     path = tmp_path / "tests.py"
     path.write_text(TESTS)
-    said = [
+    output = [
         text(f"Here it is:\n```python\n{GOOD}```\nUse it so:\n```\nadd(1, 2)\n```\n"),
         text(GOOD + "def test_mine():\n    pass\n"),
         text("    return a + b\n", "def add(a, b):\n"),
@@ -313,17 +313,17 @@ def test_the_share_of_tests_that_a_texts_code_passes(tmp_path: Path):
         text("while True:\n    pass\n"),
         text("I do not know."),
     ]
-    found = UnitTestVerifier(LM, path, CheckerLimits(seconds=4)).score(said)
-    assert [one.score for one in found] == [0.75, 0.75, 0.75, 0.5, 0, 0, 0, 0, 0]
-    assert "3 of 4 tests passed; test_two: AssertionError: two and two" in found[0].why
-    assert "SyntaxError" in found[4].why and "within 4 s" in found[7].why
+    result = UnitTestVerifier(LM, path, CheckerLimits(seconds=4)).score(output)
+    assert [item.score for item in result] == [0.75, 0.75, 0.75, 0.5, 0, 0, 0, 0, 0]
+    assert "3 of 4 tests passed; test_two: AssertionError: two and two" in result[0].why
+    assert "SyntaxError" in result[4].why and "within 4 s" in result[7].why
 
 
 def test_plain_asserts_are_one_test(tmp_path: Path):
     path = tmp_path / "asserts.py"
     path.write_text("assert add(1, 2) == 3\n")
-    found = UnitTestVerifier(LM, path).score([text(GOOD), text(GOOD.replace("+", "-"))])
-    assert [one.score for one in found] == [1.0, 0.0]
+    result = UnitTestVerifier(LM, path).score([text(GOOD), text(GOOD.replace("+", "-"))])
+    assert [item.score for item in result] == [1.0, 0.0]
 
 
 def test_which_code_is_meant():
@@ -353,15 +353,15 @@ def test_leaving_a_test_run_early_leaves_nothing(tmp_path: Path, monkeypatch: py
 
 def test_a_checker_can_be_ended_from_elsewhere(tmp_path: Path):
     judge = PatternVerifier(LM, r"(a+)+b", CheckerLimits(seconds=120))
-    found: list[Verdict] = []
-    working = threading.Thread(target=lambda: found.extend(judge.score([text("a" * 60)] * 3)))
+    result: list[Verdict] = []
+    working = threading.Thread(target=lambda: result.extend(judge.score([text("a" * 60)] * 3)))
     working.start()
     until = time.monotonic() + 60
     while not list((tmp_path / "scratch").iterdir()) and time.monotonic() < until:
         time.sleep(0.01)
     judge.cancel()
     working.join(60)
-    assert [one.score for one in found] == [None] * 3
+    assert [item.score for item in result] == [None] * 3
     assert judge.score([text("ab")])[0].score == 1.0  # it can be asked again
 
 
@@ -371,22 +371,22 @@ def test_a_checker_can_be_ended_from_elsewhere(tmp_path: Path):
 def test_a_function_that_hangs_raises_or_talks_nonsense():
     release = threading.Event()
 
-    def judge(given: Any) -> Any:
-        if given.text == "hangs":
+    def judge(generation: Any) -> Any:
+        if generation.text == "hangs":
             release.wait(60)
-        if given.text == "raises":
+        if generation.text == "raises":
             raise KeyError("what")
-        if given.text == "leaves":
+        if generation.text == "leaves":
             raise SystemExit
         return {"nan": float("nan"), "none": None, "words": "x", "why": Verdict(2, "so")}.get(
-            given.text, given.text == "true"
+            generation.text, generation.text == "true"
         )
 
     names = ["true", "hangs", "raises", "leaves", "nan", "none", "words", "why", "false"]
-    found = FunctionVerifier(judge, seconds=0.5).score([text(name) for name in names])
+    result = FunctionVerifier(judge, seconds=0.5).score([text(name) for name in names])
     release.set()
-    assert [one.score for one in found] == [1, None, None, None, None, None, None, 2, 0]
-    assert "0.5 s" in found[1].why and "KeyError" in found[2].why and found[7].why == "so"
+    assert [item.score for item in result] == [1, None, None, None, None, None, None, 2, 0]
+    assert "0.5 s" in result[1].why and "KeyError" in result[2].why and result[7].why == "so"
 
 
 def test_the_process_of_a_checker_is_another(tmp_path: Path):

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def check_int(folder: Path) -> Any:
+def full_lm(folder: Path) -> Any:
     return support.seeing(folder, sight="whole")
 
 
@@ -57,54 +57,56 @@ def seen_in_blocks(block: int) -> Any:
 )
 @pytest.mark.parametrize(("block", "steps"), [(14, 5), (4, 2)])
 def test_fixed_steps_are_those_of_llada_and_dream(
-    whole: Any, order: str, by: str, block: int, steps: int
+    full_lm: Any, order: str, by: str, block: int, steps: int
 ):
     expected = reference.llada(
         seen_whole, SHORT, mask=MASK, length=14, block=block, steps=steps, by=by
     )
-    found = whole.diffuse(
+    result = full_lm.diffuse(
         SHORT, max_tokens=14, block=block, steps=steps, order=order, entropy_bound=-0.0, end=False
     )
-    assert found.tokens == expected
-    assert len(found.passes) == sum(min(steps, 14 - n) for n in range(0, 14, block))
+    assert result.tokens == expected
+    assert len(result.passes) == sum(min(steps, 14 - n) for n in range(0, 14, block))
 
 
 def test_shifted_logits_are_those_of_dream(shifted: Any):
     logits_of = reference.shifted(seen_whole)
     expected = reference.llada(logits_of, SHORT, mask=MASK, length=12, block=12, steps=6)
-    found = shifted.diffuse(SHORT, max_tokens=12, steps=6, order="fixed", end=False)
-    assert found.tokens == expected
+    result = shifted.diffuse(SHORT, max_tokens=12, steps=6, order="fixed", end=False)
+    assert result.tokens == expected
 
 
-def test_guidance_is_that_of_llada(whole: Any):
+def test_guidance_is_that_of_llada(full_lm: Any):
     expected = reference.llada(
         seen_whole, SHORT, mask=MASK, length=8, block=8, steps=4, guidance=1.5
     )
-    given = {"max_tokens": 8, "steps": 4, "order": "fixed", "end": False}
-    assert whole.diffuse(SHORT, guidance=1.5, **given).tokens == expected
-    assert whole.diffuse(SHORT, **given).tokens != expected
+    inputs = {"max_tokens": 8, "steps": 4, "order": "fixed", "end": False}
+    assert full_lm.diffuse(SHORT, guidance=1.5, **inputs).tokens == expected
+    assert full_lm.diffuse(SHORT, **inputs).tokens != expected
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.15, 0.9])
-def test_threshold_is_that_of_fast_dllm(whole: Any, threshold: float):
-    given = {"mask": MASK, "length": 16, "block": 8}
-    expected = reference.fast_dllm(seen_whole, SHORT, **given, threshold=threshold)
-    found = whole.diffuse(SHORT, max_tokens=16, block=8, threshold=threshold, end=False)
-    assert found.tokens == expected
+def test_threshold_is_that_of_fast_dllm(full_lm: Any, threshold: float):
+    inputs = {"mask": MASK, "length": 16, "block": 8}
+    expected = reference.fast_dllm(seen_whole, SHORT, **inputs, threshold=threshold)
+    result = full_lm.diffuse(SHORT, max_tokens=16, block=8, threshold=threshold, end=False)
+    assert result.tokens == expected
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])
-def test_factor_is_that_of_fast_dllm(whole: Any, factor: float):
+def test_factor_is_that_of_fast_dllm(full_lm: Any, factor: float):
     expected = reference.fast_dllm(seen_whole, SHORT, mask=MASK, length=16, block=8, factor=factor)
-    found = whole.diffuse(SHORT, max_tokens=16, block=8, order="factor", factor=factor, end=False)
-    assert found.tokens == expected
+    result = full_lm.diffuse(
+        SHORT, max_tokens=16, block=8, order="factor", factor=factor, end=False
+    )
+    assert result.tokens == expected
 
 
 @pytest.mark.parametrize("bound", [0.0, 3.0, 8.0])
-def test_entropy_bound_is_that_of_its_paper(whole: Any, bound: float):
+def test_entropy_bound_is_that_of_its_paper(full_lm: Any, bound: float):
     expected = reference.entropy_bounded(seen_whole, SHORT, mask=MASK, length=12, bound=bound)
-    found = whole.diffuse(SHORT, max_tokens=12, order="entropy", entropy_bound=bound, end=False)
-    assert found.tokens == expected
+    result = full_lm.diffuse(SHORT, max_tokens=12, order="entropy", entropy_bound=bound, end=False)
+    assert result.tokens == expected
 
 
 @pytest.mark.parametrize("block", [4, 8, 6, 24])
@@ -125,9 +127,9 @@ def test_blocks_are_those_of_sdar(blocks: Any, block: int, strategy: str, option
         strategy=strategy, threshold=0.15,
     )  # fmt: skip
     # Our schedule is spread over what is masked, SDAR's over the block: the same one a pass.
-    given = {"k": 1} if steps == block else {"steps": steps}
-    found = blocks.diffuse(SHORT, max_tokens=20, block=block, end=False, **given, **options)
-    assert found.tokens == expected
+    inputs = {"k": 1} if steps == block else {"steps": steps}
+    result = blocks.diffuse(SHORT, max_tokens=20, block=block, end=False, **inputs, **options)
+    assert result.tokens == expected
 
 
 @pytest.mark.parametrize(("threshold", "editing"), [(0.1, 0.1), (0.05, 0.0), (0.1, 0.3)])
@@ -136,12 +138,12 @@ def test_edits_are_those_of_llada21(blocks: Any, threshold: float, editing: floa
         seen_in_blocks(8), SHORT, mask=MASK, length=22, block=8, threshold=threshold,
         editing=editing, post_steps=5,
     )  # fmt: skip
-    found = blocks.diffuse(
+    result = blocks.diffuse(
         SHORT, max_tokens=22, block=8, threshold=threshold, edit=editing, edit_passes=5, end=False
     )
-    assert found.tokens == expected
+    assert result.tokens == expected
     if editing < 0.3:
-        assert sum(one.taken_back for one in found.passes) > 0
+        assert sum(item.taken_back for item in result.passes) > 0
 
 
 def test_blocks_behind_causal_text(causal: Any):
@@ -154,9 +156,9 @@ def test_blocks_behind_causal_text(causal: Any):
     expected = reference.twin_blocks(
         clean, noisy, SHORT, mask=MASK, length=18, block=4, threshold=0.12
     )
-    found = causal.diffuse(SHORT, max_tokens=18, threshold=0.12, end=False)
-    assert found.tokens == expected
-    assert [one.kind for one in found.passes].count("text") == 5, "one for each block"
+    result = causal.diffuse(SHORT, max_tokens=18, threshold=0.12, end=False)
+    assert result.tokens == expected
+    assert [item.kind for item in result.passes].count("text") == 5, "one for each block"
 
 
 # -- the same seed, the same text -----------------------------------------------------------------
@@ -168,13 +170,13 @@ def test_same_seed_same_text_whatever_else_runs(
     name: str, order: str, request: pytest.FixtureRequest
 ):
     lm = request.getfixturevalue(name)
-    given = {"max_tokens": 12, "order": order, "k": 2, "temperature": 1.0, "threshold": 0.2}
-    given |= {"end": False, "seed": 7}
-    alone = [lm.diffuse(prompt, **given).tokens for prompt in (SHORT, PROMPT, SHORT[2:])]
-    together = lm.diffuse([SHORT, PROMPT, SHORT[2:]], **given)
-    assert [one.tokens for one in together] == alone
-    assert lm.diffuse(SHORT, **{**given, "seed": 8}).tokens != alone[0]
-    assert lm.diffuse(SHORT, **given, sample=1).tokens != alone[0]
+    inputs = {"max_tokens": 12, "order": order, "k": 2, "temperature": 1.0, "threshold": 0.2}
+    inputs |= {"end": False, "seed": 7}
+    alone = [lm.diffuse(prompt, **inputs).tokens for prompt in (SHORT, PROMPT, SHORT[2:])]
+    together = lm.diffuse([SHORT, PROMPT, SHORT[2:]], **inputs)
+    assert [item.tokens for item in together] == alone
+    assert lm.diffuse(SHORT, **{**inputs, "seed": 8}).tokens != alone[0]
+    assert lm.diffuse(SHORT, **inputs, sample=1).tokens != alone[0]
     assert len(set(map(tuple, alone))) == 3
 
 
@@ -182,100 +184,102 @@ def test_more_texts_than_there_is_memory_for(folder: Path):
     lm = support.seeing(folder, sight="whole", memory=160 << 10)
     prompts = [[*SHORT, n] for n in range(12)]
     assert lm.engine.tree.pool.count < 12 * 3, "or all fit at once"
-    given = {"max_tokens": 24, "threshold": 0.1, "seed": 1, "end": False}
-    together = lm.diffuse(prompts, **given)
-    assert [one.tokens for one in together[::5]] == [
-        lm.diffuse(prompt, **given).tokens for prompt in prompts[::5]
+    inputs = {"max_tokens": 24, "threshold": 0.1, "seed": 1, "end": False}
+    together = lm.diffuse(prompts, **inputs)
+    assert [item.tokens for item in together[::5]] == [
+        lm.diffuse(prompt, **inputs).tokens for prompt in prompts[::5]
     ]
     assert pages_left(lm) == 0
 
 
-def test_each_pass_draws_anew_and_says_so(whole: Any):
-    found = whole.diffuse(
+def test_each_pass_draws_anew_and_says_so(full_lm: Any):
+    result = full_lm.diffuse(
         SHORT, max_tokens=8, k=1, order="left", temperature=1.0, seed=3, end=False
     )
-    drawn = [step.draw.u for one in found.passes for step in one.steps if step.draw is not None]
-    assert len(set(drawn)) == len(drawn) == 8
-    for one in found.passes:
-        assert all(step.canvas_pass == one.number for step in one.steps)
-    assert [step.position for step in found.steps] == list(range(10, 18))
+    sampled_values = [
+        step.draw.u for item in result.passes for step in item.steps if step.draw is not None
+    ]
+    assert len(set(sampled_values)) == len(sampled_values) == 8
+    for item in result.passes:
+        assert all(step.canvas_pass == item.number for step in item.steps)
+    assert [step.position for step in result.steps] == list(range(10, 18))
 
 
 # -- how a text ends ------------------------------------------------------------------------------
 
 
-def test_a_text_ends_at_an_end_token_and_gives_its_pages_back(whole: Any):
-    free = whole.diffuse(SHORT, max_tokens=16, block=4, k=1, order="left", end=False)
+def test_a_text_ends_at_an_end_token_and_gives_its_pages_back(full_lm: Any):
+    free = full_lm.diffuse(SHORT, max_tokens=16, block=4, k=1, order="left", end=False)
     third = free.tokens[2]
-    short = whole.diffuse(
+    short = full_lm.diffuse(
         SHORT, max_tokens=16, block=4, k=1, order="left",
         logit_bias={2: 100.0} if third == 2 else {}, end=True,
     )  # fmt: skip
     assert short.tokens == free.tokens and short.finish_reason == "length"
-    whole.end_ids = frozenset([third])
+    full_lm.end_ids = frozenset([third])
     try:
-        ended = whole.diffuse(SHORT, max_tokens=16, block=4, threshold=1.0, order="left")
+        ended = full_lm.diffuse(SHORT, max_tokens=16, block=4, threshold=1.0, order="left")
     finally:
-        whole.end_ids = frozenset([2])
+        full_lm.end_ids = frozenset([2])
     assert ended.tokens == free.tokens[:3] and ended.finish_reason == "stop"
     assert len(ended.passes) == 3, "nothing is filled behind it"
-    assert pages_left(whole) == 0
+    assert pages_left(full_lm) == 0
 
 
 @pytest.mark.parametrize("name", ["whole", "blocks", "causal"])
 def test_leaving_a_stream_gives_the_pages_back(name: str, request: pytest.FixtureRequest):
     lm = request.getfixturevalue(name)
     stream = lm.stream_diffusion(SHORT, max_tokens=12, threshold=1.0, end=False)
-    for one in stream:
-        if one.number == 2:
+    for item in stream:
+        if item.number == 2:
             break
     assert pages_left(lm) == 0
     assert stream.result.finish_reason == "interrupted" and len(stream.result.passes) == 3
 
 
-def test_taken_back_tokens_come_to_an_end(whole: Any):
-    found = whole.diffuse(SHORT, max_tokens=12, threshold=0.05, remask=0.6, end=False)
-    cleared = [p.number for one in found.passes for p in one.places if p.change == "cleared"]
+def test_taken_back_tokens_come_to_an_end(full_lm: Any):
+    result = full_lm.diffuse(SHORT, max_tokens=12, threshold=0.05, remask=0.6, end=False)
+    cleared = [p.number for item in result.passes for p in item.places if p.change == "cleared"]
     assert cleared and max(cleared.count(n) for n in cleared) <= 3
-    assert len(found.tokens) == 12 and MASK not in found.tokens
-    bounded = whole.diffuse(SHORT, max_tokens=12, threshold=0.05, remask=0.6, steps=4, end=False)
+    assert len(result.tokens) == 12 and MASK not in result.tokens
+    bounded = full_lm.diffuse(SHORT, max_tokens=12, threshold=0.05, remask=0.6, steps=4, end=False)
     assert len(bounded.passes) <= 4 + 16 and len(bounded.tokens) == 12
 
 
-def test_one_pass_shows_what_breaks(whole: Any):
-    found = whole.diffuse(SHORT, max_tokens=12, steps=1, end=False)
+def test_one_pass_shows_what_breaks(full_lm: Any):
+    result = full_lm.diffuse(SHORT, max_tokens=12, steps=1, end=False)
     best, _ = reference.guesses(seen_whole([*SHORT, *[MASK] * 12]))
-    assert found.tokens == best[len(SHORT) :].tolist(), "each place for itself"
-    assert [one.kind for one in found.passes] == ["canvas", "look"]
-    seen = seen_whole([*SHORT, *found.tokens]).softmax(-1)[len(SHORT) :]
-    for place in found.passes[1].places:
-        expected = float(seen[place.number, place.token])
+    assert result.tokens == best[len(SHORT) :].tolist(), "each place for itself"
+    assert [item.kind for item in result.passes] == ["canvas", "look"]
+    visited = seen_whole([*SHORT, *result.tokens]).softmax(-1)[len(SHORT) :]
+    for place in result.passes[1].places:
+        expected = float(visited[place.number, place.token])
         assert place.probability == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    same = sum(a == b for a, b in zip(found.tokens, found.tokens[1:], strict=False))
-    assert found.repeats == same and f"{same} tokens repeat" in found.notes[-1]
+    equal = sum(a == b for a, b in zip(result.tokens, result.tokens[1:], strict=False))
+    assert result.repeats == equal and f"{equal} tokens repeat" in result.notes[-1]
 
 
-def test_passes_tell_every_place_of_the_block(whole: Any):
-    found = whole.diffuse(SHORT, max_tokens=8, block=4, k=1, order="fixed", top=3, end=False)
-    for one in found.passes:
-        first = one.number // 4 * 4
-        assert [place.number for place in one.places] == list(range(first, first + 4))
-        assert all(len(place.candidates) == 3 for place in one.places)
-        assert one.set == 1 and one.masked == 7 - one.number
+def test_passes_tell_every_place_of_the_block(full_lm: Any):
+    result = full_lm.diffuse(SHORT, max_tokens=8, block=4, k=1, order="fixed", top=3, end=False)
+    for item in result.passes:
+        first = item.number // 4 * 4
+        assert [place.number for place in item.places] == list(range(first, first + 4))
+        assert all(len(place.candidates) == 3 for place in item.places)
+        assert item.set == 1 and item.masked == 7 - item.number
     chances = seen_whole([*SHORT, *[MASK] * 8]).softmax(-1)[len(SHORT) :]
-    for place in found.passes[0].places:
+    for place in result.passes[0].places:
         assert place.probability == pytest.approx(float(chances[place.number].max()), rel=1e-3)
-    assert "8 tokens in 8 passes" in repr(found)
-    assert found._repr_html_().count("<tr>") > 16
+    assert "8 tokens in 8 passes" in repr(result)
+    assert result._repr_html_().count("<tr>") > 16
 
 
 # -- approximate caches ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_approximate_caches_say_so_and_compute_less(whole: Any, cache: str):
-    given = {"max_tokens": 16, "block": 4, "k": 1, "order": "fixed", "end": False}
-    exact, quick = whole.diffuse(SHORT, **given), whole.diffuse(SHORT, cache=cache, **given)
+def test_approximate_caches_say_so_and_compute_less(full_lm: Any, cache: str):
+    inputs = {"max_tokens": 16, "block": 4, "k": 1, "order": "fixed", "end": False}
+    exact, quick = full_lm.diffuse(SHORT, **inputs), full_lm.diffuse(SHORT, cache=cache, **inputs)
     assert "approximate" in quick.notes[0] and not exact.notes
     assert len(quick.tokens) == 16
     assert quick.tokens[0:1] is not None
@@ -325,8 +329,8 @@ def test_a_model_without_a_mask_token_says_so(tiny_lm: Any):
 
 
 def test_of_a_block_that_reaches_beyond_the_text_only_the_text_is_told(blocks: Any) -> None:
-    found = blocks.diffuse(SHORT, max_tokens=9, order="fixed", k=3, seed=2, end=False)
-    places = [place.number for one in found.passes for place in one.places]
-    steps = [step.position for one in found.passes for step in one.steps]
+    result = blocks.diffuse(SHORT, max_tokens=9, order="fixed", k=3, seed=2, end=False)
+    places = [place.number for item in result.passes for place in item.places]
+    steps = [step.position for item in result.passes for step in item.steps]
     assert max(places) == 8 and sorted(steps) == list(range(len(SHORT), len(SHORT) + 9))
-    assert sum(one.set for one in found.passes) == 9 == len(found.tokens)
+    assert sum(item.set for item in result.passes) == 9 == len(result.tokens)

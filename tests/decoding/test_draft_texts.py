@@ -92,13 +92,13 @@ def test_the_backend_grows_with_the_texts_and_goes_with_the_last():
     first = shared.open(100)
     tokens = list(range(20))
     assert np.array_equal(first.logits(tokens), logits_after(tokens, VOCABULARY))
-    more = [shared.open(4000) for _ in range(3)]
-    for text in (*more, first):
+    extra = [shared.open(4000) for _ in range(3)]
+    for text in (*extra, first):
         assert np.array_equal(text.logits(tokens), logits_after(tokens, VOCABULARY))
     assert [backend.page_count * 4 >= size for backend, size in zip(
         model.backends, (draft_texts._MIN_TOKENS, 12_100), strict=True
     )] == [True, True]  # fmt: skip
-    del first, more, text
+    del first, extra, text
     gc.collect()
     assert shared._loop is None, "room for long texts is not kept for none"
 
@@ -135,22 +135,22 @@ def test_loading_a_draft_model_holds_up_no_other_request():
         assert go_on.wait(60)
         return Model()
 
-    made: list[Any] = []
+    created: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: made.append(make_drafter("model:slow", lm, load)))
+        threading.Thread(target=lambda: created.append(make_drafter("model:slow", lm, load)))
         for _ in range(2)
     ]
     for thread in threads:
         thread.start()
     assert entered.wait(60)
-    quick = threading.Thread(target=lambda: made.append(make_drafter("lookup", lm, load)))
+    quick = threading.Thread(target=lambda: created.append(make_drafter("lookup", lm, load)))
     quick.start()
     quick.join(60)
-    assert len(made) == 1, "it waited for a model that it does not need"
+    assert len(created) == 1, "it waited for a model that it does not need"
     go_on.set()
     for thread in threads:
         thread.join(60)
-    assert made[1] is made[2], "both wait for the same model"
+    assert created[1] is created[2], "both wait for the same model"
 
 
 def test_a_model_that_could_not_be_loaded_is_tried_again():

@@ -29,47 +29,49 @@ class Plants:
 
     def __init__(self, say: Any, reads: tuple[int, ...] = ()) -> None:
         self.say, self.reads = say, reads
-        self.seen: list[tuple[int, int, int]] = []  # layer, position, token, in the text's order
+        self.observed: list[
+            tuple[int, int, int]
+        ] = []  # layer, position, token, in the text's order
         self.texts: list[list[int]] = []
-        self.told: list[tuple[int, int]] = []
-        self.right: list[bool] = []  # whether what was seen is what stands in the text
+        self.rounds: list[tuple[int, int]] = []
+        self.right: list[bool] = []  # whether the observed tokens are those of the text
 
     def needs(self, tokens: Sequence[int]) -> int:
         return len(tokens) - 3
 
     def see(self, first: int, vectors: Any) -> None:
-        del self.seen[first:]
-        assert len(self.seen) == first or first >= len(self.seen)
-        self.seen += [(0, -1, -1)] * (first - len(self.seen))
-        self.seen += [tuple(map(int, row)) for row in vectors[-1]]
+        del self.observed[first:]
+        assert len(self.observed) == first or first >= len(self.observed)
+        self.observed += [(0, -1, -1)] * (first - len(self.observed))
+        self.observed += [tuple(map(int, row)) for row in vectors[-1]]
 
     def propose(self, tokens: Sequence[int], most: int) -> Any:
         self.texts.append(list(tokens))
         if self.reads:  # everything but the last token was computed, as it stands now
-            known = self.seen[: len(tokens) - 1]
+            existing = self.observed[: len(tokens) - 1]
             mine = [(self.reads[-1], n, token) for n, token in enumerate(tokens[:-1])]
-            cached = sum(1 for _, position, _ in known if position < 0)  # found, not computed
-            self.right.append(len(known) == len(mine) and known[cached:] == mine[cached:])
+            cached = sum(1 for _, position, _ in existing if position < 0)  # found, not computed
+            self.right.append(len(existing) == len(mine) and existing[cached:] == mine[cached:])
         return self.say(list(tokens), most)
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        self.told.append((proposed, accepted))
+        self.rounds.append((proposed, accepted))
         return None
 
 
 def a_request(prompt: Sequence[int], drafter: Any = None, **options: Any) -> Request:
     limits = {n: options.pop(n) for n in ("max_tokens", "end_ids", "stop", "top") if n in options}
-    more = {n: options.pop(n) for n in ("guards", "grammar", "priority") if n in options}
+    extra = {n: options.pop(n) for n in ("guards", "grammar", "priority") if n in options}
     return Request(
         prompt=tuple(prompt),
         settings=SamplingSettings(**{**KEPT, **options}),
         limits=Limits(**{"max_tokens": 24, "context": 96, **limits}),
         drafter=drafter,
-        **more,
+        **extra,
     )
 
 
-def told(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
+def step_facts(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
     return [(s.token, s.text, s.position, s.finish_reason, s.logprob, s.retracts) for s in steps]
 
 
@@ -79,9 +81,9 @@ def engine_of(**shape: Any) -> Engine:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["echoed", "computed again"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    made = engine_of(pages=400, echoes=request.param)
-    yield made
-    made.close()
+    created = engine_of(pages=400, echoes=request.param)
+    yield created
+    created.close()
 
 
 def leftover(engine: Engine) -> int:
@@ -95,21 +97,21 @@ def leftover(engine: Engine) -> int:
 def branching(tokens: list[int], most: int, *, seed: int = 0, size: int = 12) -> DraftTree:
     """A tree over the likeliest continuations, so that some of it is right, some not."""
     chance = np.random.default_rng([seed, *tokens])
-    found, parents = list[int](), list[int]()
+    result, parents = list[int](), list[int]()
     for _ in range(size):
-        parent = int(chance.integers(-1, len(found)))
+        parent = int(chance.integers(-1, len(result)))
         path, here = list[int](), parent
         while here >= 0:
-            path.append(found[here])
+            path.append(result[here])
             here = parents[here]
         if len(path) >= most:
             continue
         logits = logits_after([*tokens, *reversed(path)], VOCABULARY)
-        taken = {found[n] for n in range(len(found)) if parents[n] == parent}
-        order = [int(token) for token in np.argsort(-logits) if token not in taken]
-        found.append(order[0] if chance.random() < 0.8 else order[3])
+        used = {result[n] for n in range(len(result)) if parents[n] == parent}
+        order = [int(token) for token in np.argsort(-logits) if token not in used]
+        result.append(order[0] if chance.random() < 0.8 else order[3])
         parents.append(parent)
-    return DraftTree(found, parents)
+    return DraftTree(result, parents)
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -138,10 +140,10 @@ def test_no_tree_changes_the_text(
     plain = list(engine.submit(a_request(prompt, **options)))
     drafter = Plants(lambda tokens, most: branching(tokens, most, seed=seed), reads=(1,))
     steps = list(engine.submit(a_request(prompt, drafter, **options)))
-    assert told(steps) == told(plain)
-    whole = [*prompt, *(step.token for step in steps)]
+    assert step_facts(steps) == step_facts(plain)
+    full = [*prompt, *(step.token for step in steps)]
     for text in drafter.texts:
-        assert text == whole[: len(text)]
+        assert text == full[: len(text)]
     assert all(drafter.right)
 
 
@@ -157,16 +159,16 @@ def test_any_tree_at_all(engine: Engine, data: st.DataObject):
 
     options = {"temperature": 0.8, "seed": 1, "max_tokens": 8}
     plain = list(engine.submit(a_request([5, 6], **options)))
-    assert told(engine.submit(a_request([5, 6], Plants(say), **options))) == told(plain)
+    assert step_facts(engine.submit(a_request([5, 6], Plants(say), **options))) == step_facts(plain)
 
 
 def test_a_tree_of_all_that_may_come_is_followed(engine: Engine):
     options = {"temperature": 0.8, "seed": 2, "max_tokens": 20}
     plain = list(engine.submit(a_request([1, 2, 3], **options)))
-    whole = [1, 2, 3, *(step.token for step in plain)]
+    full = [1, 2, 3, *(step.token for step in plain)]
 
     def say(tokens: list[int], most: int) -> DraftTree:
-        right = whole[len(tokens) : len(tokens) + 3]
+        right = full[len(tokens) : len(tokens) + 3]
         wrong = [(token + 1) % VOCABULARY for token in right]
         # Behind each right token a wrong one first, so that the right path changes rows.
         nodes, parents, before = [], [], -1
@@ -178,10 +180,10 @@ def test_a_tree_of_all_that_may_come_is_followed(engine: Engine):
 
     runs, drafter = engine.steps, Plants(say, reads=(0, 2))
     steps = list(engine.submit(a_request([1, 2, 3], drafter, **options)))
-    assert told(steps) == told(plain)
+    assert step_facts(steps) == step_facts(plain)
     assert engine.steps - runs == 6, "the prompt, then four tokens at a time"
     assert [step.draft for step in steps].count("accepted") == 14
-    assert drafter.told and set(drafter.told) == {(6, 3)}
+    assert drafter.rounds and set(drafter.rounds) == {(6, 3)}
     assert drafter.right and all(drafter.right)
     assert leftover(engine) == 0
 
@@ -191,7 +193,9 @@ def test_beside_others_and_with_little_memory():
     prompts = [[n, n + 1, n + 2] for n in range(6)]
     options = {"temperature": 0.8, "max_tokens": 20}
     with_room = engine_of(pages=400)
-    plain = [told(with_room.submit(a_request(p, seed=n, **options))) for n, p in enumerate(prompts)]
+    plain = [
+        step_facts(with_room.submit(a_request(p, seed=n, **options))) for n, p in enumerate(prompts)
+    ]
     with_room.close()
     for echoes in (True, False):
         tight = engine_of(pages=22, echoes=echoes)
@@ -205,7 +209,7 @@ def test_beside_others_and_with_little_memory():
             )
             for n, p in enumerate(prompts)
         ]  # fmt: skip
-        assert [told(stream) for stream in streams] == plain
+        assert [step_facts(stream) for stream in streams] == plain
         assert tight.scheduler.preemptions > 0
         assert leftover(tight) == 0
         tight.close()
@@ -220,7 +224,7 @@ def test_with_a_guard(engine: Engine):
     assert any(step.retracts for step in plain)
     drafter = Plants(lambda tokens, most: branching(tokens, most), reads=(1,))
     steps = list(engine.submit(a_request([9, 9], drafter, guards=guards, **options)))
-    assert told(steps) == told(plain)
+    assert step_facts(steps) == step_facts(plain)
     assert drafter.right and all(drafter.right)
 
 
@@ -243,7 +247,7 @@ def test_a_drafter_that_fails_when_shown_something(engine: Engine):
     options = {"temperature": 0, "max_tokens": 6}
     plain = list(engine.submit(a_request([1], **options)))
     stream = engine.submit(a_request([1], Blind(lambda tokens, most: [], (1,)), **options))
-    assert told(stream) == told(plain)
+    assert step_facts(stream) == step_facts(plain)
     assert any("no eyes" in note for note in stream.notes)
 
 
@@ -253,11 +257,13 @@ def test_runs_of_a_tree():
     assert [(run.before(), run.tokens) for run in runs] == [
         ([], [1, 2, 4]), ([], [3, 6]), ([1], [5]),
     ]  # fmt: skip
-    kept = shortened(runs, [0, 2, 1])
-    assert [run.tokens for run in kept] == [[], [3, 6]], "what stood behind a dropped token is gone"
-    for run in kept:
+    remaining = shortened(runs, [0, 2, 1])
+    assert [run.tokens for run in remaining] == [[], [3, 6]], (
+        "what stood behind a dropped token is gone"
+    )
+    for run in remaining:
         run.row = object()  # type: ignore[assignment]
-    guesses = Predictions(kept)
+    guesses = Predictions(remaining)
     assert guesses.follow(3) and guesses.checked == 1
     assert not guesses.follow(9) and guesses.follow(6)
     assert guesses.checked == 2 and not guesses.guessed()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from drafts_support import Says, a_request, told
+from drafts_support import Says, a_request, step_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,8 +41,8 @@ EDITS = st.lists(
 @given(edits=EDITS, most=st.integers(1, 9))
 def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
     drafter, text = PromptLookup(longest=4, shortest=1), [0]
-    for back, more in edits:  # also back to the beginning, and on with another text
-        text = [*text[: max(0, len(text) - back)], *more]
+    for back, extra in edits:  # also back to the beginning, and on with another text
+        text = [*text[: max(0, len(text) - back)], *extra]
         assert drafter.propose(text, most) == looked_up(text, 4, 1, most)
 
 
@@ -52,7 +52,7 @@ def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
 def rounds(
     drafter: AdaptiveDrafter, right: Callable[[int], int], cost: Callable[[int], float], n: int
 ):
-    """Play rounds: `right` of a draft's tokens are right, and a run of so many costs so much."""
+    """Play rounds: `right(n)` of n drafted tokens are accepted, at a cost of `cost(n)`."""
     notes, lengths = [], []
     for _ in range(n):
         draft = drafter.propose([1, 2, 3], 100)
@@ -103,12 +103,12 @@ def test_it_stops_when_right_drafts_cost_too_much():
 
 def test_stopping_is_said_in_the_notes(letters: Engine):
     plain = list(letters.submit(a_request([1, 2], seed=1, max_tokens=60)))
-    whole = [1, 2, *(step.token for step in plain)]
+    full = [1, 2, *(step.token for step in plain)]
     make = lambda request: AdaptiveDrafter(  # noqa: E731
-        Says(lambda tokens: [(whole[len(tokens)] + 1) % 12] * 3)
+        Says(lambda tokens: [(full[len(tokens)] + 1) % 12] * 3)
     )
     request = a_request([1, 2], make, seed=1, max_tokens=60)
     generation = Generation(request)
-    assert told(list(generation.extend(letters.submit(request)))) == told(plain)
+    assert step_facts(list(generation.extend(letters.submit(request)))) == step_facts(plain)
     assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
     assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS_ROUNDS

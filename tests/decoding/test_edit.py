@@ -1,4 +1,4 @@
-"""Revision: changes that can be taken back in any order, doubt, proposals, passes and budgets."""
+"""Revision: changes that can be undone in any order, doubt, proposals, passes and budgets."""
 
 from __future__ import annotations
 
@@ -93,48 +93,48 @@ def test_what_cannot_be_changed_is_told():
 
 
 def test_doubt_of_each_token(worded):
-    found, score = doubts(worded, TEXT)
-    assert "".join(doubt.text for doubt in found) == TEXT
-    assert all(TEXT[d.start : d.end] == d.text for d in found)
-    own = [-(p.logprob or 0) for p in score.positions]
-    assert len(own) == len(found) and found[-1].surprise == pytest.approx(own[-1])
-    whole = worded.score([0, *worded.tokenizer.encode(TEXT)])
-    assert score.total == pytest.approx(whole.total)
+    result, score = doubts(worded, TEXT)
+    assert "".join(doubt.text for doubt in result) == TEXT
+    assert all(TEXT[d.start : d.end] == d.text for d in result)
+    surprises = [-(p.logprob or 0) for p in score.positions]
+    assert len(surprises) == len(result) and result[-1].surprise == pytest.approx(surprises[-1])
+    full = worded.score([0, *worded.tokenizer.encode(TEXT)])
+    assert score.total == pytest.approx(full.total)
 
 
 def test_words_and_signs_are_as_doubtful_as_their_worst_token():
     text = "It's a test, no?"
     levels = {"It's": 3.0, "a": 1.0, "test": 5.0, ",": 2.0, "no": 0.5, "?": 4.0}
-    told, at = [], 0
+    reported, at = [], 0
     for word, level in levels.items():
         start = text.index(word, at)
-        told.append(Doubt(0, text[at : start + len(word)], at, start + len(word), level))
+        reported.append(Doubt(0, text[at : start + len(word)], at, start + len(word), level))
         at = start + len(word)
-    found = units(text, told)
-    assert [unit.text for unit in found] == ["test", "?", "It's", ",", "a", "no"]
-    assert all(text[u.start : u.start + len(u.text)] == u.text for u in found)
+    result = units(text, reported)
+    assert [unit.text for unit in result] == ["test", "?", "It's", ",", "a", "no"]
+    assert all(text[u.start : u.start + len(u.text)] == u.text for u in result)
 
 
 def test_a_word_is_replaced_by_a_word(worded):
-    found, _ = doubts(worded, TEXT)
-    by_text = {unit.text: unit for unit in units(TEXT, found)}
+    result, _ = doubts(worded, TEXT)
+    by_text = {unit.text: unit for unit in units(TEXT, result)}
     how = drafting(worded, {}, candidates=12, drafts=2)
     for word in ("tree", ","):
         ranked = proposals(worded, TEXT, by_text[word], how, reach=None)
-        texts = [one.texts[0] for one in ranked]
+        texts = [item.texts[0] for item in ranked]
         assert word in texts and len({*texts}) == len(texts)
         assert all(text.strip() == text and " " not in text for text in texts)
         assert all(text[0].isalnum() == word.isalnum() for text in texts)
-        for one in ranked[:3]:  # ranked by the exact score of the whole text
+        for item in ranked[:3]:  # ranked by the exact score of the whole text
             start = by_text[word].start
-            assert one.text == TEXT[:start] + one.texts[0] + TEXT[start + len(word) :]
+            assert item.text == TEXT[:start] + item.texts[0] + TEXT[start + len(word) :]
             last = ranked[-1]
-            gain = document_score(worded, one.text).total - document_score(worded, last.text).total
-            assert one.score - last.score == pytest.approx(gain, abs=5e-3)
+            gain = document_score(worded, item.text).total - document_score(worded, last.text).total
+            assert item.score - last.score == pytest.approx(gain, abs=5e-3)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("first", "second", "expected"),
     [
         ("teh", "the", True), ("hous", "house", True), ("housse", "house", True),
         ("hause", "house", True), ("Cat", "cat", True), ("a", "b", True), ("bc", "abc", True),
@@ -142,8 +142,8 @@ def test_a_word_is_replaced_by_a_word(worded):
         ("abc", "cba", False), ("stone", "tones", False),
     ],
 )  # fmt: skip
-def test_words_that_are_one_slip_apart(one, other, expected):
-    assert alike(one, other) is alike(other, one) is expected
+def test_words_that_are_one_slip_apart(first, second, expected):
+    assert alike(first, second) is alike(second, first) is expected
 
 
 def test_a_misspelled_word_is_looked_up(worded):
@@ -157,8 +157,8 @@ def test_a_misspelled_word_is_looked_up(worded):
         assert not spelling_corrections(tokenizer, other, TEXT)
     text = TEXT.replace("tree", "treee")
     unit = next(u for u in units(text, doubts(worded, text)[0]) if u.text == "treee")
-    found = proposals(worded, text, unit, drafting(worded, {}, candidates=4, drafts=2), reach=8)
-    assert {one.texts[0] for one in found} == {"treee", "tree"}  # nothing else was meant
+    result = proposals(worded, text, unit, drafting(worded, {}, candidates=4, drafts=2), reach=8)
+    assert {item.texts[0] for item in result} == {"treee", "tree"}  # nothing else was meant
 
 
 @pytest.mark.parametrize("word", ["treee", "rows"])
@@ -167,13 +167,13 @@ def test_trust_in_what_stands_there_lowers_the_others(worded, word):
     unit = next(u for u in units(text, doubts(worded, text)[0]) if u.text == word)
     how = drafting(worded, {}, candidates=4, drafts=2)
     without, trusting = (
-        {one.texts[0]: one for one in proposals(worded, text, unit, how, reach=8, trust=trust)}
+        {item.texts[0]: item for item in proposals(worded, text, unit, how, reach=8, trust=trust)}
         for trust in (0.0, 40.0)
     )
     assert next(iter(trusting)) == word and {*without} == {*trusting} > {word}
 
-    def odds(found, other):
-        return math.log(found[other].probability / found[word].probability)
+    def odds(candidates, other):
+        return math.log(candidates[other].probability / candidates[word].probability)
 
     for other in without:
         assert trusting[other].score == pytest.approx(without[other].score)
@@ -185,40 +185,42 @@ def test_trust_in_what_stands_there_lowers_the_others(worded, word):
 
 
 def test_a_text_gets_likelier_with_every_change(worded):
-    made = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=4, candidates=6, reach=None)
-    assert made.applied and made.passes <= 2
-    assert made.after.total > made.before.total
-    assert made.after.total == pytest.approx(document_score(worded, made.text).total)
-    for change in made.applied:
+    created = worded.edit(
+        TEXT, threshold=0.5, trust=0, passes=2, places=4, candidates=6, reach=None
+    )
+    assert created.applied and created.passes <= 2
+    assert created.after.total > created.before.total
+    assert created.after.total == pytest.approx(document_score(worded, created.text).total)
+    for change in created.applied:
         assert change.probability >= 0.5 and change.gain > 0
         assert dict(change.alternatives)[change.new] == pytest.approx(change.probability)
-    kept = "".join(piece for kind, piece in made.tracked() if kind != "added")
-    now = "".join(piece for kind, piece in made.tracked() if kind != "removed")
-    assert (kept, now) == (TEXT, made.text)
-    while made.applied:
-        made.undo(next(c.number for c in made.applied if not c.above))
-    assert made.text == TEXT and made.after.total == pytest.approx(made.before.total)
+    remaining = "".join(piece for kind, piece in created.tracked() if kind != "added")
+    now = "".join(piece for kind, piece in created.tracked() if kind != "removed")
+    assert (remaining, now) == (TEXT, created.text)
+    while created.applied:
+        created.undo(next(c.number for c in created.applied if not c.above))
+    assert created.text == TEXT and created.after.total == pytest.approx(created.before.total)
     assert pages_left(worded) == 0
 
 
 def test_it_ends_when_nothing_changes_and_never_goes_back_and_forth(worded):
-    made = worded.edit(TEXT, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
-    again = worded.edit(made.text, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
-    assert made.passes <= 12 and again.passes <= 12
-    gains = [change.gain for change in made.applied]
+    created = worded.edit(TEXT, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
+    again = worded.edit(created.text, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
+    assert created.passes <= 12 and again.passes <= 12
+    gains = [change.gain for change in created.applied]
     assert all(gain > 0 for gain in gains)
 
 
 def test_below_the_threshold_changes_are_only_proposed(worded):
-    made = worded.edit(TEXT, threshold=1.0, trust=0, passes=1, places=4, candidates=6)
-    assert made.text == TEXT and made.passes == 1
-    proposed = [change for change in made.changes if change.probability < 1]
+    created = worded.edit(TEXT, threshold=1.0, trust=0, passes=1, places=4, candidates=6)
+    assert created.text == TEXT and created.passes == 1
+    proposed = [change for change in created.changes if change.probability < 1]
     assert proposed
-    made.apply(proposed[0].number)
-    assert made.text != TEXT and proposed[0].new in made.text
-    assert proposed[0] in made.applied
-    made.undo(proposed[0].number)
-    assert made.text == TEXT
+    created.apply(proposed[0].number)
+    assert created.text != TEXT and proposed[0].new in created.text
+    assert proposed[0] in created.applied
+    created.undo(proposed[0].number)
+    assert created.text == TEXT
 
 
 def test_the_budget_ends_it(worded):
@@ -230,20 +232,20 @@ def test_the_budget_ends_it(worded):
 
 
 def test_it_can_be_shown(worded):
-    made = Edit(worded, "one <two> three\nfour")
-    made.propose(5, "two", "2", **FACTS)
-    made.apply(0)
-    assert str(made) == "one <2> three\nfour"
-    assert list(made.tracked()) == [
+    created = Edit(worded, "one <two> three\nfour")
+    created.propose(5, "two", "2", **FACTS)
+    created.apply(0)
+    assert str(created) == "one <2> three\nfour"
+    assert list(created.tracked()) == [
         ("same", "one <"), ("removed", "two"), ("added", "2"), ("same", "> three\nfour")
     ]  # fmt: skip
-    assert made.diff("a.txt").splitlines()[:2] == ["--- a.txt", "+++ a.txt (edited)"]
-    assert "-one <two> three\n+one <2> three\n" in made.diff()
-    shown = made._repr_html_()
-    assert "&lt;<del>two</del><ins>2</ins>&gt;" in shown
-    told = made.to_dict()
-    assert told["changes"][0]["applied"] and math.isfinite(told["perplexity_after"])
-    assert "1 of 1 changes made" in repr(made)
+    assert created.diff("a.txt").splitlines()[:2] == ["--- a.txt", "+++ a.txt (edited)"]
+    assert "-one <two> three\n+one <2> three\n" in created.diff()
+    displayed = created._repr_html_()
+    assert "&lt;<del>two</del><ins>2</ins>&gt;" in displayed
+    reported = created.to_dict()
+    assert reported["changes"][0]["applied"] and math.isfinite(reported["perplexity_after"])
+    assert "1 of 1 changes made" in repr(created)
 
 
 @pytest.mark.parametrize(

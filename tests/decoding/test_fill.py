@@ -38,33 +38,35 @@ def total(lm: Any, text: str, first: int) -> float:
 
 
 def test_scores_are_those_of_the_whole_texts(worded):
-    found = worded.fill(LEFT, gap(1, 3), RIGHT, reach=None)
-    assert found.by == "ranking" and len(found.candidates) > 3
-    for one in found.candidates:
-        first = len(text_ids(worded, one.text)) - len(one.steps)
-        assert one.score == pytest.approx(total(worded, one.text, first), abs=1e-3)
-    shared = {len(text_ids(worded, one.text)) - len(one.steps) for one in found.candidates}
-    assert len(shared) == 1 and shared.pop() > 5  # the left side was not judged again
-    scores = [one.score for one in found.candidates]
+    result = worded.fill(LEFT, gap(1, 3), RIGHT, reach=None)
+    assert result.by == "ranking" and len(result.candidates) > 3
+    for item in result.candidates:
+        first = len(text_ids(worded, item.text)) - len(item.steps)
+        assert item.score == pytest.approx(total(worded, item.text, first), abs=1e-3)
+    shared = {len(text_ids(worded, item.text)) - len(item.steps) for item in result.candidates}
+    assert len(shared) == 1 and shared.pop() > 5  # the prefix side was not judged again
+    scores = [item.score for item in result.candidates]
     assert scores == sorted(scores, reverse=True)
-    assert math.fsum(one.probability for one in found.candidates) == pytest.approx(1)
-    assert found.text == found.chosen.text == LEFT + found.texts[0] + RIGHT
+    assert math.fsum(item.probability for item in result.candidates) == pytest.approx(1)
+    assert result.text == result.chosen.text == LEFT + result.texts[0] + RIGHT
 
 
 def test_the_best_of_given_choices_is_that_of_brute_force(worded):
     choices = ["batch", "page", "token", "", "page and the token", "tree\n"]
-    found = worded.fill(LEFT, gap, RIGHT, choices=choices, reach=None)
-    wanted = sorted(choices, key=lambda word: -total(worded, LEFT + word + RIGHT, 1))
-    assert [one.texts[0] for one in found.candidates] == wanted
+    result = worded.fill(LEFT, gap, RIGHT, choices=choices, reach=None)
+    expected = sorted(choices, key=lambda word: -total(worded, LEFT + word + RIGHT, 1))
+    assert [item.texts[0] for item in result.candidates] == expected
 
 
 def test_how_far_the_right_side_is_weighed(worded):
     choices = ["batch", "page"]
     near = worded.fill(LEFT, gap, RIGHT, choices=choices, reach=2)
-    for one in near.candidates:
-        shown = "".join(step.text for step in one.steps)
-        assert (LEFT + one.texts[0] + RIGHT).find(shown) > 0 and not shown.endswith("them.")
-        assert one.text.endswith(RIGHT)
+    for item in near.candidates:
+        displayed = "".join(step.text for step in item.steps)
+        assert (LEFT + item.texts[0] + RIGHT).find(displayed) > 0 and not displayed.endswith(
+            "them."
+        )
+        assert item.text.endswith(RIGHT)
 
 
 def test_the_left_side_is_computed_once(worded):
@@ -79,25 +81,25 @@ def test_the_left_side_is_computed_once(worded):
 
 
 def test_several_gaps(worded):
-    found = worded.fill(
+    result = worded.fill(
         "The ", gap(1, 2), " of the ", gap(1), " is a page.", candidates=6, reach=None
     )
-    for one in found.candidates:
-        assert one.text == f"The {one.texts[0]} of the {one.texts[1]} is a page."
-        first = len(text_ids(worded, one.text)) - len(one.steps)
-        assert one.score == pytest.approx(total(worded, one.text, first), abs=1e-3)
-        for text, steps in zip(one.texts, one.gap_steps, strict=True):
+    for item in result.candidates:
+        assert item.text == f"The {item.texts[0]} of the {item.texts[1]} is a page."
+        first = len(text_ids(worded, item.text)) - len(item.steps)
+        assert item.score == pytest.approx(total(worded, item.text, first), abs=1e-3)
+        for text, steps in zip(item.texts, item.gap_steps, strict=True):
             assert "".join(step.text for step in steps) == text
 
 
 def test_more_than_the_likeliest_first_token_is_found(worded):
-    """Ranking can take what greedy writing from the left would not."""
+    """Ranking can take what greedy writing from the prefix would not."""
     greedy = worded.generate(text_ids(worded, LEFT.rstrip()), max_tokens=1, temperature=0).text
-    found = worded.fill(LEFT.rstrip(), gap(1), RIGHT, reach=None)
-    best = max(found.candidates, key=lambda one: one.score)
-    assert best is found.candidates[0] and len(found.candidates) > 1
+    result = worded.fill(LEFT.rstrip(), gap(1), RIGHT, reach=None)
+    best = max(result.candidates, key=lambda item: item.score)
+    assert best is result.candidates[0] and len(result.candidates) > 1
     assert best.score >= next(
-        (one.score for one in found.candidates if one.texts[0] == greedy), -math.inf
+        (item.score for item in result.candidates if item.texts[0] == greedy), -math.inf
     )
 
 
@@ -106,33 +108,33 @@ def test_more_than_the_likeliest_first_token_is_found(worded):
 
 @settings(max_examples=40, deadline=None)
 @given(WORDS, WORDS, WORDS)
-def test_texts_are_put_together_exactly(worded, left, inside, right):
-    """However the vocabulary cuts it: the text is left + gap + right, and so are its steps."""
+def test_texts_are_put_together_exactly(worded, prefix, inside, suffix):
+    """However the vocabulary cuts it: the text is prefix + gap + suffix, and so are its steps."""
     try:
-        found = worded.fill(left, gap, right, choices=[inside, "tree"], reach=None)
+        result = worded.fill(prefix, gap, suffix, choices=[inside, "tree"], reach=None)
     except UnspoolError as error:
         assert "side by side" in str(error)
         return
-    for one in found.candidates:
-        assert one.text == left + one.texts[0] + right
-        assert "".join(step.text for step in one.gap_steps[0]) == one.texts[0]
-        first = len(text_ids(worded, one.text)) - len(one.steps) + (not right)
-        judged = one.steps[:-1] if not right else one.steps
+    for item in result.candidates:
+        assert item.text == prefix + item.texts[0] + suffix
+        assert "".join(step.text for step in item.gap_steps[0]) == item.texts[0]
+        first = len(text_ids(worded, item.text)) - len(item.steps) + (not suffix)
+        judged = item.steps[:-1] if not suffix else item.steps
         scored = math.fsum(step.logprob for step in judged)
-        assert scored == pytest.approx(total(worded, one.text, first), abs=2e-3)
+        assert scored == pytest.approx(total(worded, item.text, first), abs=2e-3)
 
 
 @settings(max_examples=20, deadline=None)
 @given(WORDS, WORDS)
-def test_drafts_continue_the_text_across_the_border(worded, left, right):
-    found = worded.fill(left, gap(0, 3), right, candidates=5, drafts=2)
-    texts = [one.texts[0] for one in found.candidates]
+def test_drafts_continue_the_text_across_the_border(worded, prefix, suffix):
+    result = worded.fill(prefix, gap(0, 3), suffix, candidates=5, drafts=2)
+    texts = [item.texts[0] for item in result.candidates]
     assert len({*texts}) == len(texts)
-    for one in found.candidates:
-        assert one.text == left + one.texts[0] + right
-        ids = text_ids(worded, one.text)
-        inside = len(left.encode()), len((left + one.texts[0]).encode())
-        assert len(tokens_within(token_ends(worded, ids, one.text), *inside)) <= 3
+    for item in result.candidates:
+        assert item.text == prefix + item.texts[0] + suffix
+        ids = text_ids(worded, item.text)
+        inside = len(prefix.encode()), len((prefix + item.texts[0]).encode())
+        assert len(tokens_within(token_ends(worded, ids, item.text), *inside)) <= 3
 
 
 @given(WORDS)
@@ -148,7 +150,7 @@ def test_a_token_that_reaches_over_the_border_counts(worded):
     text = "and the page"
     ids = text_ids(worded, text)
     ends = token_ends(worded, ids, text)
-    spaced = tokens_within(ends, 3, 4)  # the space alone belongs to the token behind it
+    spaced = tokens_within(ends, 3, 4)  # the space alone belongs to the next token
     assert len(spaced) == 1 and worded.engine.token_bytes(ids[spaced.start]).startswith(b" ")
     assert len(tokens_within(ends, 3, 3)) == 0
     assert start_ids(worded) == ids[:1]
@@ -159,28 +161,28 @@ def test_a_token_that_reaches_over_the_border_counts(worded):
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_a_gap_of_known_length_has_so_many_tokens(worded, length):
-    found = worded.fill(LEFT, gap(length), RIGHT, candidates=8)
-    assert {len(one.gap_steps[0]) for one in found.candidates} == {length}
+    result = worded.fill(LEFT, gap(length), RIGHT, candidates=8)
+    assert {len(item.gap_steps[0]) for item in result.candidates} == {length}
 
 
 def test_same_seed_same_candidates(worded):
-    def drawn(seed: int) -> list[str]:
+    def sample_texts(seed: int) -> list[str]:
         options = {"temperature": 1.5, "seed": seed, "top_k": 0}
-        found = worded.fill(LEFT, gap(3, 6), RIGHT, candidates=6, **options)
-        return [one.texts[0] for one in found.candidates]
+        result = worded.fill(LEFT, gap(3, 6), RIGHT, candidates=6, **options)
+        return [item.texts[0] for item in result.candidates]
 
-    assert drawn(1) == drawn(1) != drawn(2)
+    assert sample_texts(1) == sample_texts(1) != sample_texts(2)
 
 
 def test_steps_tell_candidates(worded):
-    one = worded.fill(LEFT, gap(1), RIGHT, candidates=3, top=4).chosen
-    assert all(len(step.candidates) == 4 and step.rank is not None for step in one.steps)
-    assert one.gap_steps[0][0].candidates
+    item = worded.fill(LEFT, gap(1), RIGHT, candidates=3, top=4).chosen
+    assert all(len(step.candidates) == 4 and step.rank is not None for step in item.steps)
+    assert item.gap_steps[0][0].candidates
 
 
 def test_marks_in_one_text(worded):
-    one = worded.fill("The ___ of the tree", choices=["page"])
-    assert one.text == "The page of the tree"
+    item = worded.fill("The ___ of the tree", choices=["page"])
+    assert item.text == "The page of the tree"
     parts = GappedText.parse(["a", gap(2), "b", "c", gap])
     assert parts.texts == ("a", "bc", "") and [g.most for g in parts.gaps] == [2, 16]
     assert parts.filled(["1", "2"]) == "a1bc2"
@@ -188,14 +190,14 @@ def test_marks_in_one_text(worded):
 
 
 def test_results_can_be_chosen_and_shown(worded):
-    found = worded.fill(LEFT, gap, RIGHT, choices=["<page>", "tree"])
-    other = found.choose(1)
-    assert other.text == found.candidates[1].text != found.text == str(found)
-    assert "&lt;page&gt;" in found._repr_html_() and "<page>" not in found._repr_html_()
-    assert found.to_dict()["candidates"][0]["texts"] == list(found.texts)
-    assert "Filling by ranking" in repr(found)
+    result = worded.fill(LEFT, gap, RIGHT, choices=["<page>", "tree"])
+    other = result.choose(1)
+    assert other.text == result.candidates[1].text != result.text == str(result)
+    assert "&lt;page&gt;" in result._repr_html_() and "<page>" not in result._repr_html_()
+    assert result.to_dict()["candidates"][0]["texts"] == list(result.texts)
+    assert "Filling by ranking" in repr(result)
     with pytest.raises(SettingsError, match="from 0 to 1"):
-        found.choose(2)
+        result.choose(2)
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_tokens_are_found_by_their_texts(family: str, texts: tuple[str, ...] | None):
     tokenizer = Tokenizer.from_file(assets.tokenizer_json_folder() / family)
-    found = fim_tokens(tokenizer)
+    result = fim_tokens(tokenizer)
     if texts is None:
-        assert found is None
+        assert result is None
         return
-    assert found is not None
-    ids = [found.prefix, found.suffix, found.middle]
+    assert result is not None
+    ids = [result.prefix, result.suffix, result.middle]
     assert [tokenizer.token_text(token) for token in ids] == list(texts)
-    assert {*ids, *tokenizer.end_ids} <= found.ends
+    assert {*ids, *tokenizer.end_ids} <= result.ends
 
 
 def test_the_prompt_has_prefix_suffix_middle(coder):
@@ -67,25 +67,25 @@ def test_the_middle_ends_where_the_model_says_so(coder):
 
 
 def test_candidates_come_with_their_scores(coder):
-    found = coder.fill(LEFT, gap(1, 6), RIGHT, drafts=4)
-    assert found.by == "fim" and 1 < len(found.candidates) <= 4
+    result = coder.fill(LEFT, gap(1, 6), RIGHT, drafts=4)
+    assert result.by == "fim" and 1 < len(result.candidates) <= 4
     prompt = fim_prompt(coder.tokenizer, fim_tokens(coder.tokenizer), LEFT, RIGHT)
-    for one in found.candidates:
-        assert one.text == LEFT + one.texts[0] + RIGHT
-        assert "".join(step.text for step in one.gap_steps[0]) == one.texts[0]
-        written = [step.token for step in one.steps]
+    for item in result.candidates:
+        assert item.text == LEFT + item.texts[0] + RIGHT
+        assert "".join(step.text for step in item.gap_steps[0]) == item.texts[0]
+        written = [step.token for step in item.steps]
         scored = coder.score([*prompt, *written]).logprobs[len(prompt) :]
-        assert one.score == pytest.approx(sum(scored), abs=1e-3)
+        assert item.score == pytest.approx(sum(scored), abs=1e-3)
     greedy = coder.generate(prompt, max_tokens=6, temperature=0).text
-    assert greedy in [one.texts[0] for one in found.candidates]
-    for one in found.candidates:
-        assert one.is_cut == (len(one.gap_steps[0]) == 6 == len(one.steps))
-        assert one.to_dict()["cut"] == one.is_cut
+    assert greedy in [item.texts[0] for item in result.candidates]
+    for item in result.candidates:
+        assert item.is_cut == (len(item.gap_steps[0]) == 6 == len(item.steps))
+        assert item.to_dict()["cut"] == item.is_cut
     assert pages_left(coder) == 0
 
 
 def test_several_gaps_and_ranking_all_the_same(coder):
-    found = coder.fill("a = ", gap(1, 3), "\nb = ", gap(1, 3), "\n", drafts=2)
-    for one in found.candidates:
-        assert one.text == f"a = {one.texts[0]}\nb = {one.texts[1]}\n"
+    result = coder.fill("a = ", gap(1, 3), "\nb = ", gap(1, 3), "\n", drafts=2)
+    for item in result.candidates:
+        assert item.text == f"a = {item.texts[0]}\nb = {item.texts[1]}\n"
     assert coder.fill(LEFT, gap, RIGHT, choices=["page", "3"]).by == "ranking"

@@ -32,10 +32,10 @@ class Knows:
 
     def logits(self, row: Sequence[int]) -> np.ndarray[Any, Any]:
         """Sure where the row is as long as the text; unsure where it is not."""
-        found = np.zeros((len(row), self.mask_id + 1), np.float32)
+        result = np.zeros((len(row), self.mask_id + 1), np.float32)
         if len(row) == len(self.ids):
-            found[np.arange(len(row)), self.ids] = 12.0
-        return found
+            result[np.arange(len(row)), self.ids] = 12.0
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +49,18 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 @pytest.mark.parametrize("spaced", [False, True])
 def test_the_right_length_and_words_are_found(worded, inside: str, spaced: bool):
-    left, right = TEXT.split(inside, 1)
-    if spaced and left.endswith(" "):
-        left, inside = left[:-1], " " + inside  # the gap may begin with the space, too
+    prefix, right = TEXT.split(inside, 1)
+    if spaced and prefix.endswith(" "):
+        prefix, inside = prefix[:-1], " " + inside  # the gap may begin with the space, too
     knows = Knows(worded.tokenizer, TEXT)
     assert isinstance(knows, MaskedModel)
-    found = fill_by_masks(knows, GappedText.parse([left, gap, right]), candidates=5, top=2)
-    best = found[0]
+    result = fill_by_masks(knows, GappedText.parse([prefix, gap, right]), candidates=5, top=2)
+    best = result[0]
     assert (best.texts, best.text) == ((inside,), TEXT)
     assert best.score == pytest.approx(0, abs=0.01)
     assert "".join(step.text for step in best.gap_steps[0]) == inside
     assert all(step.rank == 0 and len(step.candidates) == 2 for step in best.steps)
-    assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+    assert [item.score for item in result] == sorted((item.score for item in result), reverse=True)
 
 
 def test_several_gaps_at_once(worded):
@@ -72,13 +72,13 @@ def test_several_gaps_at_once(worded):
 
 
 def test_a_twin_proposes_and_the_causal_model_ranks(worded):
-    left, right = TEXT.split("batch")
+    prefix, right = TEXT.split("batch")
     knows = Knows(worded.tokenizer, TEXT)
-    found = worded.fill(left, gap(1, 4), right, twin=knows, candidates=300, reach=None)
-    texts = [one.texts[0] for one in found.candidates]
-    assert found.by == "ranking" and "batch" in texts
-    alone = worded.fill(left, gap, right, choices=sorted(texts), candidates=300, reach=None)
-    assert [one.texts[0] for one in alone.candidates] == texts
+    result = worded.fill(prefix, gap(1, 4), right, twin=knows, candidates=300, reach=None)
+    texts = [item.texts[0] for item in result.candidates]
+    assert result.by == "ranking" and "batch" in texts
+    alone = worded.fill(prefix, gap, right, choices=sorted(texts), candidates=300, reach=None)
+    assert [item.texts[0] for item in alone.candidates] == texts
 
 
 def test_doubt_of_a_planted_word(worded):
@@ -91,14 +91,14 @@ def test_doubt_of_a_planted_word(worded):
     if worded.tokenizer.encode(text) == wrong:
         _, surprise = masked_surprise(knows, text)
         assert int(np.argmax(surprise)) == place
-    found, score = doubts(worded, text, by="masked", twin=knows)
-    worst = max(found, key=lambda doubt: doubt.surprise)
+    result, score = doubts(worded, text, by="masked", twin=knows)
+    worst = max(result, key=lambda doubt: doubt.surprise)
     at = len(worded.tokenizer.decode(ids[:place]))
     assert worst.start <= at + 1 < worst.end + 1 and math.isfinite(score.perplexity)
-    both, _ = doubts(worded, text, by="both", twin=knows)
+    pair, _ = doubts(worded, text, by="both", twin=knows)
     causal, _ = doubts(worded, text, by="causal")
-    for one, two, mean in zip(found, causal, both, strict=True):
-        assert mean.surprise == pytest.approx((one.surprise + two.surprise) / 2)
+    for item, two, mean in zip(result, causal, pair, strict=True):
+        assert mean.surprise == pytest.approx((item.surprise + two.surprise) / 2)
 
 
 # -- a loaded model whose tokens see the whole text --------------------------------------------
@@ -121,12 +121,12 @@ def test_every_place_sees_the_whole_row(worded, shifted: bool):
     model = WholeText(SeesAll(worded, sight="whole", mask_id=3, shifted=shifted))  # type: ignore[arg-type]
     row = worded.tokenizer.encode(TEXT)
     oracle = AutoModelForCausalLM.from_pretrained(worded.path, attn_implementation="eager").eval()
-    seen = torch.zeros(1, 1, len(row), len(row))
+    visited = torch.zeros(1, 1, len(row), len(row))
     with torch.no_grad():
-        wanted = oracle(torch.tensor([row]), attention_mask=seen).logits[0].numpy()
+        expected = oracle(torch.tensor([row]), attention_mask=visited).logits[0].numpy()
     if shifted:
-        wanted = wanted[[0, *range(len(row) - 1)]]
-    assert np.asarray(model.logits(row)) == pytest.approx(wanted, abs=2e-3)
+        expected = expected[[0, *range(len(row) - 1)]]
+    assert np.asarray(model.logits(row)) == pytest.approx(expected, abs=2e-3)
     assert pages_left(worded) == 0
 
 
@@ -141,14 +141,14 @@ def test_a_masked_model_fills_by_itself(tmp_path):
     lm = unspool.load(save_worded(tmp_path), backend="torch", memory=16 << 20)
     for name, value in {"sight": "whole", "mask_id": 3}.items():
         object.__setattr__(lm.config, name, value)
-    found = lm.fill("The scheduler plans", gap(1, 3), ", and the tree", candidates=6, top=3)
-    assert found.by == "masked" and len(found.candidates) == 6
-    for one in found.candidates:
-        assert one.text == f"The scheduler plans{one.texts[0]}, and the tree"
-        assert one.score == pytest.approx(
-            sum(step.logprob for step in one.steps) / len(one.steps), abs=1e-6
+    result = lm.fill("The scheduler plans", gap(1, 3), ", and the tree", candidates=6, top=3)
+    assert result.by == "masked" and len(result.candidates) == 6
+    for item in result.candidates:
+        assert item.text == f"The scheduler plans{item.texts[0]}, and the tree"
+        assert item.score == pytest.approx(
+            sum(step.logprob for step in item.steps) / len(item.steps), abs=1e-6
         )
-        assert all(step.token != 3 for step in one.steps)
+        assert all(step.token != 3 for step in item.steps)
     with pytest.raises(SettingsError, match="give this as its twin"):
         lm.edit(TEXT)
     lm.close()

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from unspool.decoding.heads.unspool_head import UnspoolHead
 
 from heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
 from unspool.decoding.heads.files import read_head
 from unspool.decoding.heads.growing import DraftNode
 from unspool.decoding.heads.native import CpuHead
-from unspool.decoding.heads.own import UnspoolHead
 
 
 def a_tree(tokens: list[int]) -> list[list[DraftNode]]:
@@ -35,13 +35,14 @@ def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: 
     tokens = (PROMPT * 5)[:83]
     contexts = [read_text(head, native, tokens) for head in (quick, plain)]
     for level in a_tree(tokens):
-        one, other = (context.expand(level, tokens).copy() for context in contexts[:1] * 2)
-        assert np.array_equal(one, other), "the same twice"
+        item, other = (context.expand(level, tokens).copy() for context in contexts[:1] * 2)
+        assert np.array_equal(item, other), "the same twice"
         expected = contexts[1].expand(level, tokens)
-        # Blocks are multiplied with rows rounded to 8 bits; the head's own rows are in 8 bits.
-        assert np.abs(one - expected).max() < 0.06 * np.abs(expected).max()
-        assert np.corrcoef(one.ravel(), expected.ravel())[0, 1] > 0.998
-        contexts[0].expand(level, tokens)  # whose states the next level goes on with
+        # Blocks are multiplied with rows rounded to 8 bits; the head's unspool_head rows are in 8
+        # bits.
+        assert np.abs(item - expected).max() < 0.06 * np.abs(expected).max()
+        assert np.corrcoef(item.ravel(), expected.ravel())[0, 1] > 0.998
+        contexts[0].expand(level, tokens)  # sets the states that the next level uses
     for context in contexts:
         context.truncate(40)
         assert len(context) == 40
@@ -52,19 +53,19 @@ def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: 
     assert np.corrcoef(contexts[0].expand(root, tokens[:41]).ravel(), cut.ravel())[0, 1] > 0.998
 
 
-def test_numpy_and_torch_alike(native: Any, own: Path, eagle: Path):
+def test_numpy_and_torch_alike(native: Any, unspool_head: Path, eagle: Path):
     tokens = PROMPT
     for load in (
-        lambda device: UnspoolHead(read_head(own), native.model, device),
+        lambda device: UnspoolHead(read_head(unspool_head), native.model, device),
         lambda device: _eagle(eagle, native, device),
     ):
-        found = []
+        result = []
         for device in (None, "cpu"):
             head = load(device)
             context = read_text(head, native, tokens)
-            found.append([context.expand(level, tokens) for level in a_tree(tokens)])
-        for one, other in zip(*found, strict=True):
-            assert np.allclose(one, other, atol=1e-4)
+            result.append([context.expand(level, tokens) for level in a_tree(tokens)])
+        for item, other in zip(*result, strict=True):
+            assert np.allclose(item, other, atol=1e-4)
 
 
 def _eagle(folder: Path, lm: Any, device: str | None) -> Any:
@@ -108,17 +109,17 @@ def _published(
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w[name]
 
     hidden = torch.from_numpy(np.concatenate(list(vectors), -1)) @ w["fc.weight"].T
-    ids, found = list(words), []
+    ids, result = list(words), []
     for step in range(len(chain) + 1):
         length = len(ids)
         e = norm(w["embed_tokens.weight"][ids], at + "input_layernorm.weight")
         h = norm(hidden, at + "hidden_norm.weight")
-        both, residual = torch.cat([e, h], -1), h if before else hidden
+        pair, residual = torch.cat([e, h], -1), h if before else hidden
         angle = torch.arange(length)[:, None] / 10000.0 ** (torch.arange(0, 8, 2) / 8)
         cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
         parts = {}
         for part, heads in (("q", 6), ("k", 2), ("v", 2)):
-            x = (both @ w[f"{at}self_attn.{part}_proj.weight"].T).view(length, heads, 8)
+            x = (pair @ w[f"{at}self_attn.{part}_proj.weight"].T).view(length, heads, 8)
             if kind == "qwen3" and part != "v":
                 x = norm(x, f"{at}self_attn.{part}_norm.weight")
             if part != "v":
@@ -136,8 +137,8 @@ def _published(
         y = norm(x, at + "post_attention_layernorm.weight")
         gate = torch.nn.functional.silu(y @ w[at + "mlp.gate_proj.weight"].T)
         out = x + (gate * (y @ w[at + "mlp.up_proj.weight"].T)) @ w[at + "mlp.down_proj.weight"].T
-        found.append((norm(out[-1], "norm.weight") @ w["lm_head.weight"].T).numpy())
+        result.append((norm(out[-1], "norm.weight") @ w["lm_head.weight"].T).numpy())
         if step < len(chain):  # the last output stands for what is known before the drafted token
             ids.append(chain[step])
             hidden = torch.cat([hidden, out[-1:]])
-    return np.stack(found)
+    return np.stack(result)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from unspool.decoding.heads.unspool_head import UnspoolHead
 
 from heads_support import PROMPT, read_text, save_eagle, save_own
 from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeController
@@ -16,7 +17,6 @@ from unspool.decoding.heads import arrays
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import SHIPPED, read_head
 from unspool.decoding.heads.growing import DraftNode, Shape, build_draft, last_tokens
-from unspool.decoding.heads.own import UnspoolHead
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 
@@ -34,36 +34,38 @@ WAYS = [
 @pytest.mark.parametrize(
     ("which", "options"),
     [
-        *(("own", options) for options in WAYS),
+        *(("unspool_head", options) for options in WAYS),
         ("eagle", WAYS[1]),
         *(pytest.param("eagle", options, marks=pytest.mark.slow) for options in WAYS[2:]),
     ],
 )
 def test_the_text_is_the_same(
-    native: Any, own: Path, eagle: Path, options: dict[str, Any], which: str
+    native: Any, unspool_head: Path, eagle: Path, options: dict[str, Any], which: str
 ):
-    head = load_head(own if which == "own" else eagle, native)
+    head = load_head(unspool_head if which == "unspool_head" else eagle, native)
     prompts = [PROMPT, PROMPT[:2], [5], PROMPT[3:]]
     plain = [native.generate(prompt, max_tokens=24, **options) for prompt in prompts]
     for shape in (Shape(1), Shape(5), Shape(9, width=3, depth=4)):
-        made = list[HeadDrafter]()
+        created = list[HeadDrafter]()
 
-        def make(request: Any, shape: Shape = shape, made: Any = made) -> HeadDrafter:
-            made.append(HeadDrafter(head, request, FixedShape(shape)))
-            return made[-1]
+        def make(request: Any, shape: Shape = shape, created: Any = created) -> HeadDrafter:
+            created.append(HeadDrafter(head, request, FixedShape(shape)))
+            return created[-1]
 
         drafted = native.generate(prompts, max_tokens=24, progress=False, speculate=make, **options)
         assert [text.tokens for text in drafted] == [text.tokens for text in plain]
-        same = [[step.logprob for step in text.steps] for text in plain]
-        assert [[step.logprob for step in text.steps] for text in drafted] == same, "to the bit"
+        equal = [[step.logprob for step in text.steps] for text in plain]
+        assert [[step.logprob for step in text.steps] for text in drafted] == equal, "to the bit"
         if "mirostat_tau" not in options:
             assert any(step.draft for text in drafted for step in text.steps)
 
 
-def test_an_oracle_head_is_followed(native: Any, own: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_oracle_head_is_followed(
+    native: Any, unspool_head: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A head that knows the text: drafts begin at the right place, with the right past."""
     plain = native.generate(PROMPT, max_tokens=30, temperature=0.8, seed=8)
-    whole, head = [*PROMPT, *plain.tokens], load_head(own, native)
+    full, head = [*PROMPT, *plain.tokens], load_head(unspool_head, native)
     place = {int(token): number for number, token in enumerate(head.ids)}
     context = type(head.context())
     read = list[int]()
@@ -73,8 +75,8 @@ def test_an_oracle_head_is_followed(native: Any, own: Path, monkeypatch: pytest.
         logits = np.zeros((len(nodes), len(head.ids)), np.float32)
         for row, node in enumerate(nodes):
             at = len(tokens) + node.depth
-            if at < len(whole) and whole[at] in place:
-                logits[row, place[whole[at]]] = 9
+            if at < len(full) and full[at] in place:
+                logits[row, place[full[at]]] = 9
         return logits
 
     monkeypatch.setattr(context, "expand", expand)
@@ -89,29 +91,33 @@ def test_an_oracle_head_is_followed(native: Any, own: Path, monkeypatch: pytest.
     assert read == sorted(read) and read[0] >= 1
 
 
-def test_what_is_read_does_not_depend_on_rounds(native: Any, own: Path):
+def test_what_is_read_does_not_depend_on_rounds(native: Any, unspool_head: Path):
     """What the head has read in the end is what one run over the whole text would show it."""
-    head = load_head(own, native)
-    made = list[HeadDrafter]()
+    head = load_head(unspool_head, native)
+    created = list[HeadDrafter]()
 
     def make(request: Any) -> HeadDrafter:
-        made.append(HeadDrafter(head, request, FixedShape(Shape(7, width=3, depth=3))))
-        return made[-1]
+        created.append(HeadDrafter(head, request, FixedShape(Shape(7, width=3, depth=3))))
+        return created[-1]
 
     text = native.generate([11, 22, 33], max_tokens=40, temperature=0.8, seed=3, speculate=make)
-    drafter, tokens = made[0], [11, 22, 33, *text.tokens]
+    drafter, tokens = created[0], [11, 22, 33, *text.tokens]
     count = len(drafter._positions)
     assert drafter._positions == list(range(count)) and count >= 40
     expected = read_text(head, native, tokens[: count + 1])
     assert np.array_equal(drafter._context._fused[:count], expected._fused[:count])
 
 
-def test_a_text_that_begins_like_another_is_known_already(native: Any, own: Path):
-    head, texts, made = load_head(own, native), deque[HeadDrafter](maxlen=4), list[HeadDrafter]()
+def test_a_text_that_begins_like_another_is_known_already(native: Any, unspool_head: Path):
+    head, texts, created = (
+        load_head(unspool_head, native),
+        deque[HeadDrafter](maxlen=4),
+        list[HeadDrafter](),
+    )
 
     def make(request: Any) -> HeadDrafter:
-        made.append(HeadDrafter(head, request, FixedShape(Shape(3)), texts))
-        return made[-1]
+        created.append(HeadDrafter(head, request, FixedShape(Shape(3)), texts))
+        return created[-1]
 
     options = {"max_tokens": 12, "temperature": 0.8, "speculate": make}
     prompt = list(range(10, 100))
@@ -119,7 +125,7 @@ def test_a_text_that_begins_like_another_is_known_already(native: Any, own: Path
     going_on = [*prompt, *first.tokens[:5], 9, 8, 7]
     second = native.generate(going_on, seed=2, **options)
     assert second.reused > 80, "it was not computed again for the head's sake"
-    drafter, tokens = made[1], [*going_on, *second.tokens]
+    drafter, tokens = created[1], [*going_on, *second.tokens]
     count = len(drafter._positions)
     assert drafter._positions == list(range(count)) and count > len(going_on)
     expected = read_text(head, native, tokens[: count + 1])
@@ -127,7 +133,7 @@ def test_a_text_that_begins_like_another_is_known_already(native: Any, own: Path
     # What was computed without the head is computed again as far as it matters most.
     native.generate(list(range(100, 190)), max_tokens=2)
     third = native.generate(list(range(100, 190)), seed=3, **options)
-    assert third.reused == 90 - 64 and made[2]._positions[0] == 90 - 64
+    assert third.reused == 90 - 64 and created[2]._positions[0] == 90 - 64
 
 
 def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
@@ -136,23 +142,23 @@ def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
     head = load_head(tmp_path / "head", tiny_lm)
     assert isinstance(head, UnspoolHead)
     for shape in (Shape(3), Shape(9, width=3, depth=4)):
-        made = list[HeadDrafter]()
+        created = list[HeadDrafter]()
 
-        def make(request: Any, shape: Shape = shape, made: Any = made) -> HeadDrafter:
-            made.append(HeadDrafter(head, request, FixedShape(shape)))
-            return made[-1]
+        def make(request: Any, shape: Shape = shape, created: Any = created) -> HeadDrafter:
+            created.append(HeadDrafter(head, request, FixedShape(shape)))
+            return created[-1]
 
         drafted = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1, speculate=make)
         assert drafted.tokens == plain.tokens
-        count = len(made[0]._positions)
+        count = len(created[0]._positions)
         expected = read_text(head, tiny_lm, [*PROMPT, *drafted.tokens][: count + 1])
         assert count > 20
-        assert np.allclose(made[0]._context._fused, expected._fused, atol=1e-3)
+        assert np.allclose(created[0]._context._fused, expected._fused, atol=1e-3)
 
 
-def test_by_its_name(native: Any, own: Path):
+def test_by_its_name(native: Any, unspool_head: Path):
     plain = native.generate(PROMPT, max_tokens=60, temperature=0.8, seed=2)
-    for word in (f"head:{own}", f"head:{own}:3"):
+    for word in (f"head:{unspool_head}", f"head:{unspool_head}:3"):
         drafted = native.generate(PROMPT, max_tokens=60, temperature=0.8, seed=2, speculate=word)
         assert drafted.tokens == plain.tokens
     with pytest.raises(SettingsError, match="no drafting head is shipped"):
@@ -221,32 +227,32 @@ def test_a_head_of_another_model_is_refused(native: Any, tmp_path: Path):
         load_head(tmp_path / "eagle", native)
 
 
-def test_damaged_heads(native: Any, own: Path, tmp_path: Path):
+def test_damaged_heads(native: Any, unspool_head: Path, tmp_path: Path):
     with pytest.raises(SettingsError, match="is not a folder"):
         native.generate([1], speculate="head:/no/such/folder")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SettingsError, match=r"no config\.json"):
         load_head(tmp_path / "empty", native)
-    told = json.loads((own / "config.json").read_text())
-    for change, said in (
+    reported = json.loads((unspool_head / "config.json").read_text())
+    for change, output in (
         ({"format": "pigeon"}, "no kind of drafting head"),
         ({"layers": [1, -2]}, "number that no head can have"),
         ({"ff_width": 65}, "feed.gate_up is not"),
     ):
-        folder = tmp_path / said[:4]
+        folder = tmp_path / output[:4]
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({**told, **change}))
-        (folder / "head.safetensors").write_bytes((own / "head.safetensors").read_bytes())
-        with pytest.raises(UnspoolError, match=said):
+        (folder / "config.json").write_text(json.dumps({**reported, **change}))
+        (folder / "head.safetensors").write_bytes((unspool_head / "head.safetensors").read_bytes())
+        with pytest.raises(UnspoolError, match=output):
             load_head(folder, native)
     cut = tmp_path / "cut"
     cut.mkdir()
-    (cut / "config.json").write_text(json.dumps(told))
-    (cut / "head.safetensors").write_bytes((own / "head.safetensors").read_bytes()[:5000])
+    (cut / "config.json").write_text(json.dumps(reported))
+    (cut / "head.safetensors").write_bytes((unspool_head / "head.safetensors").read_bytes()[:5000])
     with pytest.raises(ModelFileError, match=r"cut short|header"):
         load_head(cut, native)
-    del told["layers"]
-    (cut / "config.json").write_text(json.dumps(told))
+    del reported["layers"]
+    (cut / "config.json").write_text(json.dumps(reported))
     with pytest.raises(ModelFileError, match="does not say 'layers'"):
         load_head(cut, native)
 
@@ -283,11 +289,11 @@ def test_growing():
 # What a round of each rung checks and brings, on average: as measured once, by the head of the
 # default model.
 CHECKED = (0.7, 1.1, 1.7, 2.4, 3.8, 15, 31)
-BROUGHT = (1.45, 1.65, 1.85, 2.1, 2.4, 3.37, 3.69)
+GAINS = (1.45, 1.65, 1.85, 2.1, 2.4, 3.37, 3.69)
 
 
 def run_ladder(
-    cost: Any, rounds: int, brought: Any = BROUGHT
+    cost: Any, rounds: int, gains: Any = GAINS
 ) -> tuple[float, ShapeController, list[str]]:
     """Tokens a second against those without drafts; costs by how many guesses are checked."""
     ladder, tokens, seconds, notes, owed = ShapeController(RoundCosts()), 0, 0.0, list[str](), 0.0
@@ -296,7 +302,7 @@ def run_ladder(
         rung = SHAPES.index(shape) if shape else None
         usual = CHECKED[rung] if rung is not None else 0
         checked = usual * (0.5 + number % 3 / 2)  # rounds differ
-        took, owed = cost(checked), owed + (brought[rung] if rung is not None else 1)
+        took, owed = cost(checked), owed + (gains[rung] if rung is not None else 1)
         won = max(1, int(owed))  # whole tokens, as many as it should be in the end
         owed -= won
         note = ladder.learn(won - 1, took)
@@ -313,7 +319,7 @@ def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     speed, ladder, _ = run_ladder(lambda n: 1 + 0.33 * n, 400)
     assert SHAPES[ladder.size].min_probability >= 0.4 and speed > 1.1
     # Each row costs as much as a run: off, and soon.
-    speed, ladder, notes = run_ladder(lambda n: 1 + 1.0 * n, 2000, brought=[1] * len(SHAPES))
+    speed, ladder, notes = run_ladder(lambda n: 1 + 1.0 * n, 2000, gains=[1] * len(SHAPES))
     assert speed > 0.98 and ladder.paused and "drafting stopped" in notes[0]
     assert not ladder.reading or ladder.paused <= 16
     # One round that was held up does not tip the scales.
@@ -324,11 +330,11 @@ def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     # Where the smallest drafts take as long as three tokens, three of them are enough to know.
     _, ladder, notes = run_ladder(lambda n: 1.0 if n == 0 else 3.0, 8 + 3)
     assert ladder.paused and len(notes) == 1
-    # Where a token takes less than a draft, none is made, in this text nor in the next.
+    # Where a token takes less than a draft, none is created, in this text nor in the next.
     speed, ladder, notes = run_ladder(lambda n: 4e-4 * (1 + 0.01 * n), 600)
     assert speed == pytest.approx(1) and "drafting rests" in notes[0]
     assert all(ShapeController(ladder.costs).choose() is None for _ in range(3))
-    # At most so many: chains are cut, larger trees left out.
+    # With a limit, chains are cut and larger trees left out.
     assert (
         ShapeController(RoundCosts(), most=3).largest == 4
         and ShapeController(RoundCosts(), most=15).largest == 5

@@ -58,12 +58,12 @@ def test_rewards_are_those_of_transformers(
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
         judge = RewardVerifier(tiny_lm, model)
         texts = rows(tiny_lm)
-        found = [verdict.score for verdict in judge.score(texts)]
-    wanted = [logits(oracle, text) for text in texts]
+        result = [verdict.score for verdict in judge.score(texts)]
+    expected = [logits(oracle, text) for text in texts]
     if kind == "TokenClassification":
-        wanted = [each[-1] for each in wanted]
-    chances = [each[0] if labels == 1 else each.softmax(-1)[1] for each in wanted]
-    assert found == pytest.approx([float(each) for each in chances], abs=1e-4)
+        expected = [entry[-1] for entry in expected]
+    chances = [entry[0] if labels == 1 else entry.softmax(-1)[1] for entry in expected]
+    assert result == pytest.approx([float(entry) for entry in chances], abs=1e-4)
     assert judge.partial == (kind == "TokenClassification")
 
 
@@ -71,8 +71,8 @@ def test_the_native_backend_gives_the_same(native: Any, tmp_path: Path):
     oracle = reward_model(tmp_path, "Llama", "SequenceClassification", 1)
     texts = rows(native)
     with unspool.load(tmp_path, backend="native", memory=8 << 20) as model:
-        found = [verdict.score for verdict in RewardVerifier(native, model).score(texts)]
-    assert found == pytest.approx([float(logits(oracle, text)[0]) for text in texts], abs=0.05)
+        result = [verdict.score for verdict in RewardVerifier(native, model).score(texts)]
+    assert result == pytest.approx([float(logits(oracle, text)[0]) for text in texts], abs=0.05)
 
 
 def test_what_begins_alike_is_read_once(tiny_lm: Any, tmp_path: Path):
@@ -123,8 +123,8 @@ def test_a_head_of_two_matrices(tiny_lm: Any, tmp_path: Path):
     oracle.score = head
     text = rows(tiny_lm, 1)[0]
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
-        (found,) = RewardVerifier(tiny_lm, model).score([text])
-    assert found.score == pytest.approx(float(logits(oracle, text)[-1].softmax(-1)[1]), abs=1e-4)
+        (result,) = RewardVerifier(tiny_lm, model).score([text])
+    assert result.score == pytest.approx(float(logits(oracle, text)[-1].softmax(-1)[1]), abs=1e-4)
 
 
 def test_what_is_no_reward_model_is_told(tiny_lm: Any, tmp_path: Path):
@@ -140,9 +140,9 @@ def test_a_text_that_does_not_fit_fails_alone(tiny_lm: Any, tmp_path: Path):
     reward_model(tmp_path, "Llama", "SequenceClassification", 1)
     long = tiny_lm.generate(PROMPT, max_tokens=40, seed=1)
     with unspool.load(tmp_path, backend="torch", memory=8 << 20, context=40) as model:
-        found = RewardVerifier(tiny_lm, model).score([long, rows(tiny_lm, 1)[0]])
-    assert found[0].score is None and "more than the reward model's 40" in found[0].why
-    assert found[1].score is not None
+        result = RewardVerifier(tiny_lm, model).score([long, rows(tiny_lm, 1)[0]])
+    assert result[0].score is None and "more than the reward model's 40" in result[0].why
+    assert result[1].score is not None
 
 
 # -- steps -------------------------------------------------------------------------------------
@@ -170,9 +170,9 @@ def test_steps_are_scored_at_their_ends(chatty: Any, tmp_path: Path):
         shutil.copy(chatty.path / name, tmp_path / name)
     ids = chatty.chat_prompt("Plan the rows").ids
     text = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens")
-    asked = [{"role": "user", "content": "Plan the rows"}]
+    request = [{"role": "user", "content": "Plan the rows"}]
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
-        judge = RewardVerifier(chatty, model, conversation=asked)
+        judge = RewardVerifier(chatty, model, conversation=request)
         row, places = judge._row(text)
         mark = chatty.tokenizer.special_tokens["<extra_0>"]
         assert [row[place] for place in places] == [mark] * 3 and places[-1] == len(row) - 1
@@ -180,9 +180,9 @@ def test_steps_are_scored_at_their_ends(chatty: Any, tmp_path: Path):
         with torch.inference_mode():
             steps = oracle(torch.tensor([row])).logits[0].softmax(-1)[places, 1].tolist()
         assert judge.score([text])[0].score == pytest.approx(min(steps), abs=1e-4)
-        for gather, wanted in (("last", steps[-1]), ("product", math.prod(steps))):
-            other = RewardVerifier(chatty, model, gather=gather, conversation=asked)
-            assert other.score([text])[0].score == pytest.approx(wanted, abs=1e-4)
+        for gather, expected in (("last", steps[-1]), ("product", math.prod(steps))):
+            other = RewardVerifier(chatty, model, gather=gather, conversation=request)
+            assert other.score([text])[0].score == pytest.approx(expected, abs=1e-4)
         # What was a beginning is not read again when it has grown.
         longer = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens\n\nbefore it")
         assert judge.cost([longer]) < len(row)
@@ -208,19 +208,19 @@ def test_pieces(text: str, pieces: list[str]):
 
 def test_p_yes_is_what_the_model_says(chatty: Any):
     """Behind the very conversation, against logits that are computed from its text."""
-    asked = [{"role": "user", "content": "Plan the rows"}]
-    texts = chatty.samples(chatty.chat_prompt(asked).ids, 3, max_tokens=8, seed=5)
+    request = [{"role": "user", "content": "Plan the rows"}]
+    texts = chatty.samples(chatty.chat_prompt(request).ids, 3, max_tokens=8, seed=5)
     judge = AskVerifier(chatty, question="Is it so?")
     for text, verdict in zip(texts, judge.score(texts), strict=True):
         ended = text.tokens[-1] in chatty.end_ids
-        said = chatty.tokenizer.decode(text.tokens[:-1] if ended else text.tokens)
-        whole = f"<|turn|>user\nPlan the rows<|endoftext|>\n<|turn|>assistant\n{said}"
-        whole += "<|endoftext|>\n<|turn|>user\nIs it so?<|endoftext|>\n<|turn|>assistant\n"
+        output = chatty.tokenizer.decode(text.tokens[:-1] if ended else text.tokens)
+        full = f"<|turn|>user\nPlan the rows<|endoftext|>\n<|turn|>assistant\n{output}"
+        full += "<|endoftext|>\n<|turn|>user\nIs it so?<|endoftext|>\n<|turn|>assistant\n"
         row = judge._row(text)
-        assert chatty.tokenizer.decode(row) == whole
+        assert chatty.tokenizer.decode(row) == full
         with chatty.opened(row) as branch:
-            own = torch.tensor(chatty.engine.extend(branch)[-1]).double().softmax(-1)
-        yes, no = (float(own[sorted(ids)].sum()) for ids in (judge._yes, judge._no))
+            probabilities = torch.tensor(chatty.engine.extend(branch)[-1]).double().softmax(-1)
+        yes, no = (float(probabilities[sorted(ids)].sum()) for ids in (judge._yes, judge._no))
         assert verdict.score == pytest.approx(yes / (yes + no), abs=1e-5)
 
 
@@ -240,9 +240,9 @@ def test_another_model_is_told_the_conversation(chatty: Any, tmp_path: Path):
     with unspool.load(folder, backend="torch", memory=8 << 20) as other:
         judge = AskVerifier(chatty, other, question="Is it so?")
         read = other.tokenizer.decode(judge._row(text))
-        (found,) = judge.score([text])
+        (result,) = judge.score([text])
     assert "Plan the rows" in read and text.text in read and read.endswith("Is it so?\nAnswer:")
-    assert found.score is not None and 0 <= found.score <= 1
+    assert result.score is not None and 0 <= result.score <= 1
 
 
 def test_a_plain_prompt_is_asked_about_plainly(chatty: Any):

@@ -1,4 +1,4 @@
-"""Judges by name, and judges at work in a search: whatever they do, the search goes on."""
+"""Verifiers by name, and verifiers in a search that fail without stopping it."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_every_name_can_be_made(chatty: Any, tmp_path: Path):
         filled = filled.replace("JUDGE", "logprob").replace("PATTERN", "a")
         if name != "ask:MODEL":  # the reward model here has no words to be asked in
             assert judge_named(chatty, filled.replace("MODEL", str(tmp_path)))
-    asked: list[str] = []
-    judge_named(chatty, "ask:other", load=lambda other: asked.append(other) or chatty)
-    assert asked == ["other"]
+    request: list[str] = []
+    judge_named(chatty, "ask:other", load=lambda other: request.append(other) or chatty)
+    assert request == ["other"]
 
 
 # -- in a search -------------------------------------------------------------------------------
@@ -96,13 +96,13 @@ def test_a_judge_that_misbehaves_fails_branches_in_words(chatty: Any):
             release.wait(60)
         return "good" if way == "nonsense" else 1.0
 
-    thought = chatty.think("The tree", judge=FunctionVerifier(judge, seconds=1), **USUAL)
+    result = chatty.think("The tree", judge=FunctionVerifier(judge, seconds=1), **USUAL)
     release.set()
-    told = {node.number: (node.score, node.why) for node in thought.tree.root.children}
-    assert [score for score, _ in told.values()] == [1.0, None, None, None]
-    whys = [why for _, why in told.values()]
+    reported = {node.number: (node.score, node.why) for node in result.tree.root.children}
+    assert [score for score, _ in reported.values()] == [1.0, None, None, None]
+    whys = [why for _, why in reported.values()]
     assert "no such thing" in whys[1] and "within 1 s" in whys[2] and "'good'" in whys[3]
-    assert thought.score == 1.0 and thought.tree.leaf.number == 1
+    assert result.score == 1.0 and result.tree.leaf.number == 1
     assert pages_left(chatty) == 0
 
 
@@ -114,10 +114,10 @@ def test_a_checker_that_hangs_does_not_hang_the_search(chatty: Any, tmp_path: Pa
         "    return len(text)\n"
     )
     judge = FileVerifier(chatty, file, limits=CheckerLimits(seconds=1))
-    thought = chatty.think("The tree", judge=judge, **{**USUAL, "n": 3})
-    scores = [node.score for node in thought.tree.root.children]
+    result = chatty.think("The tree", judge=judge, **{**USUAL, "n": 3})
+    scores = [node.score for node in result.tree.root.children]
     assert scores[1] is None and None not in (scores[0], scores[2])
-    assert thought.score == max(score for score in scores if score is not None)
+    assert result.score == max(score for score in scores if score is not None)
 
 
 def test_if_all_fail_there_is_a_clear_error(chatty: Any):
@@ -133,8 +133,8 @@ def test_what_judges_read_is_counted_and_bounded(chatty: Any):
     free = chatty.think(prompt, judge="ask", **{**USUAL, "budget": None})
     assert free.spent.judged > 0
     for budget in (free.spent.total, free.spent.total - 1, free.spent.total * 2 // 3):
-        thought = chatty.think(prompt, judge="ask", **{**USUAL, "budget": budget})
-        assert thought.spent.total <= budget
+        result = chatty.think(prompt, judge="ask", **{**USUAL, "budget": budget})
+        assert result.spent.total <= budget
     twice = chatty.think(prompt, judge="ask", **{**USUAL, "budget": None})
     assert [node.score for node in twice.tree.root.walk()] == pytest.approx(
         [node.score for node in free.tree.root.walk()]
@@ -143,11 +143,11 @@ def test_what_judges_read_is_counted_and_bounded(chatty: Any):
 
 @pytest.mark.parametrize("judge", ["regex:e", "vote:(\\w)", "vote+ask", "vote+regex:e"])
 def test_a_winner_has_the_best_score(chatty: Any, judge: str):
-    thought = chatty.think("The tree", judge=judge, **USUAL)
-    scores = [node.score for node in thought.tree.root.children if node.score is not None]
-    assert thought.score == max(scores)
+    result = chatty.think("The tree", judge=judge, **USUAL)
+    scores = [node.score for node in result.tree.root.children if node.score is not None]
+    assert result.score == max(scores)
     if judge.startswith("vote"):
-        assert thought.answers and sum(thought.answers.values()) <= 1.0001
+        assert result.answers and sum(result.answers.values()) <= 1.0001
 
 
 def test_a_pattern_for_whole_texts_is_refused_where_pieces_are_judged(chatty: Any):

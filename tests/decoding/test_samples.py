@@ -20,48 +20,48 @@ WARM = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 11}
 
 
 def test_each_is_what_it_would_be_alone(tiny_lm):
-    found = samples(tiny_lm, PROMPT, 5, max_tokens=12, **WARM)
-    for number, text in enumerate(found):
+    result = samples(tiny_lm, PROMPT, 5, max_tokens=12, **WARM)
+    for number, text in enumerate(result):
         alone = tiny_lm.generate(PROMPT, max_tokens=12, sample=number, **WARM)
         assert text.tokens == alone.tokens
-    assert len({tuple(text.tokens) for text in found}) == 5
+    assert len({tuple(text.tokens) for text in result}) == 5
     again = samples(tiny_lm, PROMPT, 2, max_tokens=12, sample=3, **WARM)
-    assert [text.tokens for text in again] == [text.tokens for text in found[3:]]
+    assert [text.tokens for text in again] == [text.tokens for text in result[3:]]
 
 
 def test_without_a_seed_all_share_a_fresh_one(tiny_lm):
-    found = samples(tiny_lm, PROMPT, 3, max_tokens=4, temperature=2.0)
-    assert len({text.seed for text in found}) == 1
-    assert found[0].seed != samples(tiny_lm, PROMPT, 1, max_tokens=1)[0].seed
+    result = samples(tiny_lm, PROMPT, 3, max_tokens=4, temperature=2.0)
+    assert len({text.seed for text in result}) == 1
+    assert result[0].seed != samples(tiny_lm, PROMPT, 1, max_tokens=1)[0].seed
 
 
 def test_the_prompt_is_computed_once_and_the_rest_in_one_batch(tiny_lm):
     pages_left(tiny_lm)  # nothing is known
     before = tiny_lm.engine.steps
-    found = samples(tiny_lm, PROMPT, 6, max_tokens=10, end=False, **WARM)
-    assert [text.usage.reused_tokens for text in found] == [len(PROMPT) - 1] * 6
+    result = samples(tiny_lm, PROMPT, 6, max_tokens=10, end=False, **WARM)
+    assert [text.usage.reused_tokens for text in result] == [len(PROMPT) - 1] * 6
     # The prompt, and ten tokens; a batch more where the engine began before all were handed in.
     assert 11 <= tiny_lm.engine.steps - before <= 11 + 5
 
 
 def test_more_than_may_wait(tiny_lm, monkeypatch):
     monkeypatch.setattr("unspool.decoding.together._MAX_SUBMITTED", 3)
-    found = samples(tiny_lm, PROMPT, 8, max_tokens=2, **WARM)
-    assert [text.request.limits.sample for text in found] == list(range(8))
+    result = samples(tiny_lm, PROMPT, 8, max_tokens=2, **WARM)
+    assert [text.request.limits.sample for text in result] == list(range(8))
 
 
 def test_best_of_goes_by_mean_logprob(tiny_lm):
-    found = best_of(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)
+    result = best_of(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)
     plain = samples(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)
-    assert list(found.scores) == sorted(map(mean_logprob, plain), reverse=True)
-    assert found.best.tokens == max(plain, key=mean_logprob).tokens
-    assert found.best.rewind(3).resume().tokens == found.best.tokens  # same seed, same sample
+    assert list(result.scores) == sorted(map(mean_logprob, plain), reverse=True)
+    assert result.best.tokens == max(plain, key=mean_logprob).tokens
+    assert result.best.rewind(3).resume().tokens == result.best.tokens  # same seed, same sample
 
 
 def test_best_of_goes_by_a_scorer(tiny_lm):
-    found = best_of(tiny_lm, PROMPT, 6, scorer=lambda g: g.tokens[0], max_tokens=3, **WARM)
-    assert list(found.scores) == sorted(found.scores, reverse=True)
-    assert found.scores[0] == found.best.tokens[0]
+    result = best_of(tiny_lm, PROMPT, 6, scorer=lambda g: g.tokens[0], max_tokens=3, **WARM)
+    assert list(result.scores) == sorted(result.scores, reverse=True)
+    assert result.scores[0] == result.best.tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -76,24 +76,24 @@ def test_a_scorer_that_fails_fails_alone(tiny_lm, scorer):
 
 
 def test_vote(tiny_lm):
-    found = vote(tiny_lm, PROMPT, 12, extract=lambda g: g.tokens[0] % 3, max_tokens=4, **WARM)
-    assert sum(found.counts.values()) == 12
-    assert found.counts[found.answer] == max(found.counts.values())
-    assert next(iter(found.counts)) == found.answer
-    supporters = [g for g in found.generations if g.tokens[0] % 3 == found.answer]
-    assert found.winner is max(supporters, key=mean_logprob)
+    result = vote(tiny_lm, PROMPT, 12, extract=lambda g: g.tokens[0] % 3, max_tokens=4, **WARM)
+    assert sum(result.counts.values()) == 12
+    assert result.counts[result.answer] == max(result.counts.values())
+    assert next(iter(result.counts)) == result.answer
+    supporters = [g for g in result.generations if g.tokens[0] % 3 == result.answer]
+    assert result.winner is max(supporters, key=mean_logprob)
 
 
 def test_a_tie_goes_to_the_likeliest_text(tiny_lm):
-    found = vote(tiny_lm, PROMPT, 5, extract=lambda g: tuple(g.tokens), max_tokens=6, **WARM)
-    assert set(found.counts.values()) == {1}
-    assert found.winner is max(found.generations, key=mean_logprob)
+    result = vote(tiny_lm, PROMPT, 5, extract=lambda g: tuple(g.tokens), max_tokens=6, **WARM)
+    assert set(result.counts.values()) == {1}
+    assert result.winner is max(result.generations, key=mean_logprob)
 
 
 def test_texts_without_an_answer_do_not_vote(tiny_lm):
-    found = vote(tiny_lm, PROMPT, 3, extract=lambda g: None, max_tokens=2)
-    assert (found.answer, found.winner, found.counts) == (None, None, {})
-    assert len(found.generations) == 3
+    result = vote(tiny_lm, PROMPT, 3, extract=lambda g: None, max_tokens=2)
+    assert (result.answer, result.winner, result.counts) == (None, None, {})
+    assert len(result.generations) == 3
     assert vote(tiny_lm, PROMPT, 2, extract=r"(\d+)", max_tokens=2).answer is None
 
 
@@ -139,10 +139,10 @@ def test_faults_leave_nothing_behind(tiny_lm):
 )
 def test_a_patterns_last_match_counts(tiny_lm, monkeypatch, pattern, texts, counts):
     written = tiny_lm.generate(PROMPT, max_tokens=1, end=False).steps[0]
-    asked = Request(prompt=(1,), settings=SamplingSettings(), limits=Limits(context=9))
-    given = [Generation(asked, [replace(written, text=t)]) for t in texts]
-    monkeypatch.setattr("unspool.decoding.samples.samples", lambda *_, **__: given)
-    found = vote(tiny_lm, PROMPT, 3, extract=pattern)
-    assert found.counts == counts
+    request = Request(prompt=(1,), settings=SamplingSettings(), limits=Limits(context=9))
+    inputs = [Generation(request, [replace(written, text=t)]) for t in texts]
+    monkeypatch.setattr("unspool.decoding.samples.samples", lambda *_, **__: inputs)
+    result = vote(tiny_lm, PROMPT, 3, extract=pattern)
+    assert result.counts == counts
     if len(set(counts.values())) > 1:
-        assert found.answer == max(counts, key=lambda answer: counts[answer])
+        assert result.answer == max(counts, key=lambda answer: counts[answer])

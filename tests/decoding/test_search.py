@@ -16,9 +16,9 @@ from unspool.errors import SettingsError, UnspoolError
 WARM = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
 
 
-def levels(found: SearchTree) -> list[list]:
+def levels(tree: SearchTree) -> list[list]:
     """The nodes below the root, level by level."""
-    rows, level = [], found.root.children
+    rows, level = [], tree.root.children
     while level:
         rows.append(level)
         level = [child for node in level for child in node.children]
@@ -26,30 +26,30 @@ def levels(found: SearchTree) -> list[list]:
 
 
 def test_the_shape_of_the_tree(tiny_lm):
-    found = tree_search(tiny_lm, PROMPT, width=4, tokens=3, keep=2, depth=3, end=False, **WARM)
-    rows = levels(found)
+    result = tree_search(tiny_lm, PROMPT, width=4, tokens=3, keep=2, depth=3, end=False, **WARM)
+    rows = levels(result)
     assert [len(row) for row in rows] == [4, 8, 8]
     for row in rows:
-        kept = [node.score for node in row if not node.pruned]
-        assert len(kept) == 2
-        assert min(kept) >= max(node.score for node in row if node.pruned)
+        remaining = [node.score for node in row if not node.pruned]
+        assert len(remaining) == 2
+        assert min(remaining) >= max(node.score for node in row if node.pruned)
         assert all(not node.children for node in row if node.pruned)
-    assert found.leaf in rows[-1]
-    assert found.leaf.score == max(node.score for node in rows[-1])
-    assert [node.generation.tokens for node in found.best_path] == [
-        found.best.tokens[:length] for length in (0, 3, 6, 9)
+    assert result.leaf in rows[-1]
+    assert result.leaf.score == max(node.score for node in rows[-1])
+    assert [node.generation.tokens for node in result.best_path] == [
+        result.best.tokens[:length] for length in (0, 3, 6, 9)
     ]
 
 
 def test_scores_are_mean_logprobs_and_steps_are_whole(tiny_lm):
-    found = tree_search(tiny_lm, PROMPT, width=3, tokens=4, keep=2, depth=2, end=False, **WARM)
-    for node in found.root.walk():
+    result = tree_search(tiny_lm, PROMPT, width=3, tokens=4, keep=2, depth=2, end=False, **WARM)
+    for node in result.root.walk():
         if node.parent is not None:
             assert node.score == mean_logprob(node.generation)
             assert len(node.steps) == 4
-    expected = tiny_lm.score([*PROMPT, *found.best.tokens]).logprobs[len(PROMPT) :]
-    assert [step.logprob for step in found.best.steps] == pytest.approx(expected, abs=1e-4)
-    assert [step.position for step in found.best.steps] == list(range(19, 27))
+    expected = tiny_lm.score([*PROMPT, *result.best.tokens]).logprobs[len(PROMPT) :]
+    assert [step.logprob for step in result.best.steps] == pytest.approx(expected, abs=1e-4)
+    assert [step.position for step in result.best.steps] == list(range(19, 27))
 
 
 def test_same_seed_same_tree(tiny_lm):
@@ -61,28 +61,28 @@ def test_same_seed_same_tree(tiny_lm):
 
 
 def test_equal_continuations_are_one(tiny_lm):
-    found = tree_search(tiny_lm, PROMPT, width=5, tokens=3, depth=2, temperature=0, end=False)
-    assert [len(row) for row in levels(found)] == [1, 1]
+    result = tree_search(tiny_lm, PROMPT, width=5, tokens=3, depth=2, temperature=0, end=False)
+    assert [len(row) for row in levels(result)] == [1, 1]
     greedy = tiny_lm.generate(PROMPT, max_tokens=6, temperature=0, end=False)
-    assert found.best.tokens == greedy.tokens
+    assert result.best.tokens == greedy.tokens
 
 
 def test_a_scorer_steers(tiny_lm):
     def evens(generation) -> float:
         return sum(token % 2 == 0 for token in generation.tokens)
 
-    found = tree_search(
+    result = tree_search(
         tiny_lm, PROMPT, width=8, tokens=1, keep=3, depth=5, scorer=evens, end=False, **WARM
     )
-    assert evens(found.best) == 5
+    assert evens(result.best) == 5
 
 
 def test_an_expander_proposes(tiny_lm):
-    def both(generation) -> list[list[int]]:
+    def continuations_of(generation) -> list[list[int]]:
         return [[10], [20, 21, 22], []]
 
-    found = tree_search(tiny_lm, PROMPT, expand=both, keep=8, depth=3)
-    rows = levels(found)
+    result = tree_search(tiny_lm, PROMPT, expand=continuations_of, keep=8, depth=3)
+    rows = levels(result)
     assert [len(row) for row in rows] == [2, 4, 8]
     for node in rows[-1]:
         tokens = node.generation.tokens
@@ -91,26 +91,26 @@ def test_an_expander_proposes(tiny_lm):
             assert step.chosen and step.rank == position.rank
             assert step.logprob == pytest.approx(position.logprob, abs=1e-4)
             assert step.entropy == pytest.approx(position.entropy, abs=1e-4)
-    assert found.leaf.score == max(node.score for node in rows[-1])
+    assert result.leaf.score == max(node.score for node in rows[-1])
 
 
 def test_an_exhaustive_search_finds_the_best_text(tiny_lm):
     """With all of a few tokens proposed and nothing pruned, the search is an enumeration."""
     few = [4, 5, 6]
-    found = tree_search(
+    result = tree_search(
         tiny_lm, PROMPT, expand=lambda g: [[token] for token in few], keep=99, depth=3
     )
     every = [[a, b, c] for a in few for b in few for c in few]
     totals = {
         tuple(text): sum(tiny_lm.score([*PROMPT, *text]).logprobs[len(PROMPT) :]) for text in every
     }
-    assert tuple(found.best.tokens) == max(totals, key=lambda text: totals[text])
+    assert tuple(result.best.tokens) == max(totals, key=lambda text: totals[text])
 
 
 def test_texts_that_end_are_leaves(tiny_lm, monkeypatch):
     monkeypatch.setattr(tiny_lm, "end_ids", frozenset(range(0, 259, 3)))
-    found = tree_search(tiny_lm, PROMPT, width=6, tokens=2, keep=4, depth=6, **WARM)
-    ended = [node for node in found.root.walk() if node.finished]
+    result = tree_search(tiny_lm, PROMPT, width=6, tokens=2, keep=4, depth=6, **WARM)
+    ended = [node for node in result.root.walk() if node.finished]
     assert ended and all(not node.children for node in ended)
     proposed = tree_search(tiny_lm, PROMPT, expand=lambda g: [[4, 6, 8, 10]], depth=3)
     assert proposed.best.tokens == [4, 6] and proposed.best.finish_reason == "stop"
@@ -118,34 +118,34 @@ def test_texts_that_end_are_leaves(tiny_lm, monkeypatch):
 
 def test_the_context_ends_a_search(tiny_lm):
     full = [*PROMPT * 6, *range(10)]
-    found = tree_search(tiny_lm, full, width=2, tokens=3, depth=5, end=False, **WARM)
-    assert len(found.best.tokens) == 4 and found.best.finish_reason == "context"
+    result = tree_search(tiny_lm, full, width=2, tokens=3, depth=5, end=False, **WARM)
+    assert len(result.best.tokens) == 4 and result.best.finish_reason == "context"
 
 
 def test_nothing_proposed(tiny_lm):
-    found = tree_search(tiny_lm, PROMPT, expand=lambda g: [])
-    assert found.best.tokens == [] and found.leaf is found.root
+    result = tree_search(tiny_lm, PROMPT, expand=lambda g: [])
+    assert result.best.tokens == [] and result.leaf is result.root
 
 
 def test_the_best_leaf_can_be_gone_on_with(tiny_lm):
-    found = tree_search(tiny_lm, PROMPT, width=2, tokens=3, depth=2, end=False, **WARM)
-    more = found.best.resume(max_tokens=4, temperature=0)
-    assert more.tokens[:6] == found.best.tokens and len(more.tokens) == 10
+    result = tree_search(tiny_lm, PROMPT, width=2, tokens=3, depth=2, end=False, **WARM)
+    extra = result.best.resume(max_tokens=4, temperature=0)
+    assert extra.tokens[:6] == result.best.tokens and len(extra.tokens) == 10
 
 
 def test_it_can_be_printed(tiny_lm):
-    found = tree_search(tiny_lm, PROMPT, width=3, tokens=2, keep=2, depth=2, end=False, **WARM)
-    lines = str(found).splitlines()
+    result = tree_search(tiny_lm, PROMPT, width=3, tokens=2, keep=2, depth=2, end=False, **WARM)
+    lines = str(result).splitlines()
     assert len(lines) == 1 + 3 + 6
     assert lines[0] == "prompt of 19 tokens"
     assert sum("(pruned)" in line for line in lines) == 1 + 4
     assert sum("(best)" in line for line in lines) == 1
     best = next(line for line in lines if "(best)" in line)
-    assert f"{found.leaf.score:.3f} {found.best.tokens[2:]}" in best
+    assert f"{result.leaf.score:.3f} {result.best.tokens[2:]}" in best
     console = Console(width=200, file=StringIO())
-    console.print(found.rich())
-    shown = console.file.getvalue()
-    assert all(found.label(node) in shown for node in found.root.walk())
+    console.print(result.rich())
+    displayed = console.file.getvalue()
+    assert all(result.label(node) in displayed for node in result.root.walk())
 
 
 def test_faults(tiny_lm):
@@ -166,11 +166,11 @@ def test_faults(tiny_lm):
 def test_pieces_join_to_the_right_text(tiny_lm, monkeypatch):
     """Pieces end within characters and within stop strings; the whole text has to come out."""
     monkeypatch.setattr(tiny_lm.engine, "token_bytes", as_byte)
-    found = tree_search(
+    result = tree_search(
         tiny_lm, PROMPT, width=6, tokens=2, keep=6, depth=4, end=False, stop=["\ufffd@"], **WARM
     )
-    assert any(byte > 127 for node in found.root.walk() for byte in node.generation.tokens)
-    for node in found.root.walk():
+    assert any(byte > 127 for node in result.root.walk() for byte in node.generation.tokens)
+    for node in result.root.walk():
         if not node.finished:
             written = b"".join(map(as_byte, node.generation.tokens))
             assert node.generation.text == written.decode("utf-8", "replace")
@@ -186,6 +186,6 @@ def test_pieces_join_to_the_right_text(tiny_lm, monkeypatch):
 def test_on_the_default_model(lm):
     prompt, words = "The capital of France is", [" Rome", " Paris", " London"]
     likeliest = max(words, key=lambda word: lm.score(prompt + word).logprobs[-1])
-    found = tree_search(lm, prompt, expand=lambda g: words, depth=1)
-    assert found.best.text == likeliest
-    assert f"{likeliest!r} (best)" in str(found)
+    result = tree_search(lm, prompt, expand=lambda g: words, depth=1)
+    assert result.best.text == likeliest
+    assert f"{likeliest!r} (best)" in str(result)

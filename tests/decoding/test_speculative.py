@@ -20,8 +20,8 @@ from drafts_support import (
     fake_engine,
     garbage,
     leftover,
+    step_facts,
     table,
-    told,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,45 +69,45 @@ def test_no_drafter_changes_the_text(
 ):
     prompt = prompt[: options["context"]]
     plain = list(letters.submit(a_request(prompt, **options)))
-    said = iter(guesses)
+    output = iter(guesses)
     drafters = [
-        Says(lambda tokens: next(said, [])),
+        Says(lambda tokens: next(output, [])),
         PromptLookup(shortest=1),
         AdaptiveDrafter(PromptLookup()),
         PredictedText([0, 2, 4, 6, 8, 10, *range(12)], start=len(prompt)),
     ]
     for drafter in drafters:
         steps = list(letters.submit(a_request(prompt, drafter, **options)))
-        assert told(steps) == told(plain)
+        assert step_facts(steps) == step_facts(plain)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_oracle_is_always_right_and_seen_in_the_steps(letters: Engine, temperature: float):
     options = {"temperature": temperature, "seed": 3, "max_tokens": 30}
     plain = list(letters.submit(a_request([1, 2], **options)))
-    whole = [1, 2, *(step.token for step in plain)]
+    full = [1, 2, *(step.token for step in plain)]
     runs = letters.steps
-    oracle = Says(lambda tokens: whole[len(tokens) : len(tokens) + 4])
+    oracle = Says(lambda tokens: full[len(tokens) : len(tokens) + 4])
     steps = list(letters.submit(a_request([1, 2], oracle, **options)))
-    assert told(steps) == told(plain)
+    assert step_facts(steps) == step_facts(plain)
     assert letters.steps - runs == 7, "1 for the prompt, then 5 tokens at a time"
     assert Counter(step.draft for step in steps) == {"accepted": 23, None: 7}
-    liar = Says(lambda tokens: [(whole[len(tokens)] + 1) % 12])
+    liar = Says(lambda tokens: [(full[len(tokens)] + 1) % 12])
     steps = list(letters.submit(a_request([1, 2], liar, **options)))
-    assert told(steps) == told(plain)
-    # Neither the first token (no draft yet) nor the last one (nothing behind it) had a draft.
+    assert step_facts(steps) == step_facts(plain)
+    # Neither the first token (no draft yet) nor the last one (nothing follows) had a draft.
     assert [step.draft for step in steps] == [None, *["rejected"] * 28, None]
-    assert {(p, a) for p, a, _ in liar.told} == {(1, 0)}
+    assert {(p, a) for p, a, _ in liar.rounds} == {(1, 0)}
 
 
 def test_every_round_is_told_with_its_time(letters: Engine):
     turn = itertools.count()
     drafter = Says(lambda tokens: [0, 0] if next(turn) % 2 else [])
     steps = list(letters.submit(a_request([1], drafter, max_tokens=12, temperature=0)))
-    assert sum(accepted + 1 for _, accepted, _ in drafter.told) >= len(steps) - 3
-    assert {proposed for proposed, _, _ in drafter.told} >= {0, 2}
-    assert all(seconds > 0 for _, _, seconds in drafter.told)
-    assert sum(seconds for _, _, seconds in drafter.told) <= sum(step.seconds for step in steps)
+    assert sum(accepted + 1 for _, accepted, _ in drafter.rounds) >= len(steps) - 3
+    assert {proposed for proposed, _, _ in drafter.rounds} >= {0, 2}
+    assert all(seconds > 0 for _, _, seconds in drafter.rounds)
+    assert sum(seconds for _, _, seconds in drafter.rounds) <= sum(step.seconds for step in steps)
 
 
 @pytest.mark.parametrize("broken", ["propose", "learn", "rubbish"])
@@ -122,7 +122,7 @@ def test_a_drafter_that_fails_is_asked_no_more(letters: Engine, broken: str):
         setattr(drafter, broken, fail)
     plain = list(letters.submit(a_request([4, 5])))
     stream = letters.submit(a_request([4, 5], drafter))
-    assert told(list(stream)) == told(plain)
+    assert step_facts(list(stream)) == step_facts(plain)
     assert len(stream.notes) == 1 and stream.notes[0].startswith("drafting stopped: the drafter")
 
 
@@ -148,7 +148,7 @@ def test_drafts_in_little_memory(letters: Engine, page_count: int):
     streams = [tight.submit(request) for request in requests]
     for request, stream in zip(requests, streams, strict=True):
         plain = letters.submit(replace(request, drafter=None))
-        assert told(list(stream)) == told(list(plain))
+        assert step_facts(list(stream)) == step_facts(list(plain))
     assert tight.scheduler.preemptions > 0 or page_count == 40
     assert leftover(tight) == 0
     tight.close()
@@ -230,14 +230,14 @@ def count_out(monkeypatch: pytest.MonkeyPatch, make: Callable[[Request], Any]) -
         engine.submit(a_request([0, 1], make, sample=sample, max_tokens=3, top=3, **UNCHANGED))
         for sample in range(8**3)
     ]
-    found = Counter(tuple(step.token for step in stream) for stream in streams)
+    result = Counter(tuple(step.token for step in stream) for stream in streams)
     engine.close()
     off = {}
     for text in itertools.product(range(3), repeat=3):
-        whole = (0, 1, *text)
-        exact = np.prod([probabilities[whole[n : n + 3]] for n in range(3)]) * 8**3
-        if found[text] != round(exact):
-            off[str(text)] = found[text] - round(exact)
+        full = (0, 1, *text)
+        exact = np.prod([probabilities[full[n : n + 3]] for n in range(3)]) * 8**3
+        if result[text] != round(exact):
+            off[str(text)] = result[text] - round(exact)
     return off
 
 
@@ -261,23 +261,23 @@ def chi_square(pairs_drawn: int = 2000) -> float:
         engine.submit(a_request([3, 4], make, seed=seed, max_tokens=4, top=16, **UNCHANGED))
         for seed in range(pairs_drawn)
     ]
-    found = np.zeros((16, 16))
+    result = np.zeros((16, 16))
     for stream in streams:
         tokens = [step.token for step in stream]
-        found[tokens[1], tokens[2]] += 1  # the first of a draft, and the second or a fresh start
+        result[tokens[1], tokens[2]] += 1  # the first of a draft, and the second or a fresh start
     engine.close()
     first = probabilities[3, 4]
     second = first[:, None] * probabilities[4]  # [first, second]
     pairs = np.einsum("ab,abc->bc", second, probabilities)
-    expected = pairs.ravel() * found.sum()
+    expected = pairs.ravel() * result.sum()
     order = np.argsort(expected)
-    few = order[np.cumsum(expected[order]) < 8]  # put together, for chi-square wants a few in each
-    rest = np.setdiff1d(order, few)
-    observed = np.append(found.ravel()[rest], found.ravel()[few].sum())
-    wanted = np.append(expected[rest], expected[few].sum())
-    keep = wanted > 0
+    few = order[np.cumsum(expected[order]) < 8]  # merged: chi-square needs a few per bin
+    remainder = np.setdiff1d(order, few)
+    observed = np.append(result.ravel()[remainder], result.ravel()[few].sum())
+    target = np.append(expected[remainder], expected[few].sum())
+    keep = target > 0
     assert observed[~keep].sum() == 0
-    return float(scipy.stats.chisquare(observed[keep], wanted[keep]).pvalue)
+    return float(scipy.stats.chisquare(observed[keep], target[keep]).pvalue)
 
 
 def test_chi_square():
@@ -347,17 +347,17 @@ def test_a_model_reads_a_long_prompt_in_pieces(tiny_lm: Any, monkeypatch: pytest
 def test_drafts_at_the_end_of_the_context(tiny_lm: Any):
     prompt = [7, 8, 9] * 40
     for maker in MAKERS.values():
-        made = generate(tiny_lm, prompt, maker(tiny_lm), temperature=0, max_tokens=500)
-        assert made.finish_reason == "context" and len(made.tokens) == 8
+        created = generate(tiny_lm, prompt, maker(tiny_lm), temperature=0, max_tokens=500)
+        assert created.finish_reason == "context" and len(created.tokens) == 8
 
 
 def test_words(tiny_lm: Any):
-    made = make_drafter("lookup", tiny_lm)
-    assert callable(made) and make_drafter("lookup", tiny_lm) is made, "got ready once"
-    one, other = made(a_request([1])), made(a_request([1]))
-    assert one is not other, "a drafter serves one text"
-    own = PromptLookup()
-    assert make_drafter(own, tiny_lm) is own and make_drafter(None, tiny_lm) is None
+    created = make_drafter("lookup", tiny_lm)
+    assert callable(created) and make_drafter("lookup", tiny_lm) is created, "got ready once"
+    item, other = created(a_request([1])), created(a_request([1]))
+    assert item is not other, "a drafter serves one text"
+    lookup = PromptLookup()
+    assert make_drafter(lookup, tiny_lm) is lookup and make_drafter(None, tiny_lm) is None
     loaded = []
     make = drafter_from("model:some/where:3", tiny_lm, lambda path: loaded.append(path) or tiny_lm)
     assert loaded == ["some/where"]

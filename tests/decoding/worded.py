@@ -1,4 +1,4 @@
-"""A tiny random model with a vocabulary of its own: words of several tokens, spaces before them."""
+"""A tiny random model with a small vocabulary: words of several tokens, with leading spaces."""
 
 from __future__ import annotations
 

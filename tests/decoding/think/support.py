@@ -29,7 +29,7 @@ def metered(lm: Any) -> Iterator[Meter]:
     try:
         yield meter
     finally:
-        lm.engine.call(lambda: None)  # whatever was on its way is settled
+        lm.engine.call(lambda: None)  # wait until running steps are settled
         backend.launch = launch
 
 
@@ -38,7 +38,7 @@ def forget(lm: Any) -> None:
     lm.engine.call(lm.engine.tree.index.clear)
 
 
-def held(lm: Any) -> int:
-    """Pages that neither are free nor could be made free at once."""
+def held_pages(lm: Any) -> int:
+    """Pages that are neither free nor evictable."""
     tree = lm.engine.tree
     return lm.engine.call(lambda: tree.pool.count - tree.available)

@@ -1,4 +1,4 @@
-"""A budget is never overrun, whatever the policy, the judge and the budget are."""
+"""No policy or verifier exceeds a budget."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from unspool.errors import UnspoolError
 
 
 class Reader:
-    """A judge whose model reads the prompt and the text, and something of its own."""
+    """A verifier whose model reads the prompt, the text and `extra` tokens."""
 
     partial = True
 
-    def __init__(self, own: int) -> None:
-        self.own, self.read = own, 0
+    def __init__(self, extra: int) -> None:
+        self.extra, self.read = extra, 0
 
     def cost(self, texts):
-        return sum(len(text.prompt) + len(text.steps) + self.own for text in texts)
+        return sum(len(text.prompt) + len(text.steps) + self.extra for text in texts)
 
     def score(self, texts):
         self.read += self.cost(texts)
@@ -65,22 +65,22 @@ POLICIES = st.one_of(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(POLICIES, small(1, 220), small(1, 20), st.sampled_from([None, "certainty", 0, 3]))
-def test_no_budget_is_overrun(tiny_lm, asked, budget, max_tokens, judge):
+def test_no_budget_is_overrun(tiny_lm, policy_options, budget, max_tokens, judge):
     reader = Reader(judge) if isinstance(judge, int) else None
     with metered(tiny_lm) as meter:
         try:
-            thought = think(
+            result = think(
                 tiny_lm, PROMPT, judge=reader or judge, budget=budget, max_tokens=max_tokens,
-                **asked, **WARM,
+                **policy_options, **WARM,
             )  # fmt: skip
         except UnspoolError as error:
-            thought = None
+            result = None
             assert "budget" in str(error) or "no answer" in str(error), error
     read = reader.read if reader else 0
     assert meter.tokens + read <= budget
-    if thought is not None:
-        assert thought.spent.total == meter.tokens + read
-        assert thought.best.tokens and thought.score is not None
+    if result is not None:
+        assert result.spent.total == meter.tokens + read
+        assert result.best.tokens and result.score is not None
     assert pages_left(tiny_lm) == 0
 
 
@@ -88,28 +88,28 @@ def test_a_text_is_written_whole_where_there_is_room_for_one(tiny_lm):
     """What a search looks at must not leave the winner without its end."""
     for policy in ("beam", "dvts", "restarts", "mcts"):
         step = {} if policy == "restarts" else {"step": "tokens"}
-        thought = think(
+        result = think(
             tiny_lm, PROMPT, policy=policy, budget=120, max_tokens=24, tokens=4, end=False,
             **step, **WARM,
         )  # fmt: skip
-        assert len(thought.best.tokens) == 24, policy
+        assert len(result.best.tokens) == 24, policy
 
 
 def test_one_that_the_budget_cuts_short_does_not_win(tiny_lm):
     """Five whole texts fit, and a bit of a sixth, which a judge of brevity would like best."""
     budget = len(PROMPT) - 1 + 5 * 10 + 3
-    thought = think(
+    result = think(
         tiny_lm, PROMPT, n=9, judge=lambda text: -len(text.tokens), budget=budget, max_tokens=10,
         end=False, **WARM,
     )  # fmt: skip
-    lengths = [len(node.generation.tokens) for node in thought.tree.root.children]
+    lengths = [len(node.generation.tokens) for node in result.tree.root.children]
     assert lengths == [10] * 5 + [3]
-    assert len(thought.best.tokens) == 10 and thought.spent.written == 53
+    assert len(result.best.tokens) == 10 and result.spent.written == 53
 
 
 @pytest.mark.parametrize("policy", ["best-of", "beam", "dvts", "mcts", "restarts"])
 def test_what_a_device_begins_ahead_is_counted_too(tiny_lm, policy):
-    """Steps that overlap run a token of a text that has ended already, as nobody knew."""
+    """Overlapping steps compute one token of a text that has already ended."""
     lm = copy.copy(tiny_lm)
     null = NullModel(overlaps=True, vocab_size=lm.vocab_size, context=128, pages=200)
     lm._shared = copy.copy(tiny_lm._shared)
@@ -118,11 +118,11 @@ def test_what_a_device_begins_ahead_is_counted_too(tiny_lm, policy):
     step = {} if policy in ("best-of", "restarts") else {"step": "tokens", "tokens": 3}
     for budget in (60, 150, 400):
         with metered(lm) as meter:
-            thought = think(lm, PROMPT, policy=policy, budget=budget, max_tokens=30, **step, **WARM)
-        texts = [node for node in thought.tree.root.walk() if node.parent]
+            result = think(lm, PROMPT, policy=policy, budget=budget, max_tokens=30, **step, **WARM)
+        texts = [node for node in result.tree.root.walk() if node.parent]
         written = sum(len(node.steps) for node in texts)
-        assert meter.tokens <= thought.spent.total <= budget
-        assert thought.spent.written <= written + len(texts)
+        assert meter.tokens <= result.spent.total <= budget
+        assert result.spent.written <= written + len(texts)
     assert pages_left(lm) == 0
     lm.engine.close()
 

@@ -28,20 +28,20 @@ ASKED = {
 def test_an_outline_and_its_sections(worded_lm):
     forget(worded_lm)
     with metered(worded_lm) as meter:
-        thought = think(worded_lm, PROMPT, budget=600, edits=2, **ASKED)
-    headings = re.findall(r"^## (.+)$", thought.text, re.MULTILINE)
-    assert 1 <= len(headings) <= 2 and thought.text.startswith("## ")
+        result = think(worded_lm, PROMPT, budget=600, edits=2, **ASKED)
+    headings = re.findall(r"^## (.+)$", result.text, re.MULTILINE)
+    assert 1 <= len(headings) <= 2 and result.text.startswith("## ")
     plan = next(
-        node for node in thought.tree.root.children
+        node for node in result.tree.root.children
         if node.generation.text.startswith("Outline:\n1. ")
     )  # fmt: skip
     assert all(f". {heading}\n" in plan.generation.text for heading in headings)
-    assert thought.best.finish_reason == "stop"
-    assert meter.tokens == thought.spent.total <= 600
+    assert result.best.finish_reason == "stop"
+    assert meter.tokens == result.spent.total <= 600
     # The winner is a text behind the prompt, as the model judges it.
-    expected = worded_lm.score([*thought.best.prompt, *thought.best.tokens]).logprobs
-    assert [step.logprob for step in thought.best.steps] == pytest.approx(
-        expected[len(thought.best.prompt) :], abs=1e-3
+    expected = worded_lm.score([*result.best.prompt, *result.best.tokens]).logprobs
+    assert [step.logprob for step in result.best.steps] == pytest.approx(
+        expected[len(result.best.prompt) :], abs=1e-3
     )
     assert pages_left(worded_lm) == 0
 
@@ -51,11 +51,11 @@ def test_no_budget_is_overrun(worded_lm, width):
     for budget in (8, 40, 90, 220):
         with metered(worded_lm) as meter:
             try:
-                thought = think(worded_lm, PROMPT, budget=budget, width=width, edits=1, **ASKED)
+                result = think(worded_lm, PROMPT, budget=budget, width=width, edits=1, **ASKED)
             except UnspoolError as error:
                 assert "budget" in str(error) or "outline" in str(error)
             else:
-                assert thought.spent.total == meter.tokens
+                assert result.spent.total == meter.tokens
         assert meter.tokens <= budget
     assert pages_left(worded_lm) == 0
 
@@ -78,7 +78,7 @@ def test_a_doubtful_word_is_replaced_where_another_fits_better(worded_lm):
     with metered(lm) as meter, Search(lm, start, None, Budget()) as search:
         (node,) = run_moves(search.append([(search.root, ids)]))
         looked_at = sorted(doubtful_words(node.generation.steps)[:4], reverse=True)
-        made = run_moves(revise(search, node, 4))
+        created = run_moves(revise(search, node, 4))
         assert meter.tokens == search.budget.spent.total
         assert search.budget.spent.judged <= 4 * WORD_COST
     assert looked_at
@@ -92,4 +92,4 @@ def test_a_doubtful_word_is_replaced_where_another_fits_better(worded_lm):
         best = max(range(len(words)), key=totals.__getitem__)
         if 1 / sum(math.exp(total - totals[best]) for total in totals) >= 0.9:
             tokens[place] = words[best]
-    assert made.generation.tokens == tokens
+    assert created.generation.tokens == tokens

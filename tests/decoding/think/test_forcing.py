@@ -27,20 +27,20 @@ def by_hand(lm, prompt, *, bias, least, most, answer, close, wait):
         step = lm.generate([*prompt, *tokens], max_tokens=1, temperature=0, logit_bias=bias)
         return step.tokens[0]
 
-    def thought() -> int:
+    def num_thinking() -> int:
         return len(tokens) - len(opening)
 
     token = -1
-    while thought() < most:
+    while num_thinking() < most:
         token = greedy()
         if token in (close, *lm.end_ids):
-            if thought() >= least or thought() + len(wait) > most:
+            if num_thinking() >= least or num_thinking() + len(wait) > most:
                 break
             tokens += wait
         else:
             tokens.append(token)
     tokens.append(close)
-    if token != close or thought() - 1 >= most:  # it was closed for the model: a blank line
+    if token != close or num_thinking() - 1 >= most:  # it was closed for the model: a blank line
         blank = tags(lm, "\n\n")
         tokens += blank
         answer -= len(blank)
@@ -60,11 +60,11 @@ def test_token_by_token(worded_lm, eager, least, most):
     opening = len(tags(lm, "<think>\n"))
     forget(lm)
     with metered(lm) as meter:
-        thought = think(
+        result = think(
             lm, PROMPT, policy="think", min_thinking=least, max_thinking=most, temperature=0,
             logit_bias=bias, budget=400, max_tokens=opening + most + 1 + 6,
         )  # fmt: skip
-    tokens = thought.best.tokens
+    tokens = result.best.tokens
     answer = opening + most + 1 + 6 - tokens.index(close) - 1
     expected = by_hand(
         lm, ids, bias=bias, least=least, most=most, answer=answer, close=close,
@@ -72,20 +72,20 @@ def test_token_by_token(worded_lm, eager, least, most):
     )  # fmt: skip
     assert tokens == expected
     assert least <= tokens.index(close) - opening <= most
-    assert meter.tokens == thought.spent.total <= 400
+    assert meter.tokens == result.spent.total <= 400
     assert pages_left(lm) == 0
 
 
 def test_a_tag_that_is_several_tokens(worded_lm):
     """A model that was not made to think has no token for the tag: it is text like any other."""
     lm = worded_lm
-    thought = think(
+    result = think(
         lm, PROMPT, policy="think", tags=("(", ") so"), min_thinking=3, max_thinking=10,
         temperature=0, max_tokens=30, budget=200,
     )  # fmt: skip
-    assert thought.text.startswith("(\n") and ") so" in thought.text
+    assert result.text.startswith("(\n") and ") so" in result.text
     assert len(lm.tokenizer.encode(") so")) > 1
-    # Written at once behind the opening, it is taken back as often as it takes.
+    # A close tag right after the opening is rewound as often as needed.
     forced = {"regex": r"(?:\(\n)?(?: node| page|Wait|\) so)*"}
     again = think(
         lm, PROMPT, policy="think", tags=("(", ") so"), min_thinking=8, max_thinking=40, seed=2,
@@ -98,33 +98,33 @@ def test_a_tag_that_is_several_tokens(worded_lm):
 def test_a_model_without_tags_thinks_in_words(tmp_path):
     lm = unspool.load(save_worded(tmp_path), memory=8 << 20)
     assert lm.thought_format is None
-    thought = think(
+    result = think(
         lm, PROMPT, policy="think", max_thinking=6, temperature=0, max_tokens=80, budget=200,
         logit_bias={end: -50.0 for end in lm.end_ids},
     )  # fmt: skip
-    assert thought.text.startswith("Let me think about it step by step.")
-    answer = thought.text.split("\n\nSo the answer is")[1]
-    assert answer  # such a text asks for more, where a tag that nobody taught it does not
+    assert result.text.startswith("Let me think about it step by step.")
+    answer = result.text.split("\n\nSo the answer is")[1]
+    assert answer  # plain words lead to an answer; an untrained tag does not
     lm.close()
 
 
 def test_a_prompt_that_opens_the_tag_already(worded_lm):
-    thought = think(
+    result = think(
         worded_lm, tags(worded_lm, PROMPT + "<think>\n"), policy="think", max_thinking=5,
         temperature=0, max_tokens=12, budget=100,
     )  # fmt: skip
     (opened,), (closed,) = tags(worded_lm, "<think>"), tags(worded_lm, "</think>")
-    assert opened not in thought.best.tokens and closed in thought.best.tokens
+    assert opened not in result.best.tokens and closed in result.best.tokens
 
 
 def test_faults(worded_lm):
-    for options, said in (
+    for options, output in (
         ({"min_thinking": 500}, "min_thinking is 500, and"),
         ({"min_thinking": 9, "max_thinking": 8}, "min_thinking is 9, and 8 tokens"),
         ({"wait": ""}, "wait is empty"),
         ({"tags": ("<a>",)}, "give the open tag and the close tag"),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=output):
             think(worded_lm, PROMPT, policy="think", budget=200, **options)
     for budget in range(1, 40, 3):
         try:

@@ -1,4 +1,4 @@
-"""Judges: what they say, and that one which fails fails its own text alone, in words."""
+"""Judges: what they say, and that one which fails fails its logprobs text alone, in words."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def broken_on(odd):
     ],
 )
 def test_a_judge_that_fails_fails_its_text_alone(tiny_lm, odd, why):
-    thought = think(tiny_lm, PROMPT, n=8, judge=broken_on(odd), **ASKED)
-    failed = [node for node in thought.tree.root.children if node.score is None]
-    others = [node for node in thought.tree.root.children if node.score is not None]
+    result = think(tiny_lm, PROMPT, n=8, judge=broken_on(odd), **ASKED)
+    failed = [node for node in result.tree.root.children if node.score is None]
+    others = [node for node in result.tree.root.children if node.score is not None]
     assert failed and others
     assert all(node.generation.tokens[0] % 2 and why in node.why for node in failed)
-    assert thought.best.tokens[0] == max(node.generation.tokens[0] for node in others)
+    assert result.best.tokens[0] == max(node.generation.tokens[0] for node in others)
 
 
 @pytest.mark.parametrize("policy", ["best-of", "beam", "dvts", "mcts", "restarts"])
@@ -66,7 +66,7 @@ def test_where_all_fail_it_is_told(tiny_lm, policy):
 
 
 class OfMany:
-    """A judge of several texts at once, with a fault."""
+    """A verifier of several texts with a fault."""
 
     partial = True
 
@@ -86,8 +86,8 @@ def test_one_text_does_not_spoil_the_others_of_its_batch(tiny_lm):
             raise ValueError("odd")
         return verdicts
 
-    thought = think(tiny_lm, PROMPT, n=8, judge=OfMany(raises), **ASKED)
-    nodes = thought.tree.root.children
+    result = think(tiny_lm, PROMPT, n=8, judge=OfMany(raises), **ASKED)
+    nodes = result.tree.root.children
     assert {node.why for node in nodes} == {"", "the judge raised ValueError: odd"}
     assert all((node.score is None) == bool(node.generation.tokens[0] % 2) for node in nodes)
     with pytest.raises(UnspoolError, match="the judge gave 0 verdicts on 1 texts"):
@@ -98,20 +98,20 @@ def test_one_text_does_not_spoil_the_others_of_its_batch(tiny_lm):
 
 def test_an_unfinished_text_can_lose_its_children(tiny_lm):
     """A judge that knows no further: the best text so far is brought to its end all the same."""
-    thought = think(
+    result = think(
         tiny_lm, PROMPT, policy="beam", keep=2, width=2, step="tokens", tokens=2, max_tokens=8,
         judge=lambda text: 1.0 if len(text.tokens) in (2, 8) else None, end=False, **WARM,
     )  # fmt: skip
-    assert len(thought.best.tokens) == 8
+    assert len(result.best.tokens) == 8
 
 
 def test_certainty_is_the_distance_from_knowing_nothing(tiny_lm):
     (text,) = samples(tiny_lm, PROMPT, 1, max_tokens=4, end=False, **WARM)
     expected = []
     for length in range(4):
-        own = torch.log_softmax(logits_after([*PROMPT, *text.tokens[:length]]), -1)
-        uniform = torch.full_like(own, 1 / len(own))
-        expected.append(float((uniform * (uniform.log() - own)).sum()))
+        logprobs = torch.log_softmax(logits_after([*PROMPT, *text.tokens[:length]]), -1)
+        uniform = torch.full_like(logprobs, 1 / len(logprobs))
+        expected.append(float((uniform * (uniform.log() - logprobs)).sum()))
     judge = CertaintyVerifier(tiny_lm)
     (verdict,) = judge.score([text])
     assert verdict.score == pytest.approx(sum(expected) / 4, rel=1e-4)
@@ -148,12 +148,12 @@ def test_votes_are_those_of_lm_vote(tiny_lm):
         return None if text.tokens[0] % 5 == 0 else text.tokens[0] % 3
 
     counted = vote(tiny_lm, PROMPT, 12, extract=find, **ASKED)
-    thought = think(tiny_lm, PROMPT, policy="vote", n=12, extract=find, **ASKED)
+    result = think(tiny_lm, PROMPT, policy="vote", n=12, extract=find, **ASKED)
     total = sum(counted.counts.values())
-    assert thought.answers == {a: n / total for a, n in counted.counts.items()}
-    assert thought.answer == counted.answer
-    assert thought.best.tokens == counted.winner.tokens
-    silent = [node for node in thought.tree.root.children if node.score is None]
+    assert result.answers == {a: n / total for a, n in counted.counts.items()}
+    assert result.answer == counted.answer
+    assert result.best.tokens == counted.winner.tokens
+    silent = [node for node in result.tree.root.children if node.score is None]
     assert len(silent) == 12 - total and all("no answer" in node.why for node in silent)
 
 
@@ -172,8 +172,8 @@ def test_a_judge_gives_votes_their_weight(tiny_lm):
         VoteVerifier(find, as_verifier(weight)).score(texts), texts, strict=True
     ):
         assert (verdict.answer, verdict.score) == (find(text), pytest.approx(expected[find(text)]))
-    thought = think(tiny_lm, PROMPT, policy="vote", n=9, extract=find, judge=weight, **ASKED)
-    assert thought.answer == max(expected, key=expected.get)
+    result = think(tiny_lm, PROMPT, policy="vote", n=9, extract=find, judge=weight, **ASKED)
+    assert result.answer == max(expected, key=expected.get)
     # Log-probabilities are weights too: e^score, as they are below nought.
     by_logprob = VoteVerifier(find, LogprobVerifier()).score(texts)
     shares = {verdict.answer: verdict.score for verdict in by_logprob}
@@ -181,7 +181,7 @@ def test_a_judge_gives_votes_their_weight(tiny_lm):
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("output_text", "answer"),
     [
         ("so 3 + 4 = 7.\nThe answer is 7.", "7"),
         (r"thus \boxed{12} and not 13", "12"),
@@ -192,9 +192,9 @@ def test_a_judge_gives_votes_their_weight(tiny_lm):
         ("", None),
     ],
 )
-def test_answers_are_found(said, answer):
+def test_answers_are_found(output_text, answer):
     class Said:
-        text = said
+        text = output_text
 
     assert final_answer(Said()) == answer
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from decoding.support import PROMPT, pages_left
-from decoding.think.support import WARM, forget, held, metered
+from decoding.think.support import WARM, forget, held_pages, metered
 from unspool.decoding.think.budget import Budget
 from unspool.decoding.think.events import Grown, Judged, Pruned, Spending, Won
 from unspool.decoding.think.judge import LogprobVerifier
@@ -30,10 +30,10 @@ OPTIONS = {
 def test_many_branches_cost_one_prefill(tiny_lm, n):
     forget(tiny_lm)
     with metered(tiny_lm) as meter:
-        thought = think(tiny_lm, LONG, n=n, max_tokens=4, budget=None, end=False, **WARM)
-    assert thought.spent.written == 4 * n
-    assert meter.tokens - thought.spent.written <= 1.05 * len(LONG)
-    assert meter.tokens == thought.spent.total
+        result = think(tiny_lm, LONG, n=n, max_tokens=4, budget=None, end=False, **WARM)
+    assert result.spent.written == 4 * n
+    assert meter.tokens - result.spent.written <= 1.05 * len(LONG)
+    assert meter.tokens == result.spent.total
 
 
 @pytest.mark.parametrize("policy", POLICIES_BY_IDS)
@@ -42,40 +42,40 @@ def test_every_token_that_is_computed_is_counted(tiny_lm, policy):
     options = {**OPTIONS.get(policy, {}), **WARM}
     for judge in (None, "certainty"):
         with metered(tiny_lm) as meter:
-            thought = think(
+            result = think(
                 tiny_lm, PROMPT, policy=policy, judge=judge, budget=200, max_tokens=12, **options
             )
-        assert meter.tokens == thought.spent.total <= 200
-        assert bool(thought.spent.judged) == (judge == "certainty")
+        assert meter.tokens == result.spent.total <= 200
+        assert bool(result.spent.judged) == (judge == "certainty")
 
 
 @pytest.mark.parametrize("policy", POLICIES_BY_IDS)
 def test_the_same_seed_gives_the_same_tree(tiny_lm, policy):
     """Also when the prompt, or all of it, is in the cache, which makes it cheaper, not longer."""
-    asked = {**OPTIONS.get(policy, {}), **WARM, "policy": policy, "max_tokens": 10}
+    request = {**OPTIONS.get(policy, {}), **WARM, "policy": policy, "max_tokens": 10}
     forget(tiny_lm)
-    first = think(tiny_lm, PROMPT, budget=150, **asked)
-    again = think(tiny_lm, PROMPT, budget=150, **asked)
+    first = think(tiny_lm, PROMPT, budget=150, **request)
+    again = think(tiny_lm, PROMPT, budget=150, **request)
     assert str(first.tree) == str(again.tree) and first.best.tokens == again.best.tokens
     assert again.spent.prompt == 1 < first.spent.prompt == len(PROMPT) - 1
     assert again.spent.written == first.spent.written
-    other = think(tiny_lm, PROMPT, budget=150, **{**asked, "seed": 6})
+    other = think(tiny_lm, PROMPT, budget=150, **{**request, "seed": 6})
     assert str(other.tree) != str(first.tree)
 
 
 def test_losers_give_their_pages_back_at_once(tiny_lm):
     forget(tiny_lm)
-    assert held(tiny_lm) == 0
+    assert held_pages(tiny_lm) == 0
     start = tiny_lm.draft(PROMPT, max_tokens=60, end=False, **WARM)
     with Search(tiny_lm, start, None, Budget()) as search:
         texts = run_moves(search.sample([search.root], 4, 40))
-        full = held(tiny_lm)
+        full = held_pages(tiny_lm)
         run_moves(search.prune(texts[:2]))
-        fewer = held(tiny_lm)
+        fewer = held_pages(tiny_lm)
         run_moves(search.prune(texts[2:]))
-        least = held(tiny_lm)
+        least = held_pages(tiny_lm)
         assert full > fewer > least > 0  # the prompt is still there
-    assert held(tiny_lm) == 0
+    assert held_pages(tiny_lm) == 0
 
 
 def test_a_parent_is_let_go_with_its_last_child(tiny_lm):
@@ -91,16 +91,16 @@ def test_a_parent_is_let_go_with_its_last_child(tiny_lm):
 
 @pytest.mark.parametrize("policy", POLICIES_BY_IDS)
 def test_a_search_that_is_left_gives_everything_back(tiny_lm, policy):
-    asked = {**OPTIONS.get(policy, {}), **WARM, "policy": policy, "max_tokens": 30}
+    request = {**OPTIONS.get(policy, {}), **WARM, "policy": policy, "max_tokens": 30}
     for length in (1, 3, 6):
-        stream = stream_think(tiny_lm, PROMPT, budget=600, **asked)
+        stream = stream_think(tiny_lm, PROMPT, budget=600, **request)
         for number, _ in enumerate(stream):
             if number == length:
                 break
         assert pages_left(tiny_lm) == 0
         with pytest.raises(UnspoolError, match="not over"):
             stream.result  # noqa: B018
-    stream = stream_think(tiny_lm, PROMPT, budget=600, **asked)
+    stream = stream_think(tiny_lm, PROMPT, budget=600, **request)
     next(stream)
     stream.close()
     assert pages_left(tiny_lm) == 0
@@ -108,18 +108,18 @@ def test_a_search_that_is_left_gives_everything_back(tiny_lm, policy):
 
 def test_another_thread_may_end_a_search(tiny_lm):
     stream = stream_think(tiny_lm, PROMPT, n=4, max_tokens=100, budget=None, end=False, **WARM)
-    begun, errors = threading.Event(), []
+    started, errors = threading.Event(), []
 
     def read() -> None:
         try:
             for _ in stream:
-                begun.set()
+                started.set()
         except UnspoolError as error:
             errors.append(str(error))
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert begun.wait(30)  # the prompt is read
+    assert started.wait(30)  # the prompt is read
     stream.close()
     reader.join(30)
     assert not reader.is_alive()
@@ -138,11 +138,11 @@ def test_an_error_gives_everything_back(tiny_lm):
 
 
 def test_events_tell_the_whole_tree(tiny_lm):
-    asked = {**OPTIONS["beam"], **WARM, "policy": "beam", "max_tokens": 9, "end": False}
-    stream = stream_think(tiny_lm, PROMPT, budget=400, **asked)
+    request = {**OPTIONS["beam"], **WARM, "policy": "beam", "max_tokens": 9, "end": False}
+    stream = stream_think(tiny_lm, PROMPT, budget=400, **request)
     events = list(stream)
-    thought = stream.result
-    nodes = {node.number: node for node in thought.tree.root.walk()}
+    result = stream.result
+    nodes = {node.number: node for node in result.tree.root.walk()}
     grown = [event for event in events if isinstance(event, Grown)]
     assert [event.node for event in grown] == list(range(1, len(nodes)))
     for event in grown:
@@ -157,11 +157,11 @@ def test_events_tell_the_whole_tree(tiny_lm):
     assert set(pruned) == {n for n, node in nodes.items() if node.pruned}
     assert len(pruned) == len(set(pruned))
     won = events[-1]
-    assert isinstance(won, Won) and nodes[won.node] is thought.tree.leaf
-    assert not any(node.pruned for node in thought.tree.best_path)
-    told = [event for event in events if isinstance(event, Spending)][-1]
-    assert (told.prompt, told.written, told.judged, told.limit) == (
-        thought.spent.prompt, thought.spent.written, 0, 400,
+    assert isinstance(won, Won) and nodes[won.node] is result.tree.leaf
+    assert not any(node.pruned for node in result.tree.best_path)
+    reported = [event for event in events if isinstance(event, Spending)][-1]
+    assert (reported.prompt, reported.written, reported.judged, reported.limit) == (
+        result.spent.prompt, result.spent.written, 0, 400,
     )  # fmt: skip
     assert {event.to_dict()["event"] for event in events} == {
         "grown", "judged", "pruned", "spending", "won",
@@ -172,25 +172,25 @@ def test_what_is_put_is_judged_and_counted(tiny_lm):
     forget(tiny_lm)
     start = tiny_lm.draft(PROMPT, max_tokens=20, **WARM)
     with metered(tiny_lm) as meter, Search(tiny_lm, start, None, Budget(60)) as search:
-        one, two = run_moves(search.append([(search.root, [9, 8, 7]), (search.root, [9, 8, 6])]))
+        item, two = run_moves(search.append([(search.root, [9, 8, 7]), (search.root, [9, 8, 6])]))
         assert meter.tokens == search.budget.spent.total == len(PROMPT) - 1 + 6
         (three,) = run_moves(search.sample([two], 1, 2))
         back = run_moves(search.rewind(three, 4))
         assert back.generation.tokens == three.generation.tokens[:4] and three.pruned
         assert run_moves(search.rewind(back, 3)) is two
     expected = tiny_lm.score([*PROMPT, 9, 8, 7]).logprobs[-3:]
-    assert [step.logprob for step in one.steps] == pytest.approx(expected, abs=1e-4)
+    assert [step.logprob for step in item.steps] == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_winner_can_be_gone_on_with(tiny_lm):
-    thought = think(tiny_lm, PROMPT, policy="beam", budget=300, max_tokens=6, end=False,
+    result = think(tiny_lm, PROMPT, policy="beam", budget=300, max_tokens=6, end=False,
                     **OPTIONS["beam"], **WARM)  # fmt: skip
-    more = thought.best.resume(max_tokens=4, temperature=0)
-    assert more.tokens[:6] == thought.best.tokens and len(more.tokens) == 10
+    extra = result.best.resume(max_tokens=4, temperature=0)
+    assert extra.tokens[:6] == result.best.tokens and len(extra.tokens) == 10
 
 
 def test_faults(tiny_lm):
-    for options, said in (
+    for options, output in (
         ({"policy": "guess"}, "there is no policy 'guess'; there are best-of, vote"),
         ({"judge": "nobody"}, "there is no judge 'nobody'"),
         ({"judge": 5}, "judge is 5"),
@@ -208,6 +208,6 @@ def test_faults(tiny_lm):
         ({"policy": "mcts", "explore": -1}, "explore is -1"),
         ({"policy": "vote", "judge": "vote", "extract": "x"}, "give only one"),
     ):
-        with pytest.raises(UnspoolError, match=said):
+        with pytest.raises(UnspoolError, match=output):
             think(tiny_lm, PROMPT, **options)
     assert pages_left(tiny_lm) == 0
