@@ -107,7 +107,7 @@ def test_places_that_are_none(at: str):
         (["nothing to fill"], "three underscores"),
         (["a ___ b", "--tokens", "many"], "--tokens"),
         (["missing.txt", "--at", "1"], "no file"),
-        (["a ___ b", "--by", "magic"], "by is 'magic'"),
+        (["a ___ b", "--by", "magic"], "by must be"),
     ],
 )
 def test_mistakes_are_told(run, words: list[str], message: str):

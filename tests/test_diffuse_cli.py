@@ -60,9 +60,9 @@ def test_a_grammar_holds_from_left_to_right(name: str, request: pytest.FixtureRe
 
 
 def test_a_grammar_on_a_whole_canvas_is_refused(words: Any):
-    with pytest.raises(SettingsError, match="nothing comes next"):
+    with pytest.raises(SettingsError, match="from left to right"):
         words.diffuse(PROMPT, regex="[a-z]+")
-    with pytest.raises(SettingsError, match="taken back"):
+    with pytest.raises(SettingsError, match="remask or edit"):
         words.diffuse(PROMPT, regex="[a-z]+", order="left", edit=0.5)
 
 
@@ -109,7 +109,7 @@ def test_a_screen_is_drawn_pass_by_pass(command: Any, words: Any, monkeypatch: p
         (["--diffuse", "--samples", "3"], "writes one text"),
         (["--diffuse", "--guard", "loop"], "--guard has no meaning for --diffuse"),
         (["--diffuse", "--speculate", "lookup"], "--speculate has no meaning"),
-        (["--diffuse", "--order", "up"], "it may be threshold"),
+        (["--diffuse", "--order", "up"], "one of threshold"),
         (["--diffuse", "--threshold", "7"], "from 0 to 1"),
         (["--diffuse", "-n", "1000"], "context holds 128"),
         (["--diffuse", "-n", "8", "--regex", "[a-z]+"], "order='left'"),

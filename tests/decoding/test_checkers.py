@@ -148,7 +148,7 @@ def test_whatever_goes_wrong_is_told_of_its_text(file: Path):
         "leaves": "SystemExit",
         "hangs": "within 2 s",
         "dies": "SIGABRT",
-        "quits": "left",
+        "quits": "exited",
         "memory": "MemoryError",
         "file": "File too large",
         "files": "MiB written",
@@ -195,7 +195,7 @@ def children() -> set[str]:
 def test_a_checker_that_cannot_be_loaded_is_told_at_once(file: Path, tmp_path: Path):
     with pytest.raises(UnspoolError, match="no function 'absent'"):
         FileVerifier(LM, file, "absent")
-    with pytest.raises(SettingsError, match="not there"):
+    with pytest.raises(SettingsError, match="does not exist"):
         FileVerifier(LM, tmp_path / "absent.py")
     broken = tmp_path / "broken.py"
     broken.write_text("def check(text:\n")

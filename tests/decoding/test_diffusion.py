@@ -164,7 +164,7 @@ def test_blocks_behind_causal_text(causal: Any):
 # -- the same seed, the same text -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["whole", "blocks", "causal"])
+@pytest.mark.parametrize("name", ["full_lm", "blocks", "causal"])
 @pytest.mark.parametrize("order", ["threshold", "random"])
 def test_same_seed_same_text_whatever_else_runs(
     name: str, order: str, request: pytest.FixtureRequest
@@ -226,7 +226,7 @@ def test_a_text_ends_at_an_end_token_and_gives_its_pages_back(full_lm: Any):
     assert pages_left(full_lm) == 0
 
 
-@pytest.mark.parametrize("name", ["whole", "blocks", "causal"])
+@pytest.mark.parametrize("name", ["full_lm", "blocks", "causal"])
 def test_leaving_a_stream_gives_the_pages_back(name: str, request: pytest.FixtureRequest):
     lm = request.getfixturevalue(name)
     stream = lm.stream_diffusion(SHORT, max_tokens=12, threshold=1.0, end=False)
@@ -293,19 +293,19 @@ def test_approximate_caches_say_so_and_compute_less(full_lm: Any, cache: str):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("whole", {"max_tokens": 500}, "context holds 128"),
-        ("whole", {"order": "nearest"}, "it may be threshold"),
-        ("whole", {"threshold": 2}, "probability"),
-        ("whole", {"steps": 0}, "whole number"),
-        ("whole", {"steps": 4, "k": 2}, "give one of them"),
-        ("whole", {"cache": "all"}, "it may be none"),
-        ("whole", {"mirostat_tau": 3.0}, "token before"),
-        ("whole", {"dry_multiplier": 1.0}, "token before"),
-        ("whole", {"speculate": "lookup"}, "no option 'speculate'"),
-        ("whole", {"treshold": 0.5}, "did you mean 'threshold'"),
-        ("whole", {"mask": 5000}, "may be a token"),
-        ("whole", {"order": lambda guesses, least: []}, "at least one"),
-        ("whole", {"order": lambda guesses, least: [99]}, "at least one"),
+        ("full_lm", {"max_tokens": 500}, "context holds 128"),
+        ("full_lm", {"order": "nearest"}, "one of threshold"),
+        ("full_lm", {"threshold": 2}, "probability"),
+        ("full_lm", {"steps": 0}, "integer >= 1"),
+        ("full_lm", {"steps": 4, "k": 2}, "give one of them"),
+        ("full_lm", {"cache": "all"}, "one of none"),
+        ("full_lm", {"mirostat_tau": 3.0}, "previous token"),
+        ("full_lm", {"dry_multiplier": 1.0}, "previous token"),
+        ("full_lm", {"speculate": "lookup"}, "no option 'speculate'"),
+        ("full_lm", {"treshold": 0.5}, "did you mean 'threshold'"),
+        ("full_lm", {"mask": 5000}, "must be a token id"),
+        ("full_lm", {"order": lambda guesses, least: []}, "at least one"),
+        ("full_lm", {"order": lambda guesses, least: [99]}, "at least one"),
         ("blocks", {"cache": "dual"}, "exactly"),
         ("blocks", {"guidance": 1.0}, "leave it out"),
     ],

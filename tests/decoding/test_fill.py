@@ -113,7 +113,7 @@ def test_texts_are_put_together_exactly(worded, prefix, inside, suffix):
     try:
         result = worded.fill(prefix, gap, suffix, choices=[inside, "tree"], reach=None)
     except UnspoolError as error:
-        assert "side by side" in str(error)
+        assert "adjacent" in str(error)
         return
     for item in result.candidates:
         assert item.text == prefix + item.texts[0] + suffix
@@ -205,14 +205,14 @@ def test_results_can_be_chosen_and_shown(worded):
     [
         (["no gap here"], {}, "three underscores"),
         (["a", "b"], {}, "nothing to fill"),
-        ([gap, gap], {}, "side by side"),
+        ([gap, gap], {}, "adjacent"),
         (["a", 3, gap], {}, "a text or a gap"),
         (["a", gap, "b"], {"by": "magic"}, "masked, fim"),
         (["a", gap, "b"], {"by": "fim"}, "no FIM tokens"),
         (["a", gap, "b"], {"by": "masked"}, "no mask token"),
-        (["a", gap, "b"], {"regex": "x+"}, "regex cannot be had"),
+        (["a", gap, "b"], {"regex": "x+"}, "regex cannot be used"),
         (["a", gap, "b"], {"max_tokens": 3}, "not max_tokens"),
-        (["a", gap, "b"], {"candidates": 0}, "from 1 up"),
+        (["a", gap, "b"], {"candidates": 0}, ">= 1"),
         (["a", gap, "b"], {"temprature": 1}, "temperature"),
         (["a", gap, "b"], {"choices": []}, "at least one"),
         (["a ___ b ___"], {"choices": ["x"]}, "one gap"),

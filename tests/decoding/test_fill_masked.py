@@ -149,6 +149,6 @@ def test_a_masked_model_fills_by_itself(tmp_path):
             sum(step.logprob for step in item.steps) / len(item.steps), abs=1e-6
         )
         assert all(step.token != 3 for step in item.steps)
-    with pytest.raises(SettingsError, match="give this as its twin"):
+    with pytest.raises(SettingsError, match="give this one as its twin"):
         lm.edit(TEXT)
     lm.close()

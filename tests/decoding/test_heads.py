@@ -235,9 +235,9 @@ def test_damaged_heads(native: Any, unspool_head: Path, tmp_path: Path):
         load_head(tmp_path / "empty", native)
     reported = json.loads((unspool_head / "config.json").read_text())
     for change, output in (
-        ({"format": "pigeon"}, "no kind of drafting head"),
-        ({"layers": [1, -2]}, "number that no head can have"),
-        ({"ff_width": 65}, "feed.gate_up is not"),
+        ({"format": "pigeon"}, "unknown format"),
+        ({"layers": [1, -2]}, "number out of range"),
+        ({"ff_width": 65}, "feed.gate_up must have"),
     ):
         folder = tmp_path / output[:4]
         folder.mkdir()

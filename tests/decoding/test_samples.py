@@ -113,7 +113,7 @@ def test_an_extract_that_fails(tiny_lm, extract):
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True])
 def test_impossible_numbers(tiny_lm, n):
-    with pytest.raises(SettingsError, match="n is"):
+    with pytest.raises(SettingsError, match="n must be"):
         samples(tiny_lm, PROMPT, n)
 
 

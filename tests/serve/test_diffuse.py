@@ -112,7 +112,7 @@ def test_given_tokens_may_be_taken_back(client: httpx.Client) -> None:
     [
         ({"model": "causal"}, "no mask token", None),
         ({"max_tokens": 5000}, "context holds 128", "context_length_exceeded"),
-        ({"given": [0] * 13}, "given names 13 places", None),
+        ({"given": [0] * 13}, "given has 13 positions", None),
         ({"given": [400]}, "given holds 400", None),
         ({"given": [-1]}, "given", "invalid_value"),
         ({"order": "backwards"}, "order", "invalid_value"),

@@ -148,7 +148,7 @@ def test_judges_by_name(client: httpx.Client, judge: str):
         ({"budget": 0}, "budget"),
         ({"budget": 10}, "budget"),
         ({"n": 9}, "9 texts at once"),
-        ({"n": "many"}, "n is 'many'"),
+        ({"n": "many"}, "got 'many'"),
         ({"depth_of_field": 2}, "no option 'depth_of_field'"),
     ],
 )

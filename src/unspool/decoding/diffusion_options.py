@@ -181,8 +181,8 @@ def _length(lm: Session, request: Request, requested: Any) -> int:
         return max(1, min(_DEFAULT_LENGTH, lm.context - len(request.prompt)))
     if len(request.prompt) + check_int("max_tokens", requested) > lm.context:
         raise ContextError(
-            f"{len(request.prompt):,} tokens of prompt and {requested:,} new positions exceed the "
-            f"model's context of {lm.context:,}; lower max_tokens"
+            f"{len(request.prompt):,} tokens of prompt and {requested:,} new positions do not fit: "
+            f"the model's context holds {lm.context:,}; lower max_tokens"
         )
     return int(requested)
 
@@ -195,8 +195,8 @@ def _start(lm: Session, kind: CanvasKind, tokens: Any) -> tuple[int | None, ...]
         is_token = isinstance(token, int) and not isinstance(token, bool)
         if token is not None and not (is_token and 0 <= token < lm.vocab_size):
             raise SettingsError(
-                f"given may hold token ids from 0 to {lm.vocab_size - 1}, and None for a masked "
-                f"position, got {token!r}"
+                f"given holds {token!r}; allowed are token ids from 0 to {lm.vocab_size - 1}, and "
+                "None for a masked position"
             )
     return tuple(None if token == kind.mask_id else token for token in tokens)
 

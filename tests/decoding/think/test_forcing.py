@@ -119,10 +119,10 @@ def test_a_prompt_that_opens_the_tag_already(worded_lm):
 
 def test_faults(worded_lm):
     for options, output in (
-        ({"min_thinking": 500}, "min_thinking is 500, and"),
-        ({"min_thinking": 9, "max_thinking": 8}, "min_thinking is 9, and 8 tokens"),
-        ({"wait": ""}, "wait is empty"),
-        ({"tags": ("<a>",)}, "give the open tag and the close tag"),
+        ({"min_thinking": 500}, "min_thinking is 500, but"),
+        ({"min_thinking": 9, "max_thinking": 8}, "min_thinking is 9, but only 8 tokens"),
+        ({"wait": ""}, "wait must be"),
+        ({"tags": ("<a>",)}, "the open tag and the close tag"),
     ):
         with pytest.raises(SettingsError, match=output):
             think(worded_lm, PROMPT, policy="think", budget=200, **options)

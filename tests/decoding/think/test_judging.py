@@ -40,11 +40,11 @@ def broken_on(odd):
 @pytest.mark.parametrize(
     ("odd", "why"),
     [
-        (lambda text: 1 / 0, "the judge raised ZeroDivisionError: division by zero"),
-        (lambda text: "very good", "the judge gave 'very good'; it must give a number"),
-        (lambda text: math.nan, "the judge gave nan; it must give a finite number"),
-        (lambda text: math.inf, "the judge gave inf; it must give a finite number"),
-        (lambda text: None, "the judge gave no score"),
+        (lambda text: 1 / 0, "the verifier raised ZeroDivisionError: division by zero"),
+        (lambda text: "very good", "the verifier gave 'very good'; it must give a number"),
+        (lambda text: math.nan, "the verifier gave nan; it must give a finite number"),
+        (lambda text: math.inf, "the verifier gave inf; it must give a finite number"),
+        (lambda text: None, "the verifier gave no score"),
         (lambda text: Verdict(1.0, answer=[]), "it must give a number"),
         (lambda text: Verdict(None, "did not compile"), "did not compile"),
     ],
@@ -60,7 +60,9 @@ def test_a_judge_that_fails_fails_its_text_alone(tiny_lm, odd, why):
 
 @pytest.mark.parametrize("policy", ["best-of", "beam", "dvts", "mcts", "restarts"])
 def test_where_all_fail_it_is_told(tiny_lm, policy):
-    with pytest.raises(UnspoolError, match=r"failed on each of \d+ texts: the judge raised KeyErr"):
+    with pytest.raises(
+        UnspoolError, match=r"failed on each of \d+ texts: the verifier raised KeyErr"
+    ):
         think(tiny_lm, PROMPT, policy=policy, judge=lambda text: {}["score"], budget=150, **ASKED)
     assert pages_left(tiny_lm) == 0
 
@@ -88,11 +90,11 @@ def test_one_text_does_not_spoil_the_others_of_its_batch(tiny_lm):
 
     result = think(tiny_lm, PROMPT, n=8, judge=OfMany(raises), **ASKED)
     nodes = result.tree.root.children
-    assert {node.why for node in nodes} == {"", "the judge raised ValueError: odd"}
+    assert {node.why for node in nodes} == {"", "the verifier raised ValueError: odd"}
     assert all((node.score is None) == bool(node.generation.tokens[0] % 2) for node in nodes)
-    with pytest.raises(UnspoolError, match="the judge gave 0 verdicts on 1 texts"):
+    with pytest.raises(UnspoolError, match="the verifier gave 0 verdicts for 1 texts"):
         think(tiny_lm, PROMPT, n=3, judge=OfMany(lambda verdicts: []), **ASKED)
-    with pytest.raises(UnspoolError, match="the judge raised TypeError"):
+    with pytest.raises(UnspoolError, match="the verifier raised TypeError"):
         think(tiny_lm, PROMPT, n=3, judge=OfMany(lambda verdicts: None), **ASKED)
 
 
@@ -203,5 +205,5 @@ def test_what_can_be_a_judge():
     judge = LogprobVerifier()
     assert as_verifier(judge) is judge
     assert checked(True) == Verdict(1.0) and checked(0) == Verdict(0.0)
-    with pytest.raises(SettingsError, match="judge is 5"):
+    with pytest.raises(SettingsError, match="judge must be"):
         as_verifier(5)

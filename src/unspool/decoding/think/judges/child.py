@@ -80,7 +80,7 @@ def pattern(source: str) -> Check:
         answer = matches[-1][1 if compiled.groups else 0] if matches else None
         return {
             "score": 1.0 if matches else 0.0,
-            "why": "" if matches else f"no match of {source[:60]}",
+            "why": "" if matches else f"nothing matches {source[:60]}",
             "answer": None if answer is None else answer.strip(),
         }
 
