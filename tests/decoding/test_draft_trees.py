@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from null_model import NullModel, logits_after
 
-from unspool.engine.drafts import Predictions, Run, as_runs, shortened
+from unspool.engine.drafts import Guesses, Run, as_runs, shortened
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Request
@@ -263,7 +263,7 @@ def test_runs_of_a_tree():
     )
     for run in remaining:
         run.row = object()  # type: ignore[assignment]
-    guesses = Predictions(remaining)
+    guesses = Guesses(remaining)
     assert guesses.follow(3) and guesses.checked == 1
     assert not guesses.follow(9) and guesses.follow(6)
     assert guesses.checked == 2 and not guesses.guessed()

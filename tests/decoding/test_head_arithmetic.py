@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from unspool.decoding.heads.unspool_head import UnspoolHead
 
 from heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
 from unspool.decoding.heads.files import read_head
 from unspool.decoding.heads.growing import DraftNode
 from unspool.decoding.heads.native import CpuHead
+from unspool.decoding.heads.own import UnspoolHead
 
 
 def a_tree(tokens: list[int]) -> list[list[DraftNode]]:
@@ -38,7 +38,7 @@ def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: 
         item, other = (context.expand(level, tokens).copy() for context in contexts[:1] * 2)
         assert np.array_equal(item, other), "the same twice"
         expected = contexts[1].expand(level, tokens)
-        # Blocks are multiplied with rows rounded to 8 bits; the head's unspool_head rows are in 8
+        # Blocks are multiplied with rows rounded to 8 bits; the head's own rows are in 8
         # bits.
         assert np.abs(item - expected).max() < 0.06 * np.abs(expected).max()
         assert np.corrcoef(item.ravel(), expected.ravel())[0, 1] > 0.998

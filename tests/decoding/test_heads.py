@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unspool.decoding.heads.unspool_head import UnspoolHead
 
 from heads_support import PROMPT, read_text, save_eagle, save_own
 from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeController
@@ -17,6 +16,7 @@ from unspool.decoding.heads import arrays
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import SHIPPED, read_head
 from unspool.decoding.heads.growing import DraftNode, Shape, build_draft, last_tokens
+from unspool.decoding.heads.own import UnspoolHead
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 

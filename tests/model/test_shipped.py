@@ -19,7 +19,7 @@ import pytest
 
 import unspool
 from unspool.cli.main import _exit_code
-from unspool.decoding.diffusion_options import plan_of
+from unspool.decoding.diffusion_options import make_plan
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import open_checkpoint
 from unspool.model.glance import glance
@@ -109,8 +109,8 @@ def test_places_are_as_many_as_the_model_fills(
     """Without being told how many; a line end behind a piped puzzle is no part of it."""
     (prompt,) = made(kind, 1)
     with unspool.load(kind, memory=MEMORY) as lm:
-        assert plan_of(lm, prompt, {}).length == puzzle_named(kind).answer
-        assert plan_of(lm, prompt, {"max_tokens": 7}).length == 7
+        assert make_plan(lm, prompt, {}).length == puzzle_named(kind).answer
+        assert make_plan(lm, prompt, {"max_tokens": 7}).length == 7
     command = ["run", "--model", kind, "--diffuse", "--steps", "1", "-q", "--raw"]
     assert _exit_code([*command, prompt]) == 0
     answer = capsys.readouterr().out

@@ -125,7 +125,7 @@ def test_certainties_are_the_same_together_alone_and_in_pieces(tiny_lm, monkeypa
     judge = CertaintyVerifier(tiny_lm)
     alone = [judge.score([text])[0].score for text in texts]
     for rows in (1000, 5, 2):
-        monkeypatch.setattr(judging, "_AT_ONCE", rows * tiny_lm.vocab_size)
+        monkeypatch.setattr(judging, "_MAX_LOGITS", rows * tiny_lm.vocab_size)
         together = [verdict.score for verdict in judge.score(texts)]
         assert together == pytest.approx(alone, rel=1e-4)
     empty = replace(texts[0], steps=[])
