@@ -56,7 +56,7 @@ def test_a_pattern_is_found_or_not():
     output = [text("The answer is 4. No: the answer is 42."), text("No idea.")]
     assert [item.score for item in judge.score(output)] == [1.0, 0.0]
     assert "answer is" in judge.score(output)[1].why
-    assert [item.answer for item in judge.found(output)] == ["42", None]
+    assert [item.answer for item in judge.score_with_match(output)] == ["42", None]
     assert judge.cost(output) == 0 and not judge.partial
 
 

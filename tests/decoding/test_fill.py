@@ -211,7 +211,7 @@ def test_results_can_be_chosen_and_shown(worded):
         (["a", gap, "b"], {"by": "fim"}, "no FIM tokens"),
         (["a", gap, "b"], {"by": "masked"}, "no mask token"),
         (["a", gap, "b"], {"regex": "x+"}, "regex cannot be used"),
-        (["a", gap, "b"], {"max_tokens": 3}, "not max_tokens"),
+        (["a", gap, "b"], {"max_tokens": 3}, "not with max_tokens"),
         (["a", gap, "b"], {"candidates": 0}, ">= 1"),
         (["a", gap, "b"], {"temprature": 1}, "temperature"),
         (["a", gap, "b"], {"choices": []}, "at least one"),

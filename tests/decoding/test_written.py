@@ -1,17 +1,17 @@
-"""Branches are always released."""
+"""HeldBranches are always released."""
 
 from __future__ import annotations
 
 import pytest
 
 from decoding.support import PROMPT, pages_left
-from unspool.decoding.written import Branches
+from unspool.decoding.written import HeldBranches
 from unspool.engine.scheduler import Task
 
 
 def test_move_forks_and_prunes(tiny_lm):
     engine = tiny_lm.engine
-    with Branches(engine) as open_branches:
+    with HeldBranches(engine) as open_branches:
         root = open_branches.open(PROMPT)
         first = engine.extend(root)
         item, two, three = open_branches.move([root, root, root])
@@ -38,7 +38,7 @@ class Waited(Task):
 def test_a_branch_that_is_still_being_computed(tiny_lm):
     """As after an interrupt, or an error in another branch of the same batch."""
     engine = tiny_lm.engine
-    open_branches = Branches(engine)
+    open_branches = HeldBranches(engine)
     branch = open_branches.open(PROMPT)
 
     def begin_and_leave() -> None:

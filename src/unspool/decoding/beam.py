@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unspool.decoding.written import (
-    Branches,
+    HeldBranches,
     NextTokens,
     PartialText,
     Prompt,
@@ -149,7 +149,7 @@ def beam_search(
     size = beams // groups
     spare = max(2, 1 + len(start.request.limits.end_ids)) * size
     count = spare + (beams - size)  # a penalty can displace this many candidates
-    with Branches(lm.engine, lm.adapter) as branches:
+    with HeldBranches(lm.engine, lm.adapter) as branches:
         root = branches.open(start.prompt)
         logits = [lm.engine.extend(root)]
         parts = [
@@ -168,7 +168,7 @@ def beam_search(
     return Ranking(tuple(line.generation() for _, line in best), tuple(score for score, _ in best))
 
 
-def _read(lm: Session, tracker: Branches, parts: Sequence[_Group]) -> list[Any]:
+def _read(lm: Session, tracker: HeldBranches, parts: Sequence[_Group]) -> list[Any]:
     """Fork and prune branches, and compute all new tokens in one batch."""
     running = [beam for part in parts for beam in part.running]
     branches = tracker.move([beam.branch for beam in running])

@@ -1,6 +1,6 @@
 """Building blocks of strategies that choose tokens themselves, outside the engine's sampling.
 
-A strategy that compares several texts holds branches (`Branches`), gets the likeliest next tokens
+A strategy that compares several texts holds branches (`HeldBranches`), gets the likeliest next tokens
 (`top_next_tokens`), and collects its choices in a `PartialText` until one becomes a `Generation`.
 """
 
@@ -182,10 +182,10 @@ def top_next_tokens(logits: Sequence[Logits], count: int, top: int) -> NextToken
 # -- branches ----------------------------------------------------------------------------------
 
 
-class Branches:
+class HeldBranches:
     """The branches that a strategy holds; all are released on exit.
 
-    with Branches(lm.engine, lm.adapter) as branches:
+    with HeldBranches(lm.engine, lm.adapter) as branches:
         branch = branches.open(ids)
         one, other = branches.move([branch, branch])      # fork
         other, = branches.move([other])                   # prune: `one` is released
@@ -221,7 +221,7 @@ class Branches:
         self._branches |= used
         return children
 
-    def __enter__(self) -> Branches:
+    def __enter__(self) -> HeldBranches:
         return self
 
     def __exit__(

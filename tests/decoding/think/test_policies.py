@@ -209,7 +209,7 @@ def test_each_round_goes_where_the_rule_says(tiny_lm, rule, explore):
         assert {piece.parent for piece in pieces} == {reference.next(result.tree.root)}
         ends = {end.parent: oddness(end.generation) for end in rollouts}
         reference.expanded(pieces[0].parent, ends)
-    assert result.score == max(reference.seen)
+    assert result.score == max(reference.scores)
     assert reference.visits[result.tree.root] == rounds * width
 
 

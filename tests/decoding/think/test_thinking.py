@@ -84,9 +84,9 @@ def test_a_parent_is_let_go_with_its_last_child(tiny_lm):
         before = run_moves(search.sample([search.root], 1, 20))
         children = run_moves(search.sample(before, 2, 20))
         run_moves(search.prune(children[:1]))
-        assert before[0] in search._held
+        assert before[0] in search._branches
         run_moves(search.prune(children[1:]))
-        assert list(search._held) == [search.root]
+        assert list(search._branches) == [search.root]
 
 
 @pytest.mark.parametrize("policy", POLICIES_BY_IDS)
@@ -98,7 +98,7 @@ def test_a_search_that_is_left_gives_everything_back(tiny_lm, policy):
             if number == length:
                 break
         assert pages_left(tiny_lm) == 0
-        with pytest.raises(UnspoolError, match="not over"):
+        with pytest.raises(UnspoolError, match="not finished"):
             stream.result  # noqa: B018
     stream = stream_think(tiny_lm, PROMPT, budget=600, **request)
     next(stream)

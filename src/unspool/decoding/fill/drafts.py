@@ -20,7 +20,7 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.decoding.fill.borders import continuations, first_token, text_ids
 from unspool.decoding.fill.gaps import Gap
-from unspool.decoding.written import Branches
+from unspool.decoding.written import HeldBranches
 from unspool.engine.branch import Branch
 from unspool.engine.picking import joined
 from unspool.sampling import Chain, RowInput, SamplingSettings
@@ -79,7 +79,7 @@ def _draft_cuts(lm: Session, prefix: str, suffix: str, gap: Gap, how: Drafting) 
     """Texts that could stand between prefix and suffix, most promising first."""
     cuts = _GapCandidates(lm, suffix, how.stop)
     ids = tuple(text_ids(lm, prefix))
-    with Branches(lm.engine, lm.adapter) as tracker:
+    with HeldBranches(lm.engine, lm.adapter) as tracker:
         # Two branches before the gap: with the last token, and without it for token healing.
         full, before = tracker.open(ids[:-1] or ids), None
         base, behind = full, _log_softmax(lm.engine.extend(full))[0]
@@ -119,7 +119,7 @@ def _draft_cuts(lm: Session, prefix: str, suffix: str, gap: Gap, how: Drafting) 
 
 def _extend_drafts(
     lm: Session,
-    tracker: Branches,
+    tracker: HeldBranches,
     drafts: list[_GapDraft],
     logits: Logits,
     prompt: int,

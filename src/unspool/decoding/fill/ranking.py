@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from unspool.backends.step import Logits
-from unspool.decoding.written import Branches
+from unspool.decoding.written import HeldBranches
 from unspool.engine.picking import joined
 from unspool.engine.steps import Candidate, Step
 from unspool.sampling import score
@@ -33,7 +33,7 @@ def score_rows(
     """Score each row's tokens from position `shared` on. All rows share the tokens before that and
     have at least one more."""
     results = list[list[Step]]()
-    with Branches(lm.engine, lm.adapter) as tracker:
+    with HeldBranches(lm.engine, lm.adapter) as tracker:
         root = tracker.open(rows[0][:shared])
         first = lm.engine.extend(root)
         for group in _groups(rows, shared):

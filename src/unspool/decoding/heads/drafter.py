@@ -29,7 +29,7 @@ from unspool.decoding.heads.files import (
     read_head,
     read_json,
 )
-from unspool.decoding.heads.growing import DraftHead, build_draft
+from unspool.decoding.heads.growing import DraftingHead, build_draft
 from unspool.engine.request import DraftMaker, DraftTree, Request
 from unspool.errors import SettingsError
 from unspool.session import Session
@@ -45,7 +45,7 @@ class HeadDrafter:
 
     def __init__(
         self,
-        head: DraftHead,
+        head: DraftingHead,
         request: Request,
         controller: ShapeController | FixedShape,
         others: deque[HeadDrafter] | None = None,
@@ -171,7 +171,7 @@ def shipped_head(model: Loaded) -> Path:
     )
 
 
-def load_head(folder: Path, lm: Session) -> DraftHead:
+def load_head(folder: Path, lm: Session) -> DraftingHead:
     """Load the head in a folder; raises `SettingsError` if it is for another model."""
     config, model = read_json(folder), lm.model
     device = None if model.device == "cpu" else model.device

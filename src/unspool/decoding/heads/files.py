@@ -144,7 +144,7 @@ def read_head(folder: Path) -> HeadFiles:
 
     def shape_error(name: str, shape: tuple[int, ...]) -> ModelFileError:
         return ModelFileError(
-            f"{file.path}: {name} require have the shape {' x '.join(map(str, shape))}"
+            f"{file.path}: {name} must have the shape {' x '.join(map(str, shape))}"
         )
 
     matrices = {}
@@ -166,5 +166,5 @@ def read_head(folder: Path) -> HeadFiles:
             raise shape_error(name, (config.width,))
     ids = file.whole_numbers(require("ids")).astype(np.int64)
     if ids.ndim != 1 or not len(ids) or int(ids.min()) < 0:
-        raise ModelFileError(f"{file.path}: ids require be a list of token ids")
+        raise ModelFileError(f"{file.path}: ids must be a list of token ids")
     return HeadFiles(config, matrices, norms, ids)

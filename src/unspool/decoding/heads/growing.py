@@ -49,7 +49,7 @@ class HeadContext(Protocol):
         """Logits of the token after each node; sets the nodes' states."""
 
 
-class DraftHead(Protocol):
+class DraftingHead(Protocol):
     """A drafting head with its weights, for any number of texts."""
 
     name: str

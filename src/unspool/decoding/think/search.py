@@ -25,7 +25,7 @@ from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending
 from unspool.decoding.think.judge import Judge, LogprobVerifier
 from unspool.decoding.think.judging import VerifierRunner
 from unspool.decoding.together import run_in_order
-from unspool.decoding.written import Branches, mean_logprob
+from unspool.decoding.written import HeldBranches, mean_logprob
 from unspool.engine.branch import Branch
 from unspool.engine.ending import Ending, Limits
 from unspool.engine.generation import Generation
@@ -167,7 +167,7 @@ class Search:
         yield from self._prefill_prompt()
         self.budget.reserve("written", sum(len(ids) for _, _, ids in added))
         grown: list[SearchNode] = []
-        with Branches(self.lm.engine, self._adapter) as open_branches:
+        with HeldBranches(self.lm.engine, self._adapter) as open_branches:
             # The logits of a token come from the position before it: skip the last token.
             branches = [open_branches.open([*prefix, *ids[:-1]]) for _, prefix, ids in added]
             num_logits = [len(ids) for _, _, ids in added]

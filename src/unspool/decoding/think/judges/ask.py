@@ -16,7 +16,7 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.decoding.think.judge import Verdict
 from unspool.decoding.think.judges.reading import Messages, Reader
-from unspool.decoding.written import Branches
+from unspool.decoding.written import HeldBranches
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 from unspool.sampling.operations import operations
@@ -69,7 +69,7 @@ class AskVerifier:
         verdicts = [Verdict(None, why)] * len(rows)
         for batch in reader.batches(len(fitting)):
             numbers = [fitting[position] for position in batch]
-            with Branches(reader.lm.engine, reader.lm.adapter) as tracker:
+            with HeldBranches(reader.lm.engine, reader.lm.adapter) as tracker:
                 branches = [tracker.open(rows[number]) for number in numbers]
                 logits = reader.lm.engine.extend_all([(branch, ()) for branch in branches])
             for number, row in zip(numbers, logits, strict=True):

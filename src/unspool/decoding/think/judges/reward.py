@@ -19,7 +19,7 @@ import numpy as np
 from unspool.backends.step import Floats
 from unspool.decoding.think.judge import Verdict
 from unspool.decoding.think.judges.reading import Messages, Reader
-from unspool.decoding.written import Branches
+from unspool.decoding.written import HeldBranches
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 from unspool.model.score_head import ScoreHead, read_score_head
@@ -138,7 +138,7 @@ class RewardVerifier:
         lm.config.check_left_to_right()
         for batch in reader.batches(len(rows)):
             group = [rows[number] for number in batch]
-            with Branches(lm.engine, lm.adapter) as tracker:
+            with HeldBranches(lm.engine, lm.adapter) as tracker:
                 branches = [tracker.open(row) for row, _ in group]
                 unscored = [frozenset(self._unscored(*row)) for row in group]
                 observations = lm.engine.look_all(

@@ -99,7 +99,7 @@ def _run_tests(tests: list[tuple[str, Test]]) -> dict[str, Any]:
         except BaseException as error:
             failed.append(f"{name}: {_error_line(error)}")
     good = len(tests) - len(failed)
-    why = f"{good} of {len(tests)} tests run_suite"
+    why = f"{good} of {len(tests)} tests passed"
     return {"score": good / len(tests), "why": f"{why}; {failed[0]}" if failed else why}
 
 
