@@ -1,7 +1,8 @@
 """Building blocks of strategies that choose tokens themselves, outside the engine's sampling.
 
-A strategy that compares several texts holds branches (`HeldBranches`), gets the likeliest next tokens
-(`top_next_tokens`), and collects its choices in a `PartialText` until one becomes a `Generation`.
+A strategy that compares several texts holds branches (`HeldBranches`), gets the likeliest next
+tokens (`top_next_tokens`), and collects its choices in a `PartialText` until one becomes a
+`Generation`.
 """
 
 from __future__ import annotations
