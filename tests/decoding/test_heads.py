@@ -283,7 +283,7 @@ def test_growing():
     parent = DraftNode(4, DraftNode(3), 1)
     assert last_tokens(parent, [1, 2, 3], 4) == [4, 3, 2, 1]
     assert last_tokens(DraftNode(9), [9], 4) == [9, 9, 9, 9]
-    assert arrays.joined([np.ones(1), np.ones(2)], 0).shape == (3,)
+    assert arrays.concat([np.ones(1), np.ones(2)], 0).shape == (3,)
 
 
 # What a round of each rung checks and brings, on average: as measured once, by the head of the

@@ -184,7 +184,7 @@ class AdaptiveDrafter(DraftController):
                 self.length = min(self.longest, 2 * self.length)
         else:
             # Not all the way down: the first tokens of a draft make a round expensive, and where a
-            # text copies, a short draft would take many rounds to build_draft again.
+            # text copies, a short draft would take many rounds to grow again.
             self.length = max(self.length // 2, min(self.length, accepted + 1), 1)
         return note if self._pays() else self._stop()
 

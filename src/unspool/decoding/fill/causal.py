@@ -37,7 +37,7 @@ def fill_by_ranking(
 ) -> tuple[Filled, ...]:
     """Fill a text; returns candidates, best first.
 
-    reach      number of tokens after a gap that are score_rows; None: all.
+    reach      number of tokens after a gap that are scored; None: all.
     proposed   additional fillings; with `only`, no others are drafted.
     """
     beam: list[Inside] = [()]
@@ -100,7 +100,7 @@ def rank(
 
 
 def _shared(rows: Sequence[_CandidateText]) -> int:
-    """Number of common first tokens that do not overlap a gap: gap tokens are always score_rows,
+    """Number of common first tokens that do not overlap a gap: gap tokens are always scored,
     even if all candidates start alike."""
     return min([shared_length([row.ids for row in rows]), *(row.places[0].start for row in rows)])
 
@@ -111,7 +111,7 @@ class _CandidateText:
 
     inside: Inside
     text: str  # the whole text
-    ids: list[int]  # up to the last score_rows token
+    ids: list[int]  # up to the last scored token
     ends: list[int]  # byte offset of the end of each token
     spans: list[tuple[int, int]]  # byte ranges of the gaps
 
@@ -144,7 +144,7 @@ class _CandidateText:
         return all(gap.least <= len(places) <= gap.most for places, gap in pairs)
 
     def filled(self, steps: Sequence[Step]) -> Filled:
-        """Build the result from the score_rows steps."""
+        """Build the result from the scored steps."""
         first = len(self.ids) - len(steps)
         parts = [
             clip_steps(

@@ -194,8 +194,8 @@ class CudaHead(UnspoolHead):
         """Attention of the query. RoPE is part of the kernel that stores a key and value; these go
         to a scratch page, since drafted tokens have none."""
         b, buffer, layer = self._buffers, self._buffer, self._layer
-        scratch_row = attention.Lines(buffer.table, buffer.scratch_row, position, ends)
-        attention.store_keys(b.qkv, buffer.keys, buffer.values, layer, scratch_row, pdl=self._pdl)
+        scratch = attention.Lines(buffer.table, buffer.scratch_row, position, ends)
+        attention.store_keys(b.qkv, buffer.keys, buffer.values, layer, scratch, pdl=self._pdl)
         lines = attention.Lines(buffer.table, buffer.own_row, position, ends)
         attention.attend(
             b.qkv, b.mixed, buffer.keys, buffer.values, layer, lines, self._scratch, new=False,
@@ -214,7 +214,7 @@ class CudaHead(UnspoolHead):
 
 
 class CudaHeadContext:
-    """The state of the head for one text; in the head's KV buffer, or saved scratch_row."""
+    """The state of the head for one text; in the head's KV buffer, or saved elsewhere."""
 
     def __init__(self, head: CudaHead) -> None:
         self._head, self._length = head, 0

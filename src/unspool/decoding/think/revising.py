@@ -1,7 +1,7 @@
 """Revise a finished text: replace doubtful words where another fits both sides better.
 
 The same idea as `lm.edit` with a cost that is known in advance: only single-token words, replaced
-by single tokens, score_rows on the next few tokens. It goes from the end to the start, so the
+by single tokens, scored on the next few tokens. It goes from the end to the start, so the
 prefix of each word is always in the cache.
 """
 
@@ -19,7 +19,7 @@ from unspool.engine.steps import Score, Step, TokenScore
 
 _WORD = re.compile(r" \w+")
 _CANDIDATES = 6  # words that are compared, the current one included
-_REACH = 16  # tokens that are score_rows, the word included
+_REACH = 16  # tokens that are scored, the word included
 _MIN_SHARE = 0.9  # probability among the candidates that a replacement needs
 _MIN_DOUBT = 0.5  # nats of doubt below which a word is skipped
 WORD_COST = 2 + _CANDIDATES * _REACH  # upper bound of the tokens computed for one word

@@ -1,5 +1,5 @@
 """Majority vote over n texts (self-consistency; Wang et al. 2022). If the caller named a verifier,
-its scores top_next_tokens the votes."""
+its scores weigh the votes."""
 
 from __future__ import annotations
 
