@@ -154,10 +154,10 @@ def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_table_of_judges_is_whole():
-    from unspool.decoding.think.judges.names import NAMES
+    from unspool.decoding.think.judges.names import VERIFIER_NAMES
 
     table = section("thinking.md", "Judges")
-    for name in NAMES:
+    for name in VERIFIER_NAMES:
         assert f"`{name}`" in table, name
 
 

@@ -17,7 +17,7 @@ from unspool.decoding.think.judge import LogprobVerifier, Verdict
 from unspool.decoding.think.judges.checkers import FileVerifier, PatternVerifier
 from unspool.decoding.think.judges.function import FunctionVerifier
 from unspool.decoding.think.judges.limited import CheckerLimits
-from unspool.decoding.think.judges.names import NAMES, JudgeName, judge_named
+from unspool.decoding.think.judges.names import VERIFIER_NAMES, JudgeName, judge_named
 from unspool.errors import SettingsError, UnspoolError
 
 USUAL: dict[str, Any] = {"n": 4, "max_tokens": 10, "budget": 400, "seed": 3}
@@ -71,7 +71,7 @@ def test_every_name_can_be_made(chatty: Any, tmp_path: Path):
     tiny.filled(transformers.LlamaForSequenceClassification(config)).save_pretrained(tmp_path)
     file = tmp_path / "file.py"
     file.write_text("def check(text):\n    return 1\n")
-    for name in NAMES:
+    for name in VERIFIER_NAMES:
         filled = name.replace("FILE.py", str(file)).replace("FUNCTION", "check")
         filled = filled.replace("JUDGE", "logprob").replace("PATTERN", "a")
         if name != "ask:MODEL":  # the reward model here has no words to be asked in

@@ -14,7 +14,7 @@ from running_server import Running, running, settled
 
 import unspool
 from decoding.worded import save_chatty
-from unspool.decoding.think.judges.names import NAMES, JudgeName
+from unspool.decoding.think.judges.names import VERIFIER_NAMES, JudgeName
 from unspool.decoding.think.think import POLICIES, policy_options
 from unspool.serve.core.registry import ModelEntry
 
@@ -218,7 +218,9 @@ def test_what_can_be_chosen_is_what_the_server_knows(page: Page, view: Locator) 
         if name
     ]
     assert not any(judge.runs_code for judge in asked)  # nobody may have files run from afar
-    known = {JudgeName.parse(name) for name in NAMES if ":" not in name and "+" not in name}
+    known = {
+        JudgeName.parse(name) for name in VERIFIER_NAMES if ":" not in name and "+" not in name
+    }
     assert known <= set(asked)
     view.locator("[name=judge]").select_option("ask:")
     expect(view.locator("[name=model]")).to_have_value("critic")

@@ -23,7 +23,7 @@ from unspool.errors import SettingsError
 from unspool.session import Session
 
 # Name patterns and descriptions, shown in help texts.
-NAMES = {
+VERIFIER_NAMES = {
     "logprob": "mean log-probability of a token, by the model that wrote it",
     "certainty": "self-certainty of the model that wrote it",
     "regex:PATTERN": "1 if the pattern matches, else 0",
@@ -61,10 +61,12 @@ class JudgeName:
                 )
             return cls("vote", weigher=weigher)
         kind, colon, argument = name.partition(":")
-        kinds = {listed.partition(":")[0].partition("+")[0] for listed in NAMES}
+        kinds = {listed.partition(":")[0].partition("+")[0] for listed in VERIFIER_NAMES}
         bare = kind in ("logprob", "certainty") and colon
         if kind not in kinds or bare or (kind in _NEEDS_ARGUMENT and not argument):
-            raise SettingsError(f"there is no judge {name!r:.80}; there are {', '.join(NAMES)}")
+            raise SettingsError(
+                f"there is no judge {name!r:.80}; there are {', '.join(VERIFIER_NAMES)}"
+            )
         return cls(kind, argument)
 
     @property
