@@ -44,7 +44,7 @@ class _Beam:
 
 
 @dataclass(slots=True)
-class _Group:
+class _BeamGroup:
     """Beams that compete with each other (a diversity group)."""
 
     size: int
@@ -153,7 +153,7 @@ def beam_search(
         root = branches.open(start.prompt)
         logits = [lm.engine.extend(root)]
         parts = [
-            _Group(size, spare, length_penalty, early_stopping, [_Beam(line, 0.0, root)])
+            _BeamGroup(size, spare, length_penalty, early_stopping, [_Beam(line, 0.0, root)])
             for _ in range(groups)
         ]
         while True:
@@ -168,7 +168,7 @@ def beam_search(
     return Ranking(tuple(line.generation() for _, line in best), tuple(score for score, _ in best))
 
 
-def _read(lm: Session, tracker: HeldBranches, parts: Sequence[_Group]) -> list[Any]:
+def _read(lm: Session, tracker: HeldBranches, parts: Sequence[_BeamGroup]) -> list[Any]:
     """Fork and prune branches, and compute all new tokens in one batch."""
     running = [beam for part in parts for beam in part.running]
     branches = tracker.move([beam.branch for beam in running])
