@@ -253,7 +253,7 @@ def test_damaged_heads(native: Any, unspool_head: Path, tmp_path: Path):
         load_head(cut, native)
     del reported["layers"]
     (cut / "config.json").write_text(json.dumps(reported))
-    with pytest.raises(ModelFileError, match="does not say 'layers'"):
+    with pytest.raises(ModelFileError, match="has no 'layers'"):
         load_head(cut, native)
 
 

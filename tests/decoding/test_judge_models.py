@@ -141,7 +141,7 @@ def test_a_text_that_does_not_fit_fails_alone(tiny_lm: Any, tmp_path: Path):
     long = tiny_lm.generate(PROMPT, max_tokens=40, seed=1)
     with unspool.load(tmp_path, backend="torch", memory=8 << 20, context=40) as model:
         result = RewardVerifier(tiny_lm, model).score([long, rows(tiny_lm, 1)[0]])
-    assert result[0].score is None and "more than the reward model's 40" in result[0].why
+    assert result[0].score is None and "exceed the reward model's context of 40" in result[0].why
     assert result[1].score is not None
 
 

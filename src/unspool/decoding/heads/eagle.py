@@ -71,7 +71,7 @@ class EagleHead:
                     self.weights[key] = self.to_device(file.stored(name).float32())
         missing = [name for name in _NEEDED if name not in self.weights]
         if missing:
-            raise ModelFileError(f"{folder}: has no {missing[0]}; the head is not complete")
+            raise ModelFileError(f"{folder}: has no {missing[0]}; the head is incomplete")
         count = self.weights["lm_head.weight"].shape[0]
         self.ids: Ints = np.arange(count)
         if offsets is not None:
