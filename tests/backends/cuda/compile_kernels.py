@@ -37,9 +37,9 @@ from unspool.backends.cuda.attention import (
     prefill_rows,
     store_keys,
 )
-from unspool.backends.cuda.experts import ExpertScratch, experts
+from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.packing import PACKINGS, packed_parts
+from unspool.backends.cuda.packing import PACKINGS, repack
 from unspool.backends.cuda.products import Around, NormWeights
 from unspool.backends.cuda.weights import fused
 from unspool.decoding.heads.drafter import load_head
@@ -94,28 +94,28 @@ def attention(dtype: torch.dtype, lines: int, **more: Any) -> None:
 
 def routed(dtype: torch.dtype, tokens: int) -> None:
     _, _, weights = made(8, 2, 128, 96, dtype=dtype)
-    scratch = ExpertScratch.for_lines(tokens, weights.config, weights)
+    scratch = ExpertScratch.for_tokens(tokens, weights.config, weights)
     given, x = weights.layers[0].experts, torch.zeros(tokens, 128, dtype=dtype)
     assert given is not None
-    experts(x, given, weights.config, x, scratch, pdl=True)
+    run_experts(x, given, weights.config, x, scratch, pdl=True)
 
 
 def packed(kind: str, dtype: torch.dtype) -> None:
-    parts = packed_parts(kind, torch.from_numpy(random_blocks(kind, 64, 1024)))
+    parts = repack(kind, torch.from_numpy(random_blocks(kind, 64, 1024)))
     matrix = PackedMatrix(PACKINGS[kind], parts, 64, 1024, dtype)
     x, out = torch.zeros(1024, dtype=dtype), torch.zeros(64, dtype=dtype)
     by = Around(1e-5, NormWeights(torch.ones(1024)), "silu", gated=True, pdl=True)
     matrix.times_each(x, out[:32], by)
     matrix.times_each(x, out, Around(1e-5, residual=out, pdl=True))
-    matrix.times_many(x[None], out[None])
+    matrix.gemm(x[None], out[None])
 
 
 def adapted(dtype: torch.dtype, rank: int) -> None:
     config = shape(layers=1, width=128, head_width=32)
     weights = fused(load_transformer(RandomCheckpoint(config)).to(dtype))
-    adapters = CudaAdapters(weights, lines=4)
+    adapters = CudaAdapters(weights, rows=4)
     adapters.set(1, random_adapter(config, rank, seed=0))
-    adapt = adapters.on_lines(torch.ones(4, dtype=torch.int32), pdl=True)
+    adapt = adapters.for_rows(torch.ones(4, dtype=torch.int32), pdl=True)
     for matrix in weights.matrices():
         rows, columns = matrix.rows, matrix.columns
         adapt(matrix, torch.zeros(4, columns, dtype=dtype), torch.zeros(4, rows, dtype=dtype))

@@ -101,12 +101,12 @@ def test_a_few_lines_are_each_what_they_are_alone(name: str):
     found = []
     for few in (8, 1):
         running: Any = backend(ours(RandomCheckpoint(shape)))
-        running.program.few_lines = 8
+        running.runner.max_fused_rows = 8
         library = Library(PAGES, shape.vocab_size)
         texts = [library.text(8), library.text(6)]
         for text in texts:
             look(running, [(text, 2)], None)
-        running.program.few_lines = few
+        running.runner.max_fused_rows = few
         if few > 1:
             parts = [[(texts[0], 3), (texts[1], 1)], [(text, 1) for text in texts]]
             found.append([np.concatenate(look(running, part, None)[0]) for part in parts])

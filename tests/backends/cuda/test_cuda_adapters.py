@@ -66,21 +66,23 @@ def test_memory_is_freed_with_the_last_adapter_and_a_refusal_changes_nothing(
     model = ours(RandomCheckpoint(shape))
     adapters = CudaAdapters(model.weights, 8)
     assert adapters.set(1, random_adapter(shape, 2, seed=1)), "graphs do not know its memory"
-    before = {matrix: beside.down.clone() for matrix, beside in adapters._beside.items()}
+    before = {matrix: beside.down.clone() for matrix, beside in adapters._matrix_adapters.items()}
 
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError
 
     wide = random_adapter(shape, 40, seed=2)
     with monkeypatch.context() as patch:
-        patch.setattr(CudaAdapters, "_room", refuse)
+        patch.setattr(CudaAdapters, "_allocate", refuse)
         with pytest.raises(torch.OutOfMemoryError):
             adapters.set(2, wide)
-    assert adapters._beside.keys() == before.keys()
-    assert all(torch.equal(adapters._beside[matrix].down, down) for matrix, down in before.items())
+    assert adapters._matrix_adapters.keys() == before.keys()
+    assert all(
+        torch.equal(adapters._matrix_adapters[matrix].down, down) for matrix, down in before.items()
+    )
     with pytest.raises(UnspoolError, match="no adapter"):
-        adapters.slots_of(np.array([2]))
+        adapters.slots_for(np.array([2]))
     assert adapters.set(2, wide)
-    assert not adapters.set(1, None) and adapters._beside
-    assert adapters.set(2, None) and not adapters._beside, "graphs still know its memory"
+    assert not adapters.set(1, None) and adapters._matrix_adapters
+    assert adapters.set(2, None) and not adapters._matrix_adapters, "graphs still know its memory"
     assert not adapters.set(2, None)

@@ -49,6 +49,6 @@ def test_one_vector_and_many_agree(dtype):
     x = torch.randn(3, 130).to(dtype)
     one, many = torch.empty(300, dtype=dtype), torch.empty(3, 300, dtype=dtype)
     matrix.times_each(x[1], one, Around(1e-6))
-    matrix.times_many(x, many)
+    matrix.gemm(x, many)
     bound = 1e-5 if dtype == torch.float32 else 0.02
     assert torch.allclose(one.float(), many[1].float(), rtol=bound, atol=bound)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.backends.cuda import experts as module
-from unspool.backends.cuda.experts import ExpertScratch, experts
+from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.weights import ExpertWeights, Weights, fused
 from unspool.model.config import ModelConfig
 from unspool.model.layers.feed import Experts
@@ -37,10 +37,10 @@ def made(
 def run(
     x: torch.Tensor, given: ExpertWeights, weights: Weights, exact: bool = False
 ) -> torch.Tensor:
-    scratch = ExpertScratch.for_lines(len(x) + 3, weights.config, weights)
+    scratch = ExpertScratch.for_tokens(len(x) + 3, weights.config, weights)
     out = torch.full_like(x, torch.nan)
     for _ in range(2):  # it leaves its scratch as it found it
-        experts(x, given, weights.config, out, scratch, pdl=False, exact=exact)
+        run_experts(x, given, weights.config, out, scratch, pdl=False, exact=exact)
     assert not scratch.counts.any()
     return out
 
@@ -84,7 +84,7 @@ def test_all_tokens_may_choose_the_same_experts():
     _, given, weights = made(5, 2)
     given.router.zero_()  # of equals the first
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    scratch = ExpertScratch.for_lines(40, weights.config, weights)
-    experts(x, given, weights.config, torch.empty_like(x), scratch, pdl=False)
-    assert scratch.chosen.tolist() == [[0, 1]] * 40
-    assert int(scratch.total) == 2 * -(-40 // module.FEW)
+    scratch = ExpertScratch.for_tokens(40, weights.config, weights)
+    run_experts(x, given, weights.config, torch.empty_like(x), scratch, pdl=False)
+    assert scratch.expert_ids.tolist() == [[0, 1]] * 40
+    assert int(scratch.total) == 2 * -(-40 // module.SMALL_BLOCK)

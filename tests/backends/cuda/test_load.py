@@ -45,7 +45,7 @@ def tensors_of(found, at="weights"):
     "family", ["llama-tied-bias", "gpt2", "gemma3", "phi3", "olmo2", "gpt-neox", "qwen3-moe"]
 )
 def test_the_same_tensors_as_of_a_plain_transformer(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("unspool.backends.cuda.load._PIECE", 1000)  # several pieces a matrix
+    monkeypatch.setattr("unspool.backends.cuda.load._CHUNK_BYTES", 1000)  # several pieces a matrix
     tiny.save(family, tmp_path)
     ours = tensors_of(loaded(tmp_path))
     theirs = tensors_of(fused(load_transformer(open_checkpoint(tmp_path))))
@@ -69,7 +69,7 @@ def test_rounded_to_fewer_bits_while_loading(tmp_path):
     found = loaded(tmp_path / "m.gguf", bits=4)
     assert isinstance(found.layers[0].gate_up, PackedMatrix)
     expected = np.concatenate([plain["blk.0.ffn_gate"], plain["blk.0.ffn_up"]])
-    difference = found.layers[0].gate_up.part(0, len(expected)).numpy() - expected
+    difference = found.layers[0].gate_up.float_rows(0, len(expected)).numpy() - expected
     assert np.linalg.norm(difference) < 0.12 * np.linalg.norm(expected)
     assert found.embed.packing.bits == 8  # as the native backend does
     assert found.precision == "4 bits"
@@ -80,7 +80,7 @@ def test_numbers_that_are_none_are_refused(tmp_path):
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[3, 4] = torch.nan
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelFileError, match=r"layers\.2\.feed\.up\.weight holds NaN"):
+    with pytest.raises(ModelFileError, match=r"layers\.2\.feed\.up\.weight contains NaN"):
         loaded(tmp_path)
 
 
@@ -89,8 +89,8 @@ def test_too_little_memory_is_said_in_words(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     tiny.save("llama", tmp_path)
-    monkeypatch.setattr("unspool.backends.cuda.load._Loader._room", full)
-    with pytest.raises(UnspoolError, match=r"its weights take about .* do not fit .* fewer bits"):
+    monkeypatch.setattr("unspool.backends.cuda.load.WeightLoader._empty", full)
+    with pytest.raises(UnspoolError, match=r"weights of about .* do not fit .* quantized one"):
         loaded(tmp_path)
 
 
@@ -138,7 +138,7 @@ def write_quantized(
 
 
 def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
-    monkeypatch.setattr("unspool.backends.cuda.load._PIECE", 3000)
+    monkeypatch.setattr("unspool.backends.cuda.load._CHUNK_BYTES", 3000)
     path = tmp_path / "m.gguf"
     plain = write_quantized(path, {"output": "Q6_K", "token_embd": "Q8_0"})
     found = loaded(path)
@@ -153,7 +153,7 @@ def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
         expected = np.concatenate([plain[name] for name in names])
         assert isinstance(matrix, PackedMatrix)
         for first in range(0, matrix.rows, 100):  # of every part that was read, some
-            some = matrix.part(first, min(first + 12, matrix.rows)).numpy()
+            some = matrix.float_rows(first, min(first + 12, matrix.rows)).numpy()
             assert np.array_equal(some, expected[first : first + 12])
     assert found.precision == "Q4_K"
     assert sum(m.nbytes for m in found.matrices()) < 0.7 * sum(
@@ -226,7 +226,7 @@ def test_float8_checkpoints(kind, tmp_path):
     ):
         assert isinstance(matrix, PackedMatrix) and not isinstance(matrix, StackedMatrix)
         expected = np.concatenate([plain[name] for name in names])
-        assert np.allclose(matrix.part(0, matrix.rows).numpy(), expected, rtol=1e-6)
+        assert np.allclose(matrix.float_rows(0, matrix.rows).numpy(), expected, rtol=1e-6)
     assert found.precision == "FP8"
     reference = load_transformer(open_checkpoint(tmp_path))
     assert np.allclose(

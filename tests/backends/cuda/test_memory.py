@@ -13,7 +13,7 @@ import tiny  # noqa: E402
 
 from unspool.backends.cuda import memory  # noqa: E402
 from unspool.backends.cuda.load import load_weights  # noqa: E402
-from unspool.backends.cuda.pages import Pages, page_bytes  # noqa: E402
+from unspool.backends.cuda.pages import KVCache, page_bytes  # noqa: E402
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning  # noqa: E402
 from unspool.model.checkpoint import open_checkpoint  # noqa: E402
 
@@ -33,9 +33,9 @@ def room_for(monkeypatch, most: int) -> list[int]:
         asked.append(count)
         if count > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Pages(config, count, dtype, device)
+        return KVCache(config, count, dtype, device)
 
-    monkeypatch.setattr(memory, "Pages", make)
+    monkeypatch.setattr(memory, "KVCache", make)
     return asked
 
 
@@ -43,24 +43,24 @@ def test_so_much_as_is_said(weights):
     each = page_bytes(weights.config, weights.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert memory.make_pages(weights, 100 * each + 5, 128).count == 100
+        assert memory.allocate_kv_cache(weights, 100 * each + 5, 128).count == 100
     with pytest.raises(SettingsError, match="single page"):
-        memory.make_pages(weights, each - 1, 128)
+        memory.allocate_kv_cache(weights, each - 1, 128)
 
 
 def test_not_more_than_texts_can_use(weights):
-    assert memory.make_pages(weights, None, 32).count == 512 * 2
+    assert memory.allocate_kv_cache(weights, None, 32).count == 512 * 2
 
 
 def test_a_smaller_pool_where_memory_is_out(weights, monkeypatch):
     asked = room_for(monkeypatch, 60)
     each = page_bytes(weights.config, weights.dtype)
-    with pytest.warns(UnspoolWarning, match=r"no room for .* of keys and values; it has"):
-        pages = memory.make_pages(weights, 100 * each, 128)
+    with pytest.warns(UnspoolWarning, match=r"no memory for a KV cache of .*; using"):
+        pages = memory.allocate_kv_cache(weights, 100 * each, 128)
     assert pages.count == 56 and asked == [100, 75, 56]
 
 
 def test_no_room_at_all_is_said_in_words(weights, monkeypatch):
     room_for(monkeypatch, 3)
-    with pytest.raises(UnspoolError, match="is full: beside the weights there is no room"):
-        memory.make_pages(weights, None, 128)
+    with pytest.raises(UnspoolError, match="the KV cache does not fit beside the weights"):
+        memory.allocate_kv_cache(weights, None, 128)

@@ -40,7 +40,7 @@ def check(picker: DevicePicker, wanted: list[Pick], logits: Any) -> None:
         assert picked[row] == one.token or at_a_border(one), (row, picked[row], one)
         if picked[row] == one.token:
             assert picker.logprobs[row].item() == pytest.approx(one.logprob, abs=2e-6)
-        peak, log_sum, entropy = picker.own[row].tolist()
+        peak, log_sum, entropy = picker.summaries[row].tolist()
         assert peak == logits[row].max()
         assert entropy == pytest.approx(one.entropy, abs=1e-5)
         assert peak - log_sum <= 1e-6
@@ -114,7 +114,7 @@ def test_a_row_alone_is_as_among_others():
         alone.launch(tensor[n : n + 1], penalties=False, sampled=n < 3)
         assert alone.picks[0] == together.picks[n]
         assert alone.logprobs[0] == together.logprobs[n]
-        assert (alone.own[0] == together.own[n]).all()
+        assert (alone.summaries[0] == together.summaries[n]).all()
 
 
 def test_a_picker_is_used_again_and_for_fewer_rows():
@@ -144,7 +144,7 @@ def test_picks_of_the_step_before_count_as_history():
 
 def test_more_rows_than_are_picked_at_once(monkeypatch: pytest.MonkeyPatch):
     """The picks of the first do not change what the history of the others means."""
-    monkeypatch.setattr("unspool.backends.cuda.pick._AT_ONCE", 2)
+    monkeypatch.setattr("unspool.backends.cuda.pick._ROWS_PER_LAUNCH", 2)
     asked = draws(3, temperature=0.0, presence_penalty=50.0)
     picker = filled(rows_of(asked, [np.array([0, -1 - n]) for n in range(3)][::-1]), 64)
     picker.picks.copy_(torch.tensor([7, 8, 9]))
