@@ -1,7 +1,7 @@
-"""What can go wrong while a token is picked, and for which rows of the batch.
+"""Errors while picking tokens.
 
-All errors carry `rows`, the numbers of the rows at fault, so that an engine can fail those
-requests alone and pick again for the others.
+Each carries `rows`, the rows of the batch that caused it, so that the engine can fail these
+requests only and pick again for the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from unspool.errors import SettingsError, UnspoolError
 
 
 class BadLogitsError(UnspoolError):
-    """The model gave no usable distribution: NaN, or no token at all."""
+    """The model's logits are not usable: NaN, or all -inf."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class BadLogitsError(UnspoolError):
 
 
 class StageError(SettingsError):
-    """A stage that a caller wrote went wrong."""
+    """A caller's stage function failed."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -36,4 +36,4 @@ class NoCandidateError(SettingsError):
 
 
 ROW_FAULTS = (BadLogitsError, StageError, NoCandidateError)
-"""What concerns some rows alone."""
+"""Errors that concern some rows only."""

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from unspool.backends.base import StepLimits
+from unspool.backends.cuda.attention import PAGE_SIZE
 from unspool.backends.cuda.graphs import BATCH_SIZES, Graphs, length_bucket, padded
 from unspool.backends.cuda.inputs import MAX_TABLE_UPDATES, StepInputs, to_device
 from unspool.backends.cuda.looks import StepObserver
 from unspool.backends.cuda.outcomes import CudaStepHandle, StepOutputs
-from unspool.backends.cuda.pages import PAGE_SIZE, KVCache, page_bytes
+from unspool.backends.cuda.pages import KVCache, page_bytes
 from unspool.backends.cuda.pick import DevicePicker
 from unspool.backends.cuda.products import num_multiprocessors
 from unspool.backends.cuda.program import ModelRunner

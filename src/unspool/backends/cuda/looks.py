@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda.attention import PAGE_SIZE
 from unspool.backends.cuda.inputs import to_device
-from unspool.backends.cuda.pages import PAGE_SIZE
 from unspool.backends.cuda.products import NormWeights
 from unspool.backends.cuda.program import ModelRunner
 from unspool.backends.cuda.weights import LayerWeights

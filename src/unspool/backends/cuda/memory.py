@@ -6,7 +6,8 @@ import warnings
 
 import torch
 
-from unspool.backends.cuda.pages import PAGE_SIZE, KVCache, page_bytes
+from unspool.backends.cuda.attention import PAGE_SIZE
+from unspool.backends.cuda.pages import KVCache, page_bytes
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.memory import pages_in
 from unspool.errors import UnspoolError, UnspoolWarning

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda.attention import PAGE_SIZE
 from unspool.backends.step import Ints
 from unspool.model.config import ModelConfig
-
-PAGE_SIZE = 16
 
 
 def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

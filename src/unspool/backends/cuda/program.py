@@ -31,7 +31,7 @@ _MAX_FUSED_ROWS = 16  # rows that may use the fused GEMVs ...
 _MAX_FUSED_BYTES = 2 << 30  # ... if they read at most this much in total, mostly from the L2 cache
 
 
-class Activations:
+class ActivationBuffers:
     """Buffers between the kernels, for up to `rows` rows."""
 
     def __init__(self, weights: Weights, rows: int) -> None:
@@ -50,9 +50,9 @@ class Activations:
         self.gate_up = new(inner * (1 + config.gated))
         self.inner = new(inner)
 
-    def first_rows(self, rows: int) -> Activations:
+    def first_rows(self, rows: int) -> ActivationBuffers:
         """Views of the first rows."""
-        part = object.__new__(Activations)
+        part = object.__new__(ActivationBuffers)
         part.__dict__ = {name: tensor[:rows] for name, tensor in self.__dict__.items()}
         return part
 
@@ -84,7 +84,7 @@ class ModelRunner:
         self.weights, self.pages, self.inputs, self.exact = weights, pages, inputs, exact
         self.pdl = supports_pdl(weights.device)
         rows = inputs.rows
-        self.buffers = Activations(weights, rows)
+        self.buffers = ActivationBuffers(weights, rows)
         self.adapters = CudaAdapters(weights, rows)
         shape = (rows, config.vocab_size)
         self.logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)
@@ -201,7 +201,7 @@ class ModelRunner:
 
     def layers(
         self,
-        a: Activations,
+        a: ActivationBuffers,
         attend: Attend,
         scratch: ExpertScratch,
         observer: LayerObserver | None = None,
@@ -265,7 +265,7 @@ class ModelRunner:
 
     def _add_norm(
         self,
-        a: Activations,
+        a: ActivationBuffers,
         first: Tensor | None = None,
         second: Tensor | None = None,
         *,
@@ -286,7 +286,7 @@ class ModelRunner:
     def _feed_forward(
         self,
         layer: LayerWeights,
-        a: Activations,
+        a: ActivationBuffers,
         x: Tensor,
         out: Tensor,
         scratch: ExpertScratch,

@@ -17,7 +17,7 @@ from unspool.backends.cuda import attention
 from unspool.backends.cuda.adapters import Adapt
 from unspool.backends.cuda.experts import ExpertScratch
 from unspool.backends.cuda.inputs import to_device
-from unspool.backends.cuda.program import Activations, LayerObserver, ModelRunner
+from unspool.backends.cuda.program import ActivationBuffers, LayerObserver, ModelRunner
 from unspool.backends.step import Ints, StepBatch
 
 
@@ -80,7 +80,7 @@ class PrefillRunner:
         """Run the model; return logits [requested, vocabulary]."""
         runner = self._runner
         weights, inputs, pages = runner.weights, runner.inputs, runner.pages
-        a = Activations(weights, len(prefill.tokens))
+        a = ActivationBuffers(weights, len(prefill.tokens))
         runner.embed(prefill.tokens, prefill.rows.positions, a.h, inputs.no_updates)
 
         def attend(layer: int, qkv: Tensor, heads_out: Tensor) -> None:
