@@ -29,5 +29,5 @@ def resolve_token(lm: Session, token: int | str) -> int:
         return lm.single_token(token)
     size = lm.config.vocab_size
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-        raise SettingsError(f"token must be an id from 0 to {size - 1} or text, got {token!r}")
+        raise SettingsError(f"token {token!r} is not in the vocabulary (0 to {size - 1})")
     return token

@@ -16,22 +16,22 @@ from unspool.backends.cuda.attention import attend, pieces_for, store_keys
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run(texts: Texts, new: bool, **more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(texts: Texts, new: bool, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     texts, out, scratch = texts.copy(), texts.out, texts.scratch
-    more.setdefault("pieces", pieces_for(texts.layer, int(texts.lines.ends.max())))
+    options.setdefault("pieces", pieces_for(texts.layer, int(texts.lines.ends.max())))
     if not new:
         store_keys(texts.qkv, texts.keys, texts.values, texts.layer, texts.lines, pdl=False)
     attend(
         texts.qkv, out, texts.keys, texts.values, texts.layer, texts.lines, scratch,
-        new=new, pdl=False, **more,
+        new=new, pdl=False, **options,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the scratch is clean for the next launch"
     return out, texts.keys, texts.values
 
 
-def check(texts: Texts, new: bool, **more: Any) -> None:
-    for ours, theirs in zip(run(texts, new, **more), expected(texts), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+def check(texts: Texts, new: bool, **options: Any) -> None:
+    for actual, expected_ in zip(run(texts, new, **options), expected(texts), strict=True):
+        torch.testing.assert_close(actual, expected_, rtol=2e-5, atol=2e-5)
 
 
 LAYERS = {
@@ -87,9 +87,9 @@ def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
 @settings(max_examples=25, deadline=None)
 def test_random_shapes(
     lengths: list[int], group: int, kv_heads: int, new: bool, several: int, many: int, pieces: int,
-    seed: int, **more: Any,
+    seed: int, **options: Any,
 ):  # fmt: skip
-    layer = a_layer(heads=group * kv_heads, kv_heads=kv_heads, **more)
+    layer = a_layer(heads=group * kv_heads, kv_heads=kv_heads, **options)
     texts = some_texts(layer, lengths, [1] * len(lengths), device=DEVICE, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         cut_small(patch, pieces)
@@ -102,8 +102,8 @@ def test_narrow_numbers():
     """In 16 bits; not in bfloat16, since Triton's interpreter multiplies its bits."""
     layer = a_layer(norm=True)
     texts = some_texts(layer, [33, 150], [1, 1], dtype=torch.float16, device=DEVICE)
-    for ours, theirs in zip(run(texts, True), expected(texts), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    for actual, expected_ in zip(run(texts, True), expected(texts), strict=True):
+        torch.testing.assert_close(actual, expected_, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
@@ -115,14 +115,14 @@ def test_the_same_bits_alone_and_together_fresh_or_stored(
     out = run(texts, True)[0]
     assert torch.equal(run(texts, False)[0], out)
     for n, length in enumerate(lengths):
-        one = texts.copy()
-        one.qkv = one.qkv[n : n + 1]
+        alone = texts.copy()
+        alone.qkv = alone.qkv[n : n + 1]
         lines = texts.lines
-        one.lines = attention.Lines(
+        alone.lines = attention.Lines(
             lines.table, lines.lines[n : n + 1], lines.positions[n : n + 1], lines.ends[n : n + 1]
         )
         few = pieces_for(texts.layer, length)
-        assert torch.equal(run(one, True, pieces=few)[0][0], out[n])
+        assert torch.equal(run(alone, True, pieces=few)[0][0], out[n])
     monkeypatch.setattr(attention, "MANY_PROGRAMS", 0)
     assert torch.equal(run(texts, True)[0], out)
 

@@ -47,8 +47,8 @@ def test_one_vector_and_many_agree(dtype):
     torch.manual_seed(1)
     matrix = PlainMatrix(torch.randn(300, 130).to(dtype))
     x = torch.randn(3, 130).to(dtype)
-    one, many = torch.empty(300, dtype=dtype), torch.empty(3, 300, dtype=dtype)
-    matrix.times_each(x[1], one, Around(1e-6))
+    single, many = torch.empty(300, dtype=dtype), torch.empty(3, 300, dtype=dtype)
+    matrix.times_each(x[1], single, Around(1e-6))
     matrix.gemm(x, many)
     bound = 1e-5 if dtype == torch.float32 else 0.02
-    assert torch.allclose(one.float(), many[1].float(), rtol=bound, atol=bound)
+    assert torch.allclose(single.float(), many[1].float(), rtol=bound, atol=bound)

@@ -27,25 +27,25 @@ def weights(tmp_path_factory):
 
 def room_for(monkeypatch, most: int) -> list[int]:
     """A device that has room for so many pages; gives those that were asked for."""
-    asked = []
+    counts = []
 
     def make(config, count, dtype, device):
-        asked.append(count)
+        counts.append(count)
         if count > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return KVCache(config, count, dtype, device)
 
     monkeypatch.setattr(memory, "KVCache", make)
-    return asked
+    return counts
 
 
 def test_so_much_as_is_said(weights):
-    each = page_bytes(weights.config, weights.dtype)
+    bytes_per_page = page_bytes(weights.config, weights.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert memory.allocate_kv_cache(weights, 100 * each + 5, 128).count == 100
+        assert memory.allocate_kv_cache(weights, 100 * bytes_per_page + 5, 128).count == 100
     with pytest.raises(SettingsError, match="single page"):
-        memory.allocate_kv_cache(weights, each - 1, 128)
+        memory.allocate_kv_cache(weights, bytes_per_page - 1, 128)
 
 
 def test_not_more_than_texts_can_use(weights):
@@ -53,11 +53,11 @@ def test_not_more_than_texts_can_use(weights):
 
 
 def test_a_smaller_pool_where_memory_is_out(weights, monkeypatch):
-    asked = room_for(monkeypatch, 60)
-    each = page_bytes(weights.config, weights.dtype)
+    counts = room_for(monkeypatch, 60)
+    bytes_per_page = page_bytes(weights.config, weights.dtype)
     with pytest.warns(UnspoolWarning, match=r"no memory for a KV cache of .*; using"):
-        pages = memory.allocate_kv_cache(weights, 100 * each, 128)
-    assert pages.count == 56 and asked == [100, 75, 56]
+        pages = memory.allocate_kv_cache(weights, 100 * bytes_per_page, 128)
+    assert pages.count == 56 and counts == [100, 75, 56]
 
 
 def test_no_room_at_all_is_said_in_words(weights, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import PAGES, backend, ours
+from cuda_support import PAGES, backend, cuda_model
 from paged_texts import Library, RandomCheckpoint, batch_of, config
 
 torch = pytest.importorskip("torch")
@@ -82,9 +82,12 @@ def test_all_is_copied_before_the_end_of_the_step(rows: int, monkeypatch: pytest
 
 def test_logits_are_read_after_the_next_step_was_launched():
     shape = config(layers=1, context=128)
-    found = []
+    results = []
     for later in (False, True):
-        running, library = backend(ours(RandomCheckpoint(shape))), Library(PAGES, shape.vocab_size)
+        running, library = (
+            backend(cuda_model(RandomCheckpoint(shape))),
+            Library(PAGES, shape.vocab_size),
+        )
         text = library.text(6)
         flights, logits = [], []
         for _ in range(3):
@@ -92,12 +95,12 @@ def test_logits_are_read_after_the_next_step_was_launched():
             text.read += 2
             if not later:
                 logits.append(flights[-1].result().logits)
-        found.append(logits or [flight.result().logits for flight in flights])
-    assert np.array_equal(*map(np.concatenate, found))
+        results.append(logits or [flight.result().logits for flight in flights])
+    assert np.array_equal(*map(np.concatenate, results))
 
 
 def test_logits_of_different_places_are_joined_on_the_host():
     """Few rows are brought there with their step, many stay on the device."""
-    both = joined([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
-    assert isinstance(both, np.ndarray) and both.sum(1).tolist() == [0, 4, 4]
+    joined_logits = joined([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
+    assert isinstance(joined_logits, np.ndarray) and joined_logits.sum(1).tolist() == [0, 4, 4]
     assert torch.is_tensor(joined([torch.ones(1, 4), torch.ones(2, 4)]))

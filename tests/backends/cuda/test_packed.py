@@ -46,8 +46,8 @@ def packed(kind: str, rows: int = ROWS, columns: int = COLUMNS, bias=None):
 KINDS = [*PACKINGS, "FP8 rows", "FP8 blocks"]
 
 
-def near(found, expected, bound=2e-5):
-    return float((found - expected).norm() / expected.norm()) < bound
+def near(result, expected, bound=2e-5):
+    return float((result - expected).norm() / expected.norm()) < bound
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,14 +95,14 @@ def test_one_vector_with_all_around_it(kind, gated):
     rows, columns = 30, 768  # units of a row that are no power of two
     bias = torch.randn(rows)
     matrix, plain = packed(kind, rows, columns, bias)
-    kept = rows // (1 + gated)
+    num_out = rows // (1 + gated)
     norm = NormWeights(torch.rand(columns), torch.randn(columns))
-    x, residual, out = torch.randn(columns), torch.randn(kept), torch.full((kept,), torch.nan)
+    x, residual, out = torch.randn(columns), torch.randn(num_out), torch.full((num_out,), torch.nan)
     matrix.times_each(x, out, Around(1e-5, norm, "silu", gated, residual))
     normed = torch.nn.functional.layer_norm(x, (columns,), norm.gain, norm.bias, 1e-5)
     y = plain @ normed + bias
-    bent = torch.nn.functional.silu(y[:kept])
-    assert near(out, (bent * y[kept:] if gated else bent) + residual)
+    bent = torch.nn.functional.silu(y[:num_out])
+    assert near(out, (bent * y[num_out:] if gated else bent) + residual)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,11 +153,11 @@ def test_matrices_of_different_types_one_above_the_other():
     matrix, plain = StackedMatrix((first, second)), torch.cat((a, b))
     assert (matrix.rows, matrix.columns) == plain.shape
     x, residual = torch.randn(70, COLUMNS), torch.randn(len(plain))
-    one, few, many = (torch.full((n, len(plain)), torch.nan) for n in (1, 2, 70))
-    matrix.times_each(x[0], one[0], Around(1e-5, residual=residual))
+    single, few, many = (torch.full((n, len(plain)), torch.nan) for n in (1, 2, 70))
+    matrix.times_each(x[0], single[0], Around(1e-5, residual=residual))
     matrix.gemm(x[:2], few)
     matrix.gemm(x, many)
-    assert near(one[0], plain @ x[0] + residual)
+    assert near(single[0], plain @ x[0] + residual)
     assert near(few, x[:2] @ plain.t()) and near(many, x @ plain.t())
     assert torch.equal(matrix.float_rows(30, 45), plain[30:45])
 
