@@ -1,7 +1,7 @@
-"""The same model on the plain torch backend and on the GPU's kernels.
+"""The same model on the torch backend and on the CUDA backend.
 
-`device` says where the kernels run: on a GPU, or, by Triton's interpreter, on the CPU. The plain
-backend is what they are compared with.
+`device` says where the CUDA backend runs: on a GPU, or on the CPU by Triton's interpreter. The
+torch backend is the reference.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def distance(a: Any, b: Any) -> float:
 
 
 def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
-    """Logits of texts that come as prompts, in chunks with a past, one token at a time and as
-    drafts, alone and beside each other; the same tokens whatever the backend."""
+    """Logits of texts read as prompts, in chunks with a past, token by token and as drafts, alone
+    and in batches; the same tokens for any backend."""
     library = Library(PAGES, vocabulary, seed=3)
     a, b, c = (library.text(length) for length in (long, long - 7, long - 2))
     logits = [*read(backend, [(a, long // 2)])]  # a prompt alone
@@ -77,13 +77,13 @@ def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
     logits += read(backend, [(c, 3), (a, 1), (b, 2)])  # drafts
     logits += read(backend, [(a, 1), (b, 1), (c, 1)])  # a token of each
     logits += read(backend, [(c, 18), (a, 1)])  # a chunk with a past
-    b.read -= 4  # taken back, and read once more
+    b.read -= 4  # rewound and read again
     logits += read(backend, [(b, 5), (c, 1), (a, 1)])
     return np.concatenate(logits)
 
 
 def read_by_engine(model: Loaded) -> Any:
-    """Logits of a prompt and of two tokens behind it, of a model that may have recurrent layers."""
+    """Logits of a prompt and of the two tokens after it; also for models with recurrent layers."""
     with language_model(model, memory=4 << 20) as lm:
         branch = lm.engine.open(list(range(3, 33)))
         logits = [lm.engine.extend(branch, wanted=30)]
@@ -92,7 +92,7 @@ def read_by_engine(model: Loaded) -> Any:
 
 
 def pick_rows(settings_list: Sequence[SamplingSettings], lengths: Sequence[int]) -> PickRows:
-    """How rows are picked whose next token stands at these positions; none sees its history."""
+    """Sampling settings of rows whose next token is at these positions; without history."""
     floats, ints = [], []
     for number, (choice, length) in enumerate(zip(settings_list, lengths, strict=True)):
         row_floats, row_ints = row_numbers(choice, sample=number)
@@ -115,7 +115,7 @@ def check_picks(backend: Backend, batch: StepBatch) -> None:
 
 
 def written(lm: LanguageModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """The texts of prompts that are handed in at once, each with its number as the seed."""
+    """Generated texts of prompts that are submitted together, each with its index as the seed."""
     streams = [
         lm.stream(prompt, **{"seed": seed, "end": False, **options})
         for seed, prompt in enumerate(prompts)

@@ -48,7 +48,7 @@ def random_logits(chance: np.random.Generator, rows: int, width: int, spread: fl
 
 
 def rows_of(settings_list: list[SamplingSettings], texts: list[Any], prompt: int = 1) -> PickRows:
-    """How the next token of each text is picked; so many of a text's tokens are its prompt."""
+    """Sampling rows for the next token of each text; its first `prompt` tokens are the prompt."""
     floats, ints, histories, at = [], [], [], 0
     for number, (row_settings, text) in enumerate(zip(settings_list, texts, strict=True)):
         row_floats, row_ints = row_numbers(row_settings, sample=number)

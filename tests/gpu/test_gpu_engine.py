@@ -50,7 +50,7 @@ def nothing_leaks(lm: LanguageModel) -> None:
 
 
 def test_steps_are_captured_anew(models: Any) -> None:
-    """When all graphs are let go of, their memory goes too, and the next ones get their own."""
+    """When all graphs are dropped, their memory is freed, and new graphs allocate again."""
     _, gpu = models
     first = written(gpu, [PROMPT], temperature=0, max_tokens=12)
     gpu.engine.call(gpu.engine.backend._graphs.clear)
@@ -195,7 +195,7 @@ def test_two_models_at_once(models: tuple[LanguageModel, LanguageModel], tmp_pat
 
 
 def test_random_stress(models: tuple[LanguageModel, LanguageModel]):
-    """Whatever people do, at random, from several threads; every text is what it is alone."""
+    """Random requests from several threads; each text is the same as alone."""
     cpu, gpu = models
     until, wrong = time.monotonic() + SECONDS, list[str]()
     settings: list[dict[str, Any]] = [

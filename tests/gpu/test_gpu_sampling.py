@@ -54,7 +54,7 @@ def test_prompts_are_picked_as_by_the_chain(running: Backend):
 
 
 def test_a_token_may_be_what_the_step_before_picked(running: Backend):
-    """Two steps on their way at once, the second on what the first will pick."""
+    """Two steps in flight, the second on the picks of the first."""
     results_ = []
     for ahead in (False, True):
         library = Library(2048, running.vocab_size, 7)
@@ -81,7 +81,7 @@ def test_a_token_may_be_what_the_step_before_picked(running: Backend):
 
 
 def _sampled(batch: Any, settings_list: list[SamplingSettings], lengths: list[int]) -> Any:
-    """The same step, which picks behind the last token of each row and gives its logits."""
+    """The same step, sampling after the last token of each row and returning its logits."""
     from dataclasses import replace
 
     last = batch.starts[1:] - 1

@@ -12,7 +12,7 @@ def test_the_mean_of_the_final_vectors(tiny_lm, monkeypatch):
     from unspool.lens import embedding as module
 
     monkeypatch.setattr(module, "_CHUNK_TOKENS", 32)
-    ids = [(7 * n) % 50 + 1 for n in range(100)]  # more than are read at once
+    ids = [(7 * n) % 50 + 1 for n in range(100)]  # more than one chunk
     result = embedding(tiny_lm, ids)
     final = [tiny_lm.model.normed(look(tiny_lm, ids, n).residuals[-1][None])[0] for n in range(100)]
     mean = np.mean(final, axis=0, dtype=np.float64)

@@ -39,7 +39,7 @@ def saved_trace(tiny_lm) -> Trace:
 
 
 def refused(data: object) -> str:
-    """One line, whatever is wrong: through a file's text, as a user would meet it."""
+    """A one-line error for any fault, loaded through JSON text."""
     with pytest.raises(UnspoolError) as error:
         trace_from(json.loads(json.dumps(data)))
     message = str(error.value)
@@ -91,7 +91,7 @@ def test_odd_numbers_survive(saved_trace, tmp_path):
 
 
 def test_every_field_is_saved_and_read(saved_trace):
-    """Whoever adds a field to a step is told here to add it to the trace."""
+    """A new field of a step must be added to the trace."""
     data = saved_trace.to_dict()
     assert data["steps"][0].keys() == {f.name for f in dataclasses.fields(Step) if f.compare}
     assert data["limits"].keys() == {f.name for f in dataclasses.fields(Limits) if f.compare}

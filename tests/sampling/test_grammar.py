@@ -1,4 +1,4 @@
-"""Grammars: whatever is picked from the masks satisfies them, and every way there agrees."""
+"""Grammars: every token picked from a mask satisfies them, and all methods agree."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ GUARDS: list[g.Guard] = [
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.integers(0, 1), PIECES, st.floats(-8, 0), st.floats(0, 3)),
-        st.integers(1, 9),  # so many tokens are taken back
+        st.integers(1, 9),  # number of tokens to rewind
     ),
     max_size=60,
 )
@@ -442,7 +442,7 @@ def test_predicates():
     assert [violation and violation.start for violation in violations] == [None, None, 2, 1, 4]
     assert violations[4] is not None and violations[4].reason == "too rude"
     calls: list[Any] = []
-    monitor = g.PredicateGuard(lambda *given: calls.append(given)).start()
+    monitor = g.PredicateGuard(lambda *args: calls.append(args)).start()
     for token, piece in enumerate([b"a", b"\xc3", b"\xa9"]):
         monitor.push(token, piece, -1, 1)
     assert calls == [("a", (0,)), ("a", (0, 1)), ("aé", (0, 1, 2))]

@@ -19,7 +19,7 @@ OWNER = {"type": "object", "properties": {"pet": PET}, "required": ["pet"]}
 
 
 def fits(schema: Any, value: Any) -> bool:
-    """Whether the grammar of a schema takes this value, and may end behind it."""
+    """Whether the grammar of a schema accepts this value and may end after it."""
     text = value if isinstance(value, str) else json.dumps(value)
     state = start(GrammarSpec.json_schema(schema))
     tokens = ids(text)

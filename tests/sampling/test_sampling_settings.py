@@ -56,7 +56,7 @@ def test_a_setting_without_its_stage_is_refused() -> None:
     with pytest.raises(SettingsError, match="top_k is 40"):  # given, though the default's value
         SamplingSettings.from_options(top_k=40, stages=("temperature",))
     SamplingSettings.from_options(top_k=0, stages=("temperature",))  # off: nothing is lost
-    SamplingSettings(stages=("top-k", "temperature"))  # defaults that nobody asked for
+    SamplingSettings(stages=("top-k", "temperature"))  # defaults, not set by the user
 
 
 def test_edges_that_are_allowed() -> None:

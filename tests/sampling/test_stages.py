@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 10_000)
 quick = settings(max_examples=40, deadline=None)
 
 
-def kept(candidates: Candidates) -> list[set[int]]:
+def remaining_ids(candidates: Candidates) -> list[set[int]]:
     return [set(np.flatnonzero(row > -np.inf).tolist()) for row in dense(candidates)]
 
 
@@ -37,7 +37,7 @@ def kept(candidates: Candidates) -> list[set[int]]:
 @quick
 def test_top_p_without_a_sort_is_top_p_with_one(seed: int, width: int, p: float) -> None:
     logits = random_logits(seed, 2, width, spread=1.5)
-    result = kept(apply("top_p", logits, neutral(top_p=p)))
+    result = remaining_ids(apply("top_p", logits, neutral(top_p=p)))
     for row, chances in enumerate(softmax(logits)):
         order = np.lexsort((np.arange(width), -chances))
         mass_before = np.cumsum(chances[order]) - chances[order]
@@ -59,12 +59,14 @@ def test_the_leading_are_those_of_a_full_sort(seed: int, width: int, count: int)
 
 
 def test_top_k_keeps_exactly_k_of_equals_the_lowest_ids() -> None:
-    assert kept(apply("top_k", np.zeros((1, 5000), np.float32), neutral(top_k=3))) == [{0, 1, 2}]
+    assert remaining_ids(apply("top_k", np.zeros((1, 5000), np.float32), neutral(top_k=3))) == [
+        {0, 1, 2}
+    ]
 
 
 def test_each_row_has_its_own_k() -> None:
     logits = random_logits(0, 3, 2000)
-    result = kept(apply("top_k", logits, [neutral(top_k=k) for k in (1, 7, 300)]))
+    result = remaining_ids(apply("top_k", logits, [neutral(top_k=k) for k in (1, 7, 300)]))
     assert [len(row) for row in result] == [1, 7, 300]
 
 
@@ -73,7 +75,9 @@ def test_each_row_has_its_own_k() -> None:
 def test_top_n_sigma_formula(seed: int, sigma: float) -> None:
     logits = random_logits(seed, 2, 500)
     logits[1, :100] = -np.inf
-    for row, result in enumerate(kept(apply("top_n_sigma", logits, neutral(top_n_sigma=sigma)))):
+    for row, result in enumerate(
+        remaining_ids(apply("top_n_sigma", logits, neutral(top_n_sigma=sigma)))
+    ):
         finite = logits[row][np.isfinite(logits[row])].astype(np.float64)
         bound = finite.max() - sigma * finite.std()
         assert result >= set(np.flatnonzero(logits[row] >= bound + 1e-4).tolist())
@@ -211,7 +215,7 @@ def test_xtc_coin_is_tossed_at_its_rate_and_from_its_own_stream() -> None:
     on = neutral(xtc_probability=0.3, xtc_threshold=0.19, seed=5)
     dropped = 0
     for position in range(400):
-        result = kept(apply("xtc", logits, on, [RowInput(position=position)]))[0]
+        result = remaining_ids(apply("xtc", logits, on, [RowInput(position=position)]))[0]
         tossed = uniform(5, 0, position, XTC_STREAM) < 0.3
         assert result == ({2, 3} if tossed else {0, 1, 2, 3})
         dropped += tossed

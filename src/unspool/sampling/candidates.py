@@ -96,7 +96,7 @@ class Candidates:
     def _raise_if_invalid(self, peaks: np.ndarray[Any, Any]) -> None:
         bad = np.flatnonzero(np.isnan(peaks))
         if bad.size:
-            raise BadLogitsError("the model returned NaN logits", bad.tolist())
+            raise BadLogitsError("the model gave NaN logits", bad.tolist())
         empty = np.flatnonzero(peaks == -INF)
         if empty.size:
             raise NoCandidateError("every token is forbidden", empty.tolist())

@@ -87,7 +87,7 @@ def some_texts(
     device: str = "cpu",
     seed: int = 0,
 ) -> Texts:
-    """Texts of so many tokens, the last `counts` of them new (their keys not yet in the pages)."""
+    """Texts of these lengths, the last `counts` tokens new (their keys not yet in the pages)."""
     rng = np.random.default_rng(seed)
     columns = -(-max(lengths) // PAGE_SIZE) + 1
     used = len(lengths) * columns

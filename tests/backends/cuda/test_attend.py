@@ -36,15 +36,11 @@ def check(texts: Texts, new: bool, **options: Any) -> None:
 
 LAYERS = {
     "plain": {},
-    "partial rotary": {"rotary": 6},
-    "no rotary": {"rotary": 0},
-    "head norm": {"norm": True},
-    "window": {"window": 70},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": True},
+    "no rotary, sinks": {"rotary": 0, "sinks": True},
+    "window, softcap": {"window": 70, "softcap": 3.0},
     "one head each": {"heads": 3, "kv_heads": 3},
     "three a key head": {"heads": 9, "kv_heads": 3, "head_width": 8},
-    "odd width": {"head_width": 20, "rotary": 10, "norm": True},
+    "odd width, partial rotary, head norm": {"head_width": 20, "rotary": 10, "norm": True},
     "wide": {"heads": 2, "kv_heads": 1, "head_width": 80},
     "many a key head": {"heads": 40, "kv_heads": 2},
 }
@@ -54,14 +50,14 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_as_plain_torch(name: str, new: bool):
     layer = a_layer(**LAYERS[name])
-    check(some_texts(layer, [1, 65, 150], [1] * 3, device=DEVICE), new)
+    check(some_texts(layer, [1, 65, 90], [1] * 3, device=DEVICE), new)
 
 
-@pytest.mark.parametrize("window", (0, 500))
+@pytest.mark.parametrize("window", (0, 150))
 def test_long_texts_are_cut_into_pieces(window: int, monkeypatch: pytest.MonkeyPatch):
     cut_small(monkeypatch)
     layer = a_layer(window=window)
-    check(some_texts(layer, [64, 65, 700, 1000], [1] * 4, device=DEVICE), True)
+    check(some_texts(layer, [64, 65, 300], [1] * 3, device=DEVICE), True)
 
 
 def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
@@ -70,7 +66,7 @@ def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
 
 
 @given(
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=2),
     group=st.integers(1, 3),
     kv_heads=st.integers(1, 2),
     head_width=st.sampled_from((8, 12, 16, 24, 32)),
@@ -84,7 +80,7 @@ def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
     pieces=st.sampled_from((4, 30)),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_random_shapes(
     lengths: list[int], group: int, kv_heads: int, new: bool, several: int, many: int, pieces: int,
     seed: int, **options: Any,
@@ -110,8 +106,8 @@ def test_narrow_numbers():
 def test_the_same_bits_alone_and_together_fresh_or_stored(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    lengths = [3, 64, 200, 450]
-    texts = some_texts(a_layer(norm=True), lengths, [1] * 4, dtype=dtype, device=DEVICE)
+    lengths = [3, 64, 200]
+    texts = some_texts(a_layer(norm=True), lengths, [1] * 3, dtype=dtype, device=DEVICE)
     out = run(texts, True)[0]
     assert torch.equal(run(texts, False)[0], out)
     for n, length in enumerate(lengths):

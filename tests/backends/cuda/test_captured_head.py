@@ -1,4 +1,4 @@
-"""A drafting head as graphs: it guesses what the plain arithmetic guesses, whoever drafts between.
+"""A drafting head as graphs: same guesses as in plain torch, also with other drafts in between.
 
 By Triton's interpreter on the CPU, which is slow; tests/gpu has the same on a GPU.
 """
@@ -165,7 +165,7 @@ def test_what_is_read_is_what_a_look_sees(lm: Any, head_folder: Path, device: st
 
 
 def test_pinned_memory_is_not_written_before_it_was_read() -> None:
-    """On a GPU an event stands behind the copy; here a stand-in that only counts."""
+    """On a GPU an event is recorded after the copy; here a fake event that only counts."""
 
     class Event:
         recorded = synchronized = 0

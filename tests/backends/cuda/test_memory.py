@@ -26,7 +26,7 @@ def weights(tmp_path_factory):
 
 
 def room_for(monkeypatch, most: int) -> list[int]:
-    """A device that has room for so many pages; gives those that were asked for."""
+    """Fake a device with memory for `most` pages; return the requested counts."""
     counts = []
 
     def make(config, count, dtype, device):

@@ -21,7 +21,7 @@ from unspool.backends.cuda.packing import (  # noqa: E402
 from unspool.backends.cuda.products import Around, NormWeights  # noqa: E402
 from unspool.model.float8 import float8_to_float32  # noqa: E402
 
-ROWS, COLUMNS = 37, 512
+ROWS, COLUMNS = 37, 256
 FEW_ROWS = 19  # several programs, the last of them with fewer rows
 
 

@@ -88,7 +88,7 @@ def draws(count: int, **options: Any) -> list[SamplingSettings]:
     ],
 )
 def test_a_large_vocabulary(spread: float, options: dict[str, Any]):
-    width = 49_152
+    width = 20_000
     tensor = torch.randn(2, width, generator=torch.Generator().manual_seed(7)) * spread
     tensor = tensor.bfloat16()
     settings_list = draws(2, **options)
@@ -101,7 +101,7 @@ def test_a_large_vocabulary(spread: float, options: dict[str, Any]):
 
 
 def test_a_row_alone_is_as_among_others():
-    """Bit for bit, and whichever kernels were spared."""
+    """Bit-identical, also if kernels are skipped."""
     tensor = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(3)) * 3
     settings_list = [*draws(3), SamplingSettings(temperature=0)]
     texts = [np.arange(5)] * 4
@@ -179,10 +179,10 @@ def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty
 
 def test_equals_at_the_border_of_top_k():
     """Logits in steps of 1/16, as bfloat16 has them: the k-th lies exactly where the reach ends."""
-    tensor = torch.randn(12, 4_000, generator=torch.Generator().manual_seed(11))
+    tensor = torch.randn(4, 4_000, generator=torch.Generator().manual_seed(11))
     tensor = (tensor * 16).round() / 16
-    settings_list = draws(12, temperature=1.0, top_k=5, top_p=1.0)
-    texts = [np.arange(3)] * 12
+    settings_list = draws(4, temperature=1.0, top_k=5, top_p=1.0)
+    texts = [np.arange(3)] * 4
     picker = filled(rows_of(settings_list, texts), 4_000)
     picker.launch(tensor, penalties=False)
     logits = tensor.numpy()
