@@ -1,6 +1,6 @@
 """Traces: everything that led to a generation, so that it can be shown and replayed.
 
-`trace_file` saves and loads them.
+`save_trace` and `load_trace` write and read files.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class TorchOperations:
 
     def logit_and_rank(self, x: Array, tokens: Array) -> tuple[Array, Array]:
         logit = self.take_columns(x, self.to_array_like(tokens, x)[:, None])
-        return logit.to_float64(), (x > logit).sum(-1)
+        return logit.double(), (x > logit).sum(-1)
 
     def first_max(self, x: Array) -> Array:
         return (x == x.amax(-1, keepdim=True)).to(self.torch.int8).argmax(-1)
@@ -244,7 +244,7 @@ class TorchOperations:
         return self.torch.take_along_dim(x, columns, dim=-1)
 
     def to_float64(self, x: Array) -> Array:
-        return x.to_float64()
+        return x.double()
 
     def to_array_like(self, values: Any, x: Array) -> Array:
         if not isinstance(values, self.torch.Tensor):
@@ -262,13 +262,13 @@ class TorchOperations:
     def _row_sum(self, x: Array) -> Array:
         # Blocks of fixed length: torch splits a long sum between threads, but not these.
         padded = self.torch.nn.functional.pad(x, (0, -x.shape[-1] % 256))
-        sums = padded.reshape(x.shape[0], -1, 256).sum(-1).to_float64()
+        sums = padded.reshape(x.shape[0], -1, 256).sum(-1).double()
         return sums.cumsum(-1)[:, -1:]
 
     def softmax_stats(
         self, logits: Array, peak: Array | None, entropy: bool
     ) -> tuple[Array, Array, Array | None]:
-        peak = self.amax(logits).to_float64() if peak is None else peak
+        peak = self.amax(logits).double() if peak is None else peak
         shifted = (logits - peak.to(logits.dtype)).clamp(min=LOWEST)
         exp_shifted = self.torch.exp(shifted)
         total = self._row_sum(exp_shifted)
@@ -278,7 +278,7 @@ class TorchOperations:
 
     def variance(self, x: Array, mask: Array) -> Array:
         number = mask.sum(-1, keepdim=True)
-        values = x.to_float64()
+        values = x.double()
         mean = self._row_sum(values.masked_fill(~mask, 0.0)) / number
         return self._row_sum(((values - mean) ** 2).masked_fill(~mask, 0.0)) / number
 

@@ -11,28 +11,24 @@ from collections.abc import Sequence
 from unspool.errors import SettingsError, UnspoolError
 
 
-class BadLogitsError(UnspoolError):
+class RowError(Exception):
+    """Base of errors that concern some rows of a batch only."""
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+
+
+class BadLogitsError(RowError, UnspoolError):
     """The model's logits are not usable: NaN, or all -inf."""
 
-    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.rows = tuple(rows)
 
-
-class StageError(SettingsError):
+class StageError(RowError, SettingsError):
     """A caller's stage function failed."""
 
-    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.rows = tuple(rows)
 
-
-class NoCandidateError(SettingsError):
+class NoCandidateError(RowError, SettingsError):
     """The settings forbid every token of the vocabulary."""
-
-    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.rows = tuple(rows)
 
 
 ROW_FAULTS = (BadLogitsError, StageError, NoCandidateError)

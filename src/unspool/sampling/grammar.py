@@ -331,9 +331,7 @@ class GrammarState:
             bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
             complete = self._matcher.is_accepting()
-            mask = np.unpackbits(bitmask, count=vocabulary.size, bitorder="little").view(
-                np.bool_
-            )
+            mask = np.unpackbits(bitmask, count=vocabulary.size, bitorder="little").view(np.bool_)
             ends = list(vocabulary.end_ids)
             mask[ends] = False
             can_continue = bool(mask.any())

@@ -7,7 +7,7 @@
     GrammarSpec.lark('start: "a" | "b" start')           # llguidance's dialect
     GrammarSpec.gbnf('root ::= "a" | "b" root')          # llama.cpp's
 
-Each becomes a Lark grammar, which `grammar.py` compiles. Oversized grammars are rejected here: the
+Each becomes a Lark grammar, which `Grammar` compiles. Oversized grammars are rejected here: the
 compiler limits its steps, but its parsing time is quadratic in the length, and a long chain of
 rules overflows its stack.
 """

@@ -5,7 +5,7 @@ what went wrong and where that started. A monitor can be rewound to any earlier 
 in the state of that shorter text: its state is stored per token, and the work per token is bounded.
 
 `BannedGuard` finds words and patterns, `SurpriseGuard` tokens that the model did not expect,
-`PredicateGuard` calls a caller's function. Loops are in `loops.py`, actions in `guards.py`.
+`PredicateGuard` calls a caller's function. `LoopGuard` finds loops. `GuardPolicy` says what to do.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class BannedGuard:
     """Banned words, phrases and regular expressions.
 
     They are found across token borders as soon as they are certain: a whole word once the next
-    character shows that it ended. A pattern (RE2 syntax, see `patterns.py`) is searched in the last
+    character shows that it ended. A pattern (RE2 syntax, see `compile_linear`) is searched in the last
     `window` characters before each new token; longer matches are not found.
     """
 

@@ -200,7 +200,7 @@ class StackedMatrix:
             first += part.rows
 
     def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
-        """out = W · x for one vector or each of a few; never gated (see `load.py`)."""
+        """out = W · x for one vector or each of a few; never gated (see `WeightLoader`)."""
         for part, rows in self._row_slices():
             residual = None if epilogue.residual is None else epilogue.residual[..., rows]
             part.times_each(x, out[..., rows], replace(epilogue, residual=residual))

@@ -47,9 +47,7 @@ def epilogue(
 
 
 @triton.jit
-def load_vector(
-    x, gain, shift, cols, eps, K: tl.constexpr, NORM: tl.constexpr, weight, bias
-):  # fmt: skip
+def load_vector(x, weight, bias, cols, eps, K: tl.constexpr, NORM: tl.constexpr):
     """Load and normalize the vector; `weight` and `bias` of the norm were loaded before."""
     vector = tl.load(x + cols, mask=cols < K, other=0.0).to(tl.float32)
     if NORM != 0:
@@ -92,7 +90,7 @@ def gemv_kernel(
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    vector = load_vector(x, gain, shift, cols, eps, K, NORM, weight, offset)
+    vector = load_vector(x, weight, offset, cols, eps, K, NORM)
     for block in range(start, tl.cdiv(N, BN), stride):
         next_rows = (block + stride) * BN + tl.arange(0, BN)
         next_tile = load_rows(w, next_rows, cols, N, K, KP)

@@ -6,7 +6,7 @@ words, shifted left by BITS * s. So one mask extracts a slot from the four words
 multiplied with four neighbouring numbers of the vector.
 
 A quantized number q means  scale * (q - OFFSET) - minimum.  Scale and minimum come from a record of
-two or four bytes that one or two units share (`KIND`, see `packing.py`), and from two factors per
+two or four bytes that one or two units share (`KIND`, see `PackedLayout`), and from two factors per
 256 columns for types with super-blocks. FP8 (KIND 4) has one scale per row or per SHARE units.
 """
 

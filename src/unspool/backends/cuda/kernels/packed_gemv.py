@@ -1,4 +1,4 @@
-"""GEMV with a packed (quantized) matrix and the fused operations of `gemv.py`.
+"""GEMV with a packed (quantized) matrix and the fused operations of `gemv_kernel`.
 
 A vector in 16-bit floats is multiplied in integers: for each unit it is quantized to 16-bit
 integers times a step, stored as two bytes each, and one instruction (dp4a) adds four products of
