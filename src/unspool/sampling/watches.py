@@ -122,8 +122,8 @@ class BannedGuard:
     """Banned words, phrases and regular expressions.
 
     They are found across token borders as soon as they are certain: a whole word once the next
-    character shows that it ended. A pattern (RE2 syntax, see `compile_linear`) is searched in the last
-    `window` characters before each new token; longer matches are not found.
+    character shows that it ended. A pattern (RE2 syntax, see `compile_linear`) is searched in the
+    last `window` characters before each new token; longer matches are not found.
     """
 
     words: tuple[str, ...] = ()
