@@ -128,13 +128,10 @@ class CudaBackend:
         prefill = None
         if len(split.prefill_tokens):  # first: the graph overwrites the previous step's picks
             prefill = self._prefill.build_batch(
-                batch,
-                split.prefill_seqs,
-                split.prefill_tokens,
+                batch, split.prefill_seqs, split.prefill_tokens,
                 np.concatenate((split.sampled_prefill, split.prefill_logits)),
-                self._prefill_token_ids(batch, split),
-                split.prefill_adapters,
-            )
+                self._prefill_token_ids(batch, split), split.prefill_adapters,
+            )  # fmt: skip
         if split.num_decode:
             decoded = self._run_graph(batch, split, (_NO_INTS, _NO_INTS))
             logits += [] if decoded is None else [decoded]
@@ -177,16 +174,10 @@ class CudaBackend:
                     self._graphs.clear()
                 self.inputs.send_history(self._pick_indices(pick.history))
         self.inputs.send(
-            num_decode,
-            size,
-            self._pick_indices(batch.tokens[decode_rows]),
-            batch.positions[decode_rows],
-            ends,
-            split.slots,
-            table_updates,
-            picks,
+            num_decode, size, self._pick_indices(batch.tokens[decode_rows]),
+            batch.positions[decode_rows], ends, split.slots, table_updates, picks,
             split.decode_adapters,
-        )
+        )  # fmt: skip
         single_tokens, picker = split.single_tokens, self._picker
         adapted = split.decode_adapters is not None
         layers = batch.look.layers if batch.look else None

@@ -55,14 +55,9 @@ def open_row(logits, counts, floats, ints, vocabulary, state, unit, BINS: tl.con
     pre_temperature = tl.load(state + PRE_TEMPERATURE).to(tl.float32)
     has_edits = has_penalties(floats, ints)
     source = (
-        logits,
-        counts,
-        floats,
-        vocabulary,
-        has_edits,
-        tl.load(state + HAS_INF) != 0.0,
+        logits, counts, floats, vocabulary, has_edits, tl.load(state + HAS_INF) != 0.0,
         pre_temperature,
-    )
+    )  # fmt: skip
     scale = (tl.load(state + SCALE) * (BINS - 1)).to(tl.float32)
     ranking = (tl.load(state + PEAK_AFTER).to(tl.float32), scale, tl.load(state + SHARPNESS), unit)
     return source, ranking
@@ -200,15 +195,9 @@ def fill_bins(
         if tl.atomic_add(arrived + row, 1) == tl.num_programs(1) - 1:
             tl.store(arrived + row, 0)
             find_bins(
-                floats,
-                ints,
-                state,
-                ranking,
-                bins,
-                bin_ranges + row * BIN_RANGES,
-                sums + row * SUMS,
-                BINS,
-            )
+                floats, ints, state, ranking, bins, bin_ranges + row * BIN_RANGES,
+                sums + row * SUMS, BINS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -333,18 +322,9 @@ def sample_row(
         if applies & (kind != COUNTS):
             if value > NO_BORDER:
                 total = sum_until(
-                    source,
-                    gathered,
-                    number,
-                    ranking,
-                    sums,
-                    value,
-                    last,
-                    kind,
-                    BINS,
-                    BLOCK,
+                    source, gathered, number, ranking, sums, value, last, kind, BINS, BLOCK,
                     PENALTIES,
-                )
+                )  # fmt: skip
             elif (kind == WEIGHTS) & (top_k <= 0):
                 total = tl.load(state + MASS).to(tl.int64)
             else:
@@ -394,19 +374,9 @@ def sample_tokens(
             )  # fmt: skip
         if token < 0:
             token = sample_row(
-                source,
-                ranking,
-                floats,
-                ints,
-                state,
-                bins,
-                gathered,
-                number,
-                span,
-                BINS,
-                BLOCK,
+                source, ranking, floats, ints, state, bins, gathered, number, span, BINS, BLOCK,
                 PENALTIES,
-            )
+            )  # fmt: skip
         logit = tl.load(logits + token).to(tl.float64)
         below = depth_below(logit, tl.load(state + MODEL_PEAK))
         tl.store(picks + row, token.to(tl.int64))

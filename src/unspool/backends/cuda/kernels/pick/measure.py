@@ -188,14 +188,8 @@ def finish_summary(
                 has_inf = tl.full([], 1, tl.int32)
                 no_temperature = tl.full([], 1.0, tl.float32)
                 source = (
-                    logits,
-                    counts,
-                    floats,
-                    vocabulary,
-                    has_inf != 0,
-                    has_inf != 0,
-                    no_temperature,
-                )
+                    logits, counts, floats, vocabulary, has_inf != 0, has_inf != 0, no_temperature,
+                )  # fmt: skip
                 peak, total, token = summarize_infinite(source, PIECE, PENALTIES)
     log_total = tl.log(model_total)
     tl.store(summaries, model_peak)
