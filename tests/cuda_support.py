@@ -1,7 +1,7 @@
-"""The same model on the plain torch backend and on the GPU's kernels.
+"""The same model on the torch backend and on the CUDA backend.
 
-`device` says where the kernels run: on a GPU, or, by Triton's interpreter, on the CPU. The plain
-backend is what they are compared with.
+`device` says where the CUDA backend runs: on a GPU, or on the CPU by Triton's interpreter. The
+torch backend is the reference.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def family(name: str, folder: Path) -> Any:
     return open_checkpoint(folder)
 
 
-def plain(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
+def torch_model(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
     from unspool.backends.torch.loaded import TorchModel
 
     return TorchModel(load_transformer(checkpoint, dtype=dtype, device=device))
 
 
-def ours(
+def cuda_model(
     checkpoint: Any, *, dtype: str = "float32", device: str = "cpu", exact: bool = False
 ) -> Loaded:
     from unspool.backends.cuda.loaded import CudaModel
@@ -67,38 +67,38 @@ def distance(a: Any, b: Any) -> float:
 
 
 def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
-    """Logits of texts that come as prompts, in chunks with a past, one token at a time and as
-    drafts, alone and beside each other; the same tokens whatever the backend."""
+    """Logits of texts read as prompts, in chunks with a past, token by token and as drafts, alone
+    and in batches; the same tokens for any backend."""
     library = Library(PAGES, vocabulary, seed=3)
     a, b, c = (library.text(length) for length in (long, long - 7, long - 2))
-    found = [*read(backend, [(a, long // 2)])]  # a prompt alone
-    found += read(backend, [(a, 1), (b, 17)])  # a token beside another's prompt
-    found += read(backend, [(b, 1)])  # a token alone
-    found += read(backend, [(c, 3), (a, 1), (b, 2)])  # drafts
-    found += read(backend, [(a, 1), (b, 1), (c, 1)])  # a token of each
-    found += read(backend, [(c, 18), (a, 1)])  # a chunk with a past
-    b.read -= 4  # taken back, and read once more
-    found += read(backend, [(b, 5), (c, 1), (a, 1)])
-    return np.concatenate(found)
+    logits = [*read(backend, [(a, long // 2)])]  # a prompt alone
+    logits += read(backend, [(a, 1), (b, 17)])  # a token beside another's prompt
+    logits += read(backend, [(b, 1)])  # a token alone
+    logits += read(backend, [(c, 3), (a, 1), (b, 2)])  # drafts
+    logits += read(backend, [(a, 1), (b, 1), (c, 1)])  # a token of each
+    logits += read(backend, [(c, 18), (a, 1)])  # a chunk with a past
+    b.read -= 4  # rewound and read again
+    logits += read(backend, [(b, 5), (c, 1), (a, 1)])
+    return np.concatenate(logits)
 
 
 def read_by_engine(model: Loaded) -> Any:
-    """Logits of a prompt and of two tokens behind it, of a model that may have recurrent layers."""
+    """Logits of a prompt and of the two tokens after it; also for models with recurrent layers."""
     with language_model(model, memory=4 << 20) as lm:
         branch = lm.engine.open(list(range(3, 33)))
-        found = [lm.engine.extend(branch, wanted=30)]
-        found += [lm.engine.extend(branch, [token]) for token in (40, 50)]
-        return np.concatenate([host(each) for each in found])
+        logits = [lm.engine.extend(branch, wanted=30)]
+        logits += [lm.engine.extend(branch, [token]) for token in (40, 50)]
+        return np.concatenate([host(rows) for rows in logits])
 
 
-def pick_rows(asked: Sequence[SamplingSettings], lengths: Sequence[int]) -> PickRows:
-    """How rows are picked whose next token stands at these positions; none sees its history."""
+def pick_rows(settings_list: Sequence[SamplingSettings], lengths: Sequence[int]) -> PickRows:
+    """Sampling settings of rows whose next token is at these positions; without history."""
     floats, ints = [], []
-    for number, (one, length) in enumerate(zip(asked, lengths, strict=True)):
-        mine, whole = row_numbers(one, sample=number)
-        whole[POSITION] = length
-        floats.append(mine)
-        ints.append(whole)
+    for number, (choice, length) in enumerate(zip(settings_list, lengths, strict=True)):
+        row_floats, row_ints = row_numbers(choice, sample=number)
+        row_ints[POSITION] = length
+        floats.append(row_floats)
+        ints.append(row_ints)
     return PickRows(np.array(floats), np.array(ints), np.empty(0, np.int64))
 
 
@@ -107,15 +107,15 @@ def check_picks(backend: Backend, batch: StepBatch) -> None:
     ran = backend.launch(batch).result()
     assert batch.pick is not None
     logits = host(ran.logits)
-    asked = [batch.pick.settings(row) for row in range(len(logits))]
+    settings_list = [batch.pick.settings(row) for row in range(len(logits))]
     inputs = [batch.pick.row_input(row) for row in range(len(logits))]
-    wanted = Chain(asked).pick(logits, inputs)
-    assert ran.tokens.tolist() == [one.token for one in wanted]
-    np.testing.assert_allclose(ran.logprobs, [one.logprob for one in wanted], atol=1e-5)
+    expected = Chain(settings_list).pick(logits, inputs)
+    assert ran.tokens.tolist() == [choice.token for choice in expected]
+    np.testing.assert_allclose(ran.logprobs, [choice.logprob for choice in expected], atol=1e-5)
 
 
 def written(lm: LanguageModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """The texts of prompts that are handed in at once, each with its number as the seed."""
+    """Generated texts of prompts that are submitted together, each with its index as the seed."""
     streams = [
         lm.stream(prompt, **{"seed": seed, "end": False, **options})
         for seed, prompt in enumerate(prompts)

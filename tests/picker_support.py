@@ -47,18 +47,18 @@ def random_logits(chance: np.random.Generator, rows: int, width: int, spread: fl
     return logits
 
 
-def rows_of(asked: list[SamplingSettings], texts: list[Any], prompt: int = 1) -> PickRows:
-    """How the next token of each text is picked; so many of a text's tokens are its prompt."""
+def rows_of(settings_list: list[SamplingSettings], texts: list[Any], prompt: int = 1) -> PickRows:
+    """Sampling rows for the next token of each text; its first `prompt` tokens are the prompt."""
     floats, ints, histories, at = [], [], [], 0
-    for number, (one, text) in enumerate(zip(asked, texts, strict=True)):
-        mine, whole = row_numbers(one, sample=number)
-        whole[POSITION] = len(text)
-        start, end = history_range(one, prompt, len(text))
-        if sees_history(one):
-            whole[HISTORY_START], whole[HISTORY_END] = at, at + end - start
+    for number, (row_settings, text) in enumerate(zip(settings_list, texts, strict=True)):
+        row_floats, row_ints = row_numbers(row_settings, sample=number)
+        row_ints[POSITION] = len(text)
+        start, end = history_range(row_settings, prompt, len(text))
+        if sees_history(row_settings):
+            row_ints[HISTORY_START], row_ints[HISTORY_END] = at, at + end - start
             histories.append(text[start:end])
             at += end - start
-        floats.append(mine)
-        ints.append(whole)
+        floats.append(row_floats)
+        ints.append(row_ints)
     history = np.concatenate(histories) if histories else np.empty(0, np.int64)
     return PickRows(np.array(floats), np.array(ints), history)

@@ -208,7 +208,7 @@ def test_options_as_others_name_them(option: str, here: str):
 BAD = [
     (["-t", "-1"], "temperature was -1"),
     (["--top-p", "2"], "top_p was 2"),
-    (["--guard", "foo"], "there is no guard 'foo'; there are loop"),
+    (["--guard", "foo"], "unknown guard 'foo'; there are loop"),
     (["--guard", "lop"], "did you mean 'loop'? There are loop"),
     (["--regex", "(("], "regex"),
     (["--json-schema", '{"type": 7}'], "schema"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_gguf
-from cuda_support import family, language_model, ours, plain, prompts, written
+from cuda_support import cuda_model, family, language_model, prompts, torch_model, written
 from paged_texts import host
 from parity import difference
 
@@ -32,8 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, device: str) -> Any:
     checkpoint = open_checkpoint(path)
     words = open_tokenizer(checkpoint)
     with (
-        language_model(plain(checkpoint), words) as cpu,
-        language_model(ours(checkpoint, device=device), words) as gpu,
+        language_model(torch_model(checkpoint), words) as cpu,
+        language_model(cuda_model(checkpoint, device=device), words) as gpu,
     ):
         yield cpu, gpu
 
@@ -50,7 +50,7 @@ def nothing_leaks(lm: LanguageModel) -> None:
 
 
 def test_steps_are_captured_anew(models: Any) -> None:
-    """When all graphs are let go of, their memory goes too, and the next ones get their own."""
+    """When all graphs are dropped, their memory is freed, and new graphs allocate again."""
     _, gpu = models
     first = written(gpu, [PROMPT], temperature=0, max_tokens=12)
     gpu.engine.call(gpu.engine.backend._graphs.clear)
@@ -61,14 +61,14 @@ def walk(lm: LanguageModel, seed: int) -> list[Any]:
     """Branches that grow, fork, go back and end, as chance has it; all logits on the way."""
     chance, engine = random.Random(seed), lm.engine
     branches = [engine.open(PROMPT[: chance.randint(1, 40)])]
-    found = [host(branches[0].append())]
+    result = [host(branches[0].append())]
     for _ in range(60):
         branch = chance.choice(branches)
         act = chance.random()
         if act < 0.5:
             new = [chance.randrange(256) for _ in range(chance.choice([1, 1, 1, 2, 5, 30]))]
             if branch.length + len(new) < 250:
-                found.append(host(branch.append(new)))
+                result.append(host(branch.append(new)))
         elif act < 0.7 and len(branches) < 8:
             branches.append(branch.fork())
         elif act < 0.9 and branch.length > 1:
@@ -78,7 +78,7 @@ def walk(lm: LanguageModel, seed: int) -> list[Any]:
             branch.release()
     for branch in branches:
         branch.release()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -93,10 +93,10 @@ def test_forks_and_rewinds(models: tuple[LanguageModel, LanguageModel], seed: in
 
 def test_drafts_leave_the_text_as_it_is(models: tuple[LanguageModel, LanguageModel]):
     _, gpu = models
-    asked = [[*ids, *ids, *ids] for ids in prompts(12, 256, longest=20)]
+    prompt_list = [[*ids, *ids, *ids] for ids in prompts(12, 256, longest=20)]
     for options in ({"temperature": 0}, {"temperature": 0.7, "top_k": 20}):
-        without = written(gpu, asked, max_tokens=40, **options)
-        assert written(gpu, asked, max_tokens=40, speculate="lookup", **options) == without
+        without = written(gpu, prompt_list, max_tokens=40, **options)
+        assert written(gpu, prompt_list, max_tokens=40, speculate="lookup", **options) == without
 
 
 def test_grammars_explanations_and_rare_stages_beside_the_others(
@@ -114,12 +114,14 @@ def test_grammars_explanations_and_rare_stages_beside_the_others(
         {"guard": "loop", "temperature": 0},
     ]
     others = [gpu.stream(PROMPT, seed=n, end=False, max_tokens=150) for n in range(24)]
-    streams = [gpu.stream(PROMPT, seed=n, max_tokens=30, **one) for n, one in enumerate(special)]
+    streams = [
+        gpu.stream(PROMPT, seed=n, max_tokens=30, **options_) for n, options_ in enumerate(special)
+    ]
     beside = [[step.token for step in stream] for stream in streams]
     texts = [[step.token for step in stream] for stream in others]
-    for number, one in enumerate(special):
-        alone = cpu.generate(PROMPT, seed=number, max_tokens=30, **one)
-        assert beside[number] == [step.token for step in alone.steps], one
+    for number, options_ in enumerate(special):
+        alone = cpu.generate(PROMPT, seed=number, max_tokens=30, **options_)
+        assert beside[number] == [step.token for step in alone.steps], options_
     assert texts == written(cpu, [PROMPT] * 24, max_tokens=150)
     assert gpu.tokenizer.decode(beside[0]).isdigit()
 
@@ -128,13 +130,13 @@ def test_looks_while_others_write(models: tuple[LanguageModel, LanguageModel]):
     cpu, gpu = models
     others = [gpu.stream(PROMPT, seed=n, end=False, max_tokens=150) for n in range(24)]
     for position in (3, 17, -1):
-        mine, theirs = gpu.look(PROMPT, position), cpu.look(PROMPT, position)
-        assert difference(mine.attention, theirs.attention) < CLOSE
-        assert difference(mine.residuals, theirs.residuals) < CLOSE
-        assert difference(mine.parts, theirs.parts) < CLOSE
-        assert difference(mine.logits, theirs.logits) < CLOSE
-    found, wanted = gpu.score(PROMPT), cpu.score(PROMPT)
-    assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-3)
+        actual, expected = gpu.look(PROMPT, position), cpu.look(PROMPT, position)
+        assert difference(actual.attention, expected.attention) < CLOSE
+        assert difference(actual.residuals, expected.residuals) < CLOSE
+        assert difference(actual.parts, expected.parts) < CLOSE
+        assert difference(actual.logits, expected.logits) < CLOSE
+    result, expected = gpu.score(PROMPT), cpu.score(PROMPT)
+    assert result.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
     assert difference(gpu.embed(PROMPT), cpu.embed(PROMPT)) < CLOSE
     texts = [[step.token for step in stream] for stream in others]
     assert texts == written(cpu, [PROMPT] * 24, max_tokens=150)
@@ -144,34 +146,34 @@ def test_strategies_are_the_cpus(models: tuple[LanguageModel, LanguageModel]):
     cpu, gpu = models
     for ask in (
         lambda lm: lm.beam(PROMPT, beams=4, max_tokens=12).best.tokens,
-        lambda lm: [one.tokens for one in lm.samples(PROMPT, 9, seed=3, max_tokens=12)],
+        lambda lm: [options_.tokens for options_ in lm.samples(PROMPT, 9, seed=3, max_tokens=12)],
     ):
         assert ask(gpu) == ask(cpu)
 
 
 def test_texts_that_are_left_take_nothing_with_them(models: tuple[LanguageModel, LanguageModel]):
     cpu, gpu = models
-    kept = [gpu.stream(PROMPT, seed=n, end=False, max_tokens=60) for n in range(6)]
+    streams = [gpu.stream(PROMPT, seed=n, end=False, max_tokens=60) for n in range(6)]
     for number in range(40):
         stream = gpu.stream(prompts(1, 256, seed=number)[0], seed=number, end=False)
         for _, _ in zip(range(number % 5), stream, strict=False):
             pass
         stream.close()
-    texts = [[step.token for step in stream] for stream in kept]
+    texts = [[step.token for step in stream] for stream in streams]
     assert texts == written(cpu, [PROMPT] * 6, max_tokens=60)
     nothing_leaks(gpu)
 
 
 def test_a_pool_too_small_for_all_makes_some_wait(tmp_path: Path, device: str):
     checkpoint = family("llama", tmp_path)
-    asked = prompts(40, 259, longest=60)
+    prompt_list = prompts(40, 259, longest=60)
     options = {"temperature": 0, "max_tokens": 60}
     with (
-        language_model(ours(checkpoint, device=device), memory=1 << 19) as tight,
-        language_model(ours(checkpoint, device=device)) as roomy,
+        language_model(cuda_model(checkpoint, device=device), memory=1 << 19) as tight,
+        language_model(cuda_model(checkpoint, device=device)) as roomy,
     ):
         assert tight.engine.backend.page_count < roomy.engine.backend.page_count
-        assert written(tight, asked, **options) == written(roomy, asked, **options)
+        assert written(tight, prompt_list, **options) == written(roomy, prompt_list, **options)
         nothing_leaks(tight)
 
 
@@ -179,7 +181,7 @@ def test_two_models_at_once(models: tuple[LanguageModel, LanguageModel], tmp_pat
                             device: str):  # fmt: skip
     cpu, gpu = models
     checkpoint = family("qwen3", tmp_path)
-    with language_model(ours(checkpoint, device=device)) as other:
+    with language_model(cuda_model(checkpoint, device=device)) as other:
         expected = written(other, [PROMPT] * 4, max_tokens=60)
         streams = [
             lm.stream(PROMPT, seed=n, end=False, max_tokens=60)
@@ -192,7 +194,7 @@ def test_two_models_at_once(models: tuple[LanguageModel, LanguageModel], tmp_pat
 
 
 def test_random_stress(models: tuple[LanguageModel, LanguageModel]):
-    """Whatever people do, at random, from several threads; every text is what it is alone."""
+    """Random requests from several threads; each text is the same as alone."""
     cpu, gpu = models
     until, wrong = time.monotonic() + SECONDS, list[str]()
     settings: list[dict[str, Any]] = [
@@ -200,26 +202,26 @@ def test_random_stress(models: tuple[LanguageModel, LanguageModel]):
         {"regex": "[a-z]{1,20}"}, {"speculate": "lookup"}, {"explain": True},
     ]  # fmt: skip
     expected: dict[tuple[int, int], list[int]] = {}
-    asked = prompts(6, 256, longest=90, seed=5)
-    for number, ids in enumerate(asked):
-        for kind, one in enumerate(settings):
-            expected[number, kind] = written(cpu, [ids], max_tokens=50, end=True, **one)[0]
+    prompt_list = prompts(6, 256, longest=90, seed=5)
+    for number, ids in enumerate(prompt_list):
+        for kind, options_ in enumerate(settings):
+            expected[number, kind] = written(cpu, [ids], max_tokens=50, end=True, **options_)[0]
 
     def work(seed: int) -> None:
         chance = random.Random(seed)
         while time.monotonic() < until and not wrong:
             number, kind = chance.randrange(6), chance.randrange(len(settings))
             try:
-                stream = gpu.stream(asked[number], seed=0, max_tokens=50, **settings[kind])
+                stream = gpu.stream(prompt_list[number], seed=0, max_tokens=50, **settings[kind])
                 most = chance.choice([50, 50, 50, 3])
-                found = [step.token for step, _ in zip(stream, range(most), strict=False)]
+                result = [step.token for step, _ in zip(stream, range(most), strict=False)]
                 stream.close()
-                if found != expected[number, kind][:most]:
-                    wrong.append(f"prompt {number}, settings {kind}: {found}")
+                if result != expected[number, kind][:most]:
+                    wrong.append(f"prompt {number}, settings {kind}: {result}")
                 if chance.random() < 0.1:
                     walk(gpu, chance.randrange(1000))
                 if chance.random() < 0.05:
-                    gpu.look(asked[number], chance.randrange(len(asked[number])))
+                    gpu.look(prompt_list[number], chance.randrange(len(prompt_list[number])))
             except Exception as error:
                 wrong.append(repr(error))
 
@@ -243,7 +245,7 @@ def test_memory_that_is_not_there_is_no_traceback(tmp_path: Path, device: str):
     try:
         with (
             pytest.warns(UnspoolWarning, match="no room"),
-            language_model(ours(checkpoint, device=device), memory=1 << 38) as lm,
+            language_model(cuda_model(checkpoint, device=device), memory=1 << 38) as lm,
         ):
             assert np.isfinite(lm.generate(PROMPT, max_tokens=2, end=False).steps[0].logprob)
     except UnspoolError as error:

@@ -12,13 +12,13 @@ import tiny
 from cuda_support import (
     PAGES,
     backend,
+    cuda_model,
     distance,
     family,
     language_model,
-    ours,
-    plain,
     prompts,
     read_in_many_ways,
+    torch_model,
     written,
 )
 from paged_texts import Library, RandomCheckpoint, config, look
@@ -34,8 +34,8 @@ VOCABULARY = 259
 @dataclass
 class Case:
     checkpoint: Any
-    plain: Loaded  # on the CPU
-    ours: Loaded  # on the GPU
+    torch_model: Loaded  # on the CPU
+    cuda_model: Loaded  # on the GPU
     backends: tuple[Backend, Backend]
 
 
@@ -48,34 +48,38 @@ def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> Case:
     checkpoint = family(request.param, tmp_path_factory.mktemp(request.param))
-    theirs, mine = plain(checkpoint), ours(checkpoint, device=device)
-    return Case(checkpoint, theirs, mine, (backend(theirs), backend(mine)))
+    expected, actual = torch_model(checkpoint), cuda_model(checkpoint, device=device)
+    return Case(checkpoint, expected, actual, (backend(expected), backend(actual)))
 
 
 def test_however_the_tokens_arrive(case: Case):
-    theirs, mine = (read_in_many_ways(one, VOCABULARY) for one in case.backends)
-    assert theirs.std() > 0.5, "a model that says nothing would prove nothing"
-    assert difference(mine, theirs) < CLOSE
+    expected, actual = (read_in_many_ways(model, VOCABULARY) for model in case.backends)
+    assert expected.std() > 0.5, "a model that says nothing would prove nothing"
+    assert difference(actual, expected) < CLOSE
 
 
 def test_all_that_can_be_looked_at(case: Case):
-    theirs, mine = (looked_at(one, (70, 30, 1, 17), VOCABULARY, PAGES) for one in case.backends)
-    check_seen(mine, theirs, CLOSE, CLOSE_INSIDE)
+    expected, actual = (
+        looked_at(model, (70, 30, 1, 17), VOCABULARY, PAGES) for model in case.backends
+    )
+    check_seen(actual, expected, CLOSE, CLOSE_INSIDE)
 
 
 def test_greedy_texts_are_the_cpus(case: Case):
-    asked = prompts(5, VOCABULARY)
-    with language_model(case.plain) as cpu, language_model(case.ours) as gpu:
+    prompt_list = prompts(5, VOCABULARY)
+    with language_model(case.torch_model) as cpu, language_model(case.cuda_model) as gpu:
         options = {"temperature": 0, "max_tokens": 24}
-        assert written(gpu, asked, **options) == written(cpu, asked, **options)
+        assert written(gpu, prompt_list, **options) == written(cpu, prompt_list, **options)
 
 
 def test_in_16_bits_within_the_rounding_of_a_plain_run_in_16_bits(case: Case, device: str):
     """Both round, in another order; neither may be further from 32 bits than rounding takes it."""
     true = read_in_many_ways(case.backends[0], VOCABULARY)
-    halves = [make(case.checkpoint, dtype="bfloat16", device=device) for make in (plain, ours)]
-    theirs, mine = (read_in_many_ways(backend(one), VOCABULARY) for one in halves)
-    assert distance(mine, true) < 1.5 * distance(theirs, true) + 1e-3
+    halves = [
+        make(case.checkpoint, dtype="bfloat16", device=device) for make in (torch_model, cuda_model)
+    ]
+    expected, actual = (read_in_many_ways(backend(model), VOCABULARY) for model in halves)
+    assert distance(actual, true) < 1.5 * distance(expected, true) + 1e-3
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -91,9 +95,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_odd_shapes(name: str, device: str):
     shape = config(**{"context": 128, **SHAPES[name]})
     checkpoint = RandomCheckpoint(shape)
-    models = plain(checkpoint), ours(checkpoint, device=device)
-    theirs, mine = (read_in_many_ways(backend(one), shape.vocab_size) for one in models)
-    assert difference(mine, theirs) < CLOSE
+    models = torch_model(checkpoint), cuda_model(checkpoint, device=device)
+    expected, actual = (read_in_many_ways(backend(model), shape.vocab_size) for model in models)
+    assert difference(actual, expected) < CLOSE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,19 +107,19 @@ def test_long_texts(dtype: str, device: str):
         context=6000, width=256, heads=8, kv_heads=2, head_width=64, ff_width=512, windows=(0, 300)
     )
     checkpoint = RandomCheckpoint(shape)
-    models = [make(checkpoint, dtype=dtype, device=device) for make in (plain, ours)]
-    found = []
-    for one in models:
+    models = [make(checkpoint, dtype=dtype, device=device) for make in (torch_model, cuda_model)]
+    results = []
+    for model in models:
         library = Library(800, shape.vocab_size)
-        running = backend(one, context=6000, pages=800)
+        running = backend(model, context=6000, pages=800)
         long, short = library.text(5200), library.text(600)
         parts = [*look(running, [(long, 3000)], None)[0]]
         parts += look(running, [(long, 1500), (short, 500)], None)[0]
         for _ in range(3):
             parts += look(running, [(long, 1), (short, 1)], None)[0]
         parts += look(running, [(short, 1)], None)[0]
-        found.append(np.concatenate(parts))
-    assert distance(found[1], found[0]) < (1e-4 if dtype == "float32" else 4e-2)
+        results.append(np.concatenate(parts))
+    assert distance(results[1], results[0]) < (1e-4 if dtype == "float32" else 4e-2)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -124,11 +128,11 @@ def test_saved_and_loaded_with_unspool_load(name: str, tmp_path: Path, device: s
     import unspool
 
     tiny.save(name, tmp_path)
-    asked = prompts(3, VOCABULARY)
+    prompt_list = prompts(3, VOCABULARY)
     options = {"temperature": 0, "max_tokens": 16}
     with (
         unspool.load(tmp_path, backend="torch", device="cpu", memory=8 << 20) as cpu,
         unspool.load(tmp_path, device=device, dtype="float32", memory=8 << 20) as gpu,
     ):
         assert type(gpu.model).__name__ == "CudaModel"
-        assert written(gpu, asked, **options) == written(cpu, asked, **options)
+        assert written(gpu, prompt_list, **options) == written(cpu, prompt_list, **options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import backend, check_picks, ours, pick_rows
+from cuda_support import backend, check_picks, cuda_model, pick_rows
 from paged_texts import Library, RandomCheckpoint, batch_of, config
 
 from unspool.backends.base import Backend
@@ -27,7 +27,7 @@ def settings(chance: np.random.Generator) -> SamplingSettings:
 def running(request: pytest.FixtureRequest, device: str) -> Backend:
     vocabulary, dtype = request.param
     shape = config(vocab_size=vocabulary, width=128, layers=1)
-    return backend(ours(RandomCheckpoint(shape), dtype=dtype, device=device), 128, 2048)
+    return backend(cuda_model(RandomCheckpoint(shape), dtype=dtype, device=device), 128, 2048)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40, 256])
@@ -40,8 +40,8 @@ def test_lines_are_picked_as_by_the_chain(running: Backend, rows: int, seed: int
     for text in texts:
         text.read = 20
     batch = batch_of([(text, 1) for text in texts])
-    asked = [settings(chance) for _ in texts]
-    check_picks(running, _sampled(batch, asked, [21] * rows))
+    settings_list = [settings(chance) for _ in texts]
+    check_picks(running, _sampled(batch, settings_list, [21] * rows))
 
 
 def test_prompts_are_picked_as_by_the_chain(running: Backend):
@@ -49,38 +49,40 @@ def test_prompts_are_picked_as_by_the_chain(running: Backend):
     library = Library(2048, running.vocab_size, 5)
     lengths = [40, 1, 90, 17, 25]
     batch = batch_of([(library.text(length), length) for length in lengths])
-    asked = [settings(chance) for _ in lengths]
-    check_picks(running, _sampled(batch, asked, lengths))
+    settings_list = [settings(chance) for _ in lengths]
+    check_picks(running, _sampled(batch, settings_list, lengths))
 
 
 def test_a_token_may_be_what_the_step_before_picked(running: Backend):
-    """Two steps on their way at once, the second on what the first will pick."""
-    found = []
+    """Two steps in flight, the second on the picks of the first."""
+    results_ = []
     for ahead in (False, True):
         library = Library(2048, running.vocab_size, 7)
         texts = [library.text(40) for _ in range(5)]
         prompt = batch_of([(text, 24) for text in texts])
-        asked = [settings(np.random.default_rng(n)) for n in range(5)]
-        flight = running.launch(_sampled(prompt, asked, [24] * 5))
+        settings_list = [settings(np.random.default_rng(n)) for n in range(5)]
+        flight = running.launch(_sampled(prompt, settings_list, [24] * 5))
         first = None if ahead else flight.result().tokens.tolist()
         for number, text in enumerate(texts):
             text.read = 24
             text.tokens[24] = -1 - number if first is None else first[number]
-        second = running.launch(_sampled(batch_of([(t, 1) for t in texts]), asked, [25] * 5))
+        second = running.launch(
+            _sampled(batch_of([(t, 1) for t in texts]), settings_list, [25] * 5)
+        )
         if not ahead:
             second.result()
         for number, text in enumerate(texts):
             text.read = 25
             text.tokens[25] = -1 - number if ahead else second.result().tokens[number]
-        third = running.launch(_sampled(batch_of([(t, 1) for t in texts]), asked, [26] * 5))
-        results = [one.result() for one in (flight, second, third)]
-        found.append(np.concatenate([one.tokens for one in results]).tolist())
-    assert found[0] == found[1]
+        third = running.launch(_sampled(batch_of([(t, 1) for t in texts]), settings_list, [26] * 5))
+        results = [step_result.result() for step_result in (flight, second, third)]
+        results_.append(np.concatenate([step_result.tokens for step_result in results]).tolist())
+    assert results_[0] == results_[1]
 
 
-def _sampled(batch: Any, asked: list[SamplingSettings], lengths: list[int]) -> Any:
-    """The same step, which picks behind the last token of each row and gives its logits."""
+def _sampled(batch: Any, settings_list: list[SamplingSettings], lengths: list[int]) -> Any:
+    """The same step, sampling after the last token of each row and returning its logits."""
     from dataclasses import replace
 
     last = batch.starts[1:] - 1
-    return replace(batch, sampled=last, pick=pick_rows(asked, lengths), logits=last)
+    return replace(batch, sampled=last, pick=pick_rows(settings_list, lengths), logits=last)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_support import family, plain, read_by_engine
+from cuda_support import family, read_by_engine, torch_model
 
 from unspool.backends.torch.loaded import TorchModel
 from unspool.backends.torch.parallel.loaded import split_model
@@ -20,18 +20,18 @@ CLOSE = 1e-3
 @pytest.mark.parametrize("name", ["llama", "gemma4-shared", "qwen3.5"])
 def test_layers_on_two_kinds_of_device(name: str, tmp_path: Path, device: str):
     checkpoint = family(name, tmp_path)
-    wanted = read_by_engine(plain(checkpoint))
+    expected = read_by_engine(torch_model(checkpoint))
     places = places_of(checkpoint.config, ["cpu", device])
     model = TorchModel(load_transformer(checkpoint, device=places))
-    assert np.abs(read_by_engine(model) - wanted).max() < CLOSE
+    assert np.abs(read_by_engine(model) - expected).max() < CLOSE
 
 
 def test_two_ranks(tmp_path: Path, device: str):
     checkpoint = family("qwen3-moe", tmp_path)
-    wanted = read_by_engine(plain(checkpoint))
+    expected = read_by_engine(torch_model(checkpoint))
     ranks = Ranks.spawned(2, [f"{device}:0", f"{device}:0"])  # "cuda" alone means one for each
     try:
         model = split_model(checkpoint, ranks, "float32")
-        assert np.abs(read_by_engine(model) - wanted).max() < CLOSE
+        assert np.abs(read_by_engine(model) - expected).max() < CLOSE
     finally:
         ranks.close()

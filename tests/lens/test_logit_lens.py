@@ -19,52 +19,52 @@ TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_the_last_layer_is_the_model(family, family_lm):
     lm = family_lm(family)
-    seen = look(lm, TOKENS, 6)
-    lens = logit_lens(lm, seen, whole=True)
-    own = log_softmax(seen.logits[None])[0]
+    activations = look(lm, TOKENS, 6)
+    lens = logit_lens(lm, activations, whole=True)
+    expected = log_softmax(activations.logits[None])[0]
     assert len(lens.layers) == lm.config.layers + 1
     assert lens.token == TOKENS[7]
-    np.testing.assert_allclose(lens.logprobs[-1], own, atol=1e-4)
+    np.testing.assert_allclose(lens.logprobs[-1], expected, atol=1e-4)
     last = lens.layers[-1]
-    assert last.logprob == pytest.approx(own[TOKENS[7]], abs=1e-4)
-    assert last.rank == (own > own[TOKENS[7]]).sum()
-    assert [c.token for c in last.candidates] == np.argsort(-own, kind="stable")[:5].tolist()
+    assert last.logprob == pytest.approx(expected[TOKENS[7]], abs=1e-4)
+    assert last.rank == (expected > expected[TOKENS[7]]).sum()
+    assert [c.token for c in last.candidates] == np.argsort(-expected, kind="stable")[:5].tolist()
 
 
 def test_every_layer_is_a_distribution(tiny_lm):
-    seen = look(tiny_lm, TOKENS, 4)
-    lens = logit_lens(tiny_lm, seen, top=3, token=17, whole=True)
+    activations = look(tiny_lm, TOKENS, 4)
+    lens = logit_lens(tiny_lm, activations, top=3, token=17, whole=True)
     np.testing.assert_allclose(np.exp(lens.logprobs).sum(-1), 1, atol=1e-5)
-    for number, said in enumerate(lens.layers):
+    for number, layer in enumerate(lens.layers):
         row = lens.logprobs[number]
-        assert said.layer == number and len(said.candidates) == 3
-        assert said.probability == pytest.approx(np.exp(row[17]), rel=1e-4)
-        assert said.rank == (row > row[17]).sum()
-        assert said.candidates[0].probability == pytest.approx(np.exp(row.max()), rel=1e-4)
-        assert said.entropy == pytest.approx(-(np.exp(row) * row).sum(), rel=1e-4)
+        assert layer.layer == number and len(layer.candidates) == 3
+        assert layer.probability == pytest.approx(np.exp(row[17]), rel=1e-4)
+        assert layer.rank == (row > row[17]).sum()
+        assert layer.candidates[0].probability == pytest.approx(np.exp(row.max()), rel=1e-4)
+        assert layer.entropy == pytest.approx(-(np.exp(row) * row).sum(), rel=1e-4)
 
 
 def test_at_the_end_of_a_text_the_likeliest_is_followed(tiny_lm):
-    seen = look(tiny_lm, TOKENS)
-    lens = logit_lens(tiny_lm, seen, top=0)
-    assert lens.token == seen.likeliest
+    activations = look(tiny_lm, TOKENS)
+    lens = logit_lens(tiny_lm, activations, top=0)
+    assert lens.token == activations.likeliest
     assert lens.layers[-1].rank == 0 and lens.layers[-1].candidates == ()
     assert lens.logprobs is None
 
 
 def test_candidates_beyond_the_vocabulary_and_bad_settings(tiny_lm):
-    seen = look(tiny_lm, TOKENS)
-    assert len(logit_lens(tiny_lm, seen, top=10_000).layers[0].candidates) == 259
+    activations = look(tiny_lm, TOKENS)
+    assert len(logit_lens(tiny_lm, activations, top=10_000).layers[0].candidates) == 259
     for options in ({"top": -1}, {"top": 1.5}, {"token": 259}, {"token": -1}, {"token": "x"}):
         with pytest.raises(UnspoolError):
-            logit_lens(tiny_lm, seen, **options)
+            logit_lens(tiny_lm, activations, **options)
 
 
 def test_for_json(tiny_lm):
     lens = logit_lens(tiny_lm, look(tiny_lm, TOKENS, 3), whole=True)
-    found = json.loads(json.dumps(lens.to_dict()))
-    assert found["token"] == 200 and len(found["layers"]) == 5
-    assert found["layers"][4]["candidates"][0].keys() >= {"token", "text", "logprob"}
+    decoded = json.loads(json.dumps(lens.to_dict()))
+    assert decoded["token"] == 200 and len(decoded["layers"]) == 5
+    assert decoded["layers"][4]["candidates"][0].keys() >= {"token", "text", "logprob"}
 
 
 @pytest.mark.real

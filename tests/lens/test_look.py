@@ -20,13 +20,13 @@ def test_attention_is_causal_and_sums_to_one(family, family_lm):
     lm = family_lm(family)
     config = lm.config
     for position in (0, 5, 19):
-        seen = look(lm, TOKENS, position)
-        assert seen.attention.shape == (config.layers, config.heads, position + 1)
+        activations = look(lm, TOKENS, position)
+        assert activations.attention.shape == (config.layers, config.heads, position + 1)
         for rows in (
-            seen.attention,
-            seen.attention_by_layer,
-            seen.attention_by_head,
-            seen.attention_mean,
+            activations.attention,
+            activations.attention_by_layer,
+            activations.attention_by_head,
+            activations.attention_mean,
         ):
             assert (rows >= 0).all()
             if config.sinks:  # which take a share of every row
@@ -36,10 +36,10 @@ def test_attention_is_causal_and_sums_to_one(family, family_lm):
         for layer in range(config.layers):
             if config.window(layer):  # what lies before the window is not seen either
                 before = max(0, position + 1 - config.window(layer))
-                assert (seen.attention[layer, :, :before] == 0).all()
+                assert (activations.attention[layer, :, :before] == 0).all()
         other_ending = [*TOKENS[: position + 1], 250, 251]
         again = look(lm, other_ending, position)
-        np.testing.assert_allclose(again.attention, seen.attention, atol=1e-5)
+        np.testing.assert_allclose(again.attention, activations.attention, atol=1e-5)
         assert again.picked == 250
 
 
@@ -47,30 +47,32 @@ def test_attention_is_causal_and_sums_to_one(family, family_lm):
 def test_attention_and_residuals_are_those_of_transformers(family, family_lm):
     lm, oracle = family_lm(family), tiny.make(family)
     with torch.no_grad():
-        said = oracle(
+        outputs = oracle(
             torch.tensor([TOKENS]),
             output_attentions=True,
             output_hidden_states=True,
             use_cache=False,
         )
     for position in (7, 19):
-        seen = look(lm, TOKENS, position)
-        theirs = np.stack([layer[0, :, position, : position + 1] for layer in said.attentions])
-        np.testing.assert_allclose(seen.attention, theirs, atol=2e-5)
-        hidden = np.stack([layer[0, position].numpy() for layer in said.hidden_states])
+        activations = look(lm, TOKENS, position)
+        expected = np.stack([layer[0, :, position, : position + 1] for layer in outputs.attentions])
+        np.testing.assert_allclose(activations.attention, expected, atol=2e-5)
+        hidden = np.stack([layer[0, position].numpy() for layer in outputs.hidden_states])
         # transformers gives the last one after the final norm
-        np.testing.assert_allclose(seen.residuals[:-1], hidden[:-1], atol=2e-4)
-        np.testing.assert_allclose(seen.logits, said.logits[0, position], atol=2e-3)
+        np.testing.assert_allclose(activations.residuals[:-1], hidden[:-1], atol=2e-4)
+        np.testing.assert_allclose(activations.logits, outputs.logits[0, position], atol=2e-3)
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_parts_add_up_to_the_residuals(family, family_lm):
-    seen = look(family_lm(family), TOKENS, 9)
+    activations = look(family_lm(family), TOKENS, 9)
     np.testing.assert_allclose(
-        seen.residuals[:-1] + seen.parts.sum(1), seen.residuals[1:], atol=1e-4
+        activations.residuals[:-1] + activations.parts.sum(1), activations.residuals[1:], atol=1e-4
     )
-    np.testing.assert_allclose(seen.norms, np.sqrt((seen.residuals**2).sum(-1)), rtol=1e-5)
-    assert seen.part_norms.shape == (len(seen.parts), 2)
+    np.testing.assert_allclose(
+        activations.norms, np.sqrt((activations.residuals**2).sum(-1)), rtol=1e-5
+    )
+    assert activations.part_norms.shape == (len(activations.parts), 2)
 
 
 def test_looking_changes_nothing(tiny_lm):
@@ -83,15 +85,17 @@ def test_looking_changes_nothing(tiny_lm):
     with lm.opened(TOKENS) as branch:
         looked = lm.engine.look(branch, at=frozenset({len(TOKENS) - 1})).logits
     np.testing.assert_array_equal(plain, looked)
-    held = lm.engine.tree.pool.used
+    pages_before = lm.engine.tree.pool.used
     for position in range(0, 33, 4):
-        seen = look(lm, before, position)
-        np.testing.assert_array_equal(seen.logits, look(lm, before, position).logits)
+        activations = look(lm, before, position)
+        np.testing.assert_array_equal(activations.logits, look(lm, before, position).logits)
     after = lm.generate([1, 2, 3], max_tokens=30, seed=5)
     assert after.tokens == before.tokens
     logprobs = [step.logprob for step in before.steps]
     assert [step.logprob for step in after.steps] == pytest.approx(logprobs, abs=1e-4)
-    assert lm.engine.tree.pool.used <= held + 4  # nothing stays open: only the index keeps pages
+    assert (
+        lm.engine.tree.pool.used <= pages_before + 4
+    )  # nothing stays open: only the index keeps pages
 
 
 def test_looking_costs_nothing_when_off(tiny_lm, monkeypatch):
@@ -102,7 +106,7 @@ def test_looking_costs_nothing_when_off(tiny_lm, monkeypatch):
         backend, "launch", lambda batch: (looks.append(batch.look), launch(batch))[1]
     )
     generation = tiny_lm.generate([9, 8, 7], max_tokens=5, seed=1)
-    assert looks and all(one is None for one in looks)
+    assert looks and all(inside is None for inside in looks)
     looks.clear()
     look(tiny_lm, generation, 6)  # what came before is in the tree: one step, one token
     assert len(looks) == 1 and len(looks[0].residuals) == 1
@@ -111,8 +115,8 @@ def test_looking_costs_nothing_when_off(tiny_lm, monkeypatch):
 def test_a_generation_is_looked_at_where_it_was_picked(tiny_lm):
     generation = tiny_lm.generate([4, 5, 6], max_tokens=6, temperature=0)
     for step in generation.steps:
-        seen = look(tiny_lm, generation, step.position - 1)
-        assert seen.picked == step.token == seen.likeliest
+        activations = look(tiny_lm, generation, step.position - 1)
+        assert activations.picked == step.token == activations.likeliest
     last = look(tiny_lm, generation)
     assert last.position == 8 and last.picked is None
     assert last.tokens == (4, 5, 6, *generation.tokens)
@@ -121,8 +125,8 @@ def test_a_generation_is_looked_at_where_it_was_picked(tiny_lm):
 def test_long_prompts_come_in_chunks(family_lm):
     lm = family_lm("qwen3")
     tokens = [(7 * i) % 259 for i in range(127)]
-    seen = look(lm, tokens, 100)
-    assert seen.attention.shape[-1] == 101
+    activations = look(lm, tokens, 100)
+    assert activations.attention.shape[-1] == 101
 
 
 def test_what_cannot_be_looked_at(tiny_lm):
@@ -138,30 +142,33 @@ def test_what_cannot_be_looked_at(tiny_lm):
 
 
 def test_for_json(tiny_lm):
-    seen = look(tiny_lm, TOKENS, 3)
-    small = json.loads(json.dumps(seen.to_dict()))
+    activations = look(tiny_lm, TOKENS, 3)
+    small = json.loads(json.dumps(activations.to_dict()))
     assert len(small["attention_by_layer"]) == small["layers"] == 4
     assert "attention" not in small and len(small["norms"]) == 5
-    whole = json.loads(json.dumps(seen.to_dict(heads=True)))
-    np.testing.assert_allclose(whole["attention"], seen.attention, atol=1e-6)
+    with_heads = json.loads(json.dumps(activations.to_dict(heads=True)))
+    np.testing.assert_allclose(with_heads["attention"], activations.attention, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
 def test_recurrent_layers_have_no_attention_but_a_state(family_lm, name: str):
-    seen = look(family_lm(name), TOKENS, 3)
-    recurrent = [layer for layer in range(4) if layer not in seen.attending]
-    assert len(recurrent) == 3 and not seen.attention[recurrent].any()
-    np.testing.assert_allclose(seen.attention_mean.sum(), 1, atol=1e-4)
-    assert [state["layer"] - 1 for state in seen.states] == recurrent
-    for state in json.loads(json.dumps(seen.to_dict()))["states"]:
+    activations = look(family_lm(name), TOKENS, 3)
+    recurrent = [layer for layer in range(4) if layer not in activations.attending]
+    assert len(recurrent) == 3 and not activations.attention[recurrent].any()
+    np.testing.assert_allclose(activations.attention_mean.sum(), 1, atol=1e-4)
+    assert [state["layer"] - 1 for state in activations.states] == recurrent
+    for state in json.loads(json.dumps(activations.to_dict()))["states"]:
         assert state["state_norm"] > 0 and state["gate"] > 0
         assert (0 < state["decay"] < 1) == (state["mixer"] == "delta")
-    assert "no tokens" in seen._repr_html_()
+    assert "a state instead of attention" in activations._repr_html_()
 
 
 @pytest.mark.real
 def test_on_the_default_model(lm):
-    seen = look(lm, "The capital of Germany is")
-    assert seen.texts[-1] == " is"
-    assert seen.likeliest == lm.generate(seen.tokens, max_tokens=1, temperature=0).tokens[0]
-    np.testing.assert_allclose(seen.attention.sum(-1), 1, atol=1e-4)
+    activations = look(lm, "The capital of Germany is")
+    assert activations.texts[-1] == " is"
+    assert (
+        activations.likeliest
+        == lm.generate(activations.tokens, max_tokens=1, temperature=0).tokens[0]
+    )
+    np.testing.assert_allclose(activations.attention.sum(-1), 1, atol=1e-4)

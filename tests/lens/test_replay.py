@@ -19,7 +19,7 @@ from unspool.sampling.guards import GuardPolicy, LoopGuard, PredicateGuard, Surp
 PROMPT = [1, 40, 77]
 
 
-def kept(lm, generation, tmp_path):
+def saved_and_loaded(lm, generation, tmp_path):
     """Through a file, as it would be."""
     save_trace(trace_of(lm, generation), tmp_path / "t.json")
     return load_trace(tmp_path / "t.json")
@@ -37,7 +37,7 @@ def kept(lm, generation, tmp_path):
 )
 def test_reproduced(options, tiny_lm, tmp_path):
     generation = tiny_lm.generate(PROMPT, max_tokens=40, seed=9, **options)
-    result = replay(tiny_lm, kept(tiny_lm, generation, tmp_path))
+    result = replay(tiny_lm, saved_and_loaded(tiny_lm, generation, tmp_path))
     assert result.exact and result.other_model is None and result.judged == 0
     assert result.largest < 1e-4
     assert result.generation.tokens == generation.tokens
@@ -52,12 +52,12 @@ def test_reproduced(options, tiny_lm, tmp_path):
 def test_other_families(family, family_lm, tmp_path):
     lm = family_lm(family)
     generation = lm.generate(PROMPT, max_tokens=20, seed=3, end=False)
-    assert replay(lm, kept(lm, generation, tmp_path)).exact
+    assert replay(lm, saved_and_loaded(lm, generation, tmp_path)).exact
 
 
 def test_by_another_model_it_differs_and_says_where(family_lm, tiny_lm, tmp_path):
     generation = tiny_lm.generate(PROMPT, max_tokens=12, seed=9, temperature=1.0, end=False)
-    trace = kept(tiny_lm, generation, tmp_path)
+    trace = saved_and_loaded(tiny_lm, generation, tmp_path)
     result = replay(family_lm("mistral"), trace)
     assert not result.exact
     assert result.other_model is not None
@@ -71,14 +71,14 @@ def test_by_another_model_it_differs_and_says_where(family_lm, tiny_lm, tmp_path
 
 
 def test_other_weights_and_other_settings_are_told(tiny_lm, family_lm, tmp_path):
-    trace = kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=3, seed=1), tmp_path)
+    trace = saved_and_loaded(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=3, seed=1), tmp_path)
     lm = family_lm("llama")  # the same as tiny_lm, loaded once more
     assert replay(lm, trace).exact and replay(lm, trace).other_model is None
     weight = lm.transformer.layers[3].feed.down.weight.data
     kept_weight = weight.clone()
     weight.mul_(1.001)
     try:
-        assert replay(lm, trace, tolerance=10).other_model == "its weights are others"
+        assert replay(lm, trace, tolerance=10).other_model == "its weights are different"
     finally:
         weight.copy_(kept_weight)
     model = dataclasses.replace(trace.model, config={**trace.model.config, "norm_eps": 0.5})
@@ -88,7 +88,9 @@ def test_other_weights_and_other_settings_are_told(tiny_lm, family_lm, tmp_path)
 
 
 def test_each_kind_of_difference(tiny_lm, tmp_path):
-    trace = kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=10, seed=4, end=False), tmp_path)
+    trace = saved_and_loaded(
+        tiny_lm, tiny_lm.generate(PROMPT, max_tokens=10, seed=4, end=False), tmp_path
+    )
 
     def after(index, **changes):
         steps = list(trace.steps)
@@ -108,7 +110,7 @@ def test_each_kind_of_difference(tiny_lm, tmp_path):
         dataclasses.replace(trace, limits=dataclasses.replace(trace.limits, max_tokens=7)),
     )
     assert (cut_short.difference.kind, cut_short.difference.index) == ("end", 7)
-    assert cut_short.difference.now is None and "nothing more" in cut_short.describe()
+    assert cut_short.difference.now is None and "end of text" in cut_short.describe()
     went_on = replay(
         tiny_lm,
         dataclasses.replace(trace, limits=dataclasses.replace(trace.limits, max_tokens=12)),
@@ -116,32 +118,34 @@ def test_each_kind_of_difference(tiny_lm, tmp_path):
     assert (went_on.difference.kind, went_on.difference.index) == ("end", 9)
 
 
-def test_words_that_a_person_chose_are_judged(tiny_lm, tmp_path):
+def test_words_that_a_person_chose_are_scored(tiny_lm, tmp_path):
     draft = tiny_lm.generate(PROMPT, max_tokens=80, seed=5, end=False)
     fixed = draft.rewind(70).choose(7).choose(8).resume(max_tokens=18, temperature=1.2)
-    trace = kept(tiny_lm, fixed, tmp_path)
+    trace = saved_and_loaded(tiny_lm, fixed, tmp_path)
     assert len(fixed.steps) == 90
     result = replay(tiny_lm, trace)
     assert result.exact and result.judged == 72 and result.largest < 1e-4
     assert result.generation.tokens == fixed.tokens
-    assert "72 tokens judged" in result.describe()
-    # a judged token is compared too
+    assert "72 tokens scored" in result.describe()
+    # a scored token is compared too
     steps = list(trace.steps)
     steps[30] = dataclasses.replace(steps[30], logprob=steps[30].logprob - 0.5)
-    told = replay(tiny_lm, dataclasses.replace(trace, steps=tuple(steps))).difference
-    assert (told.kind, told.index) == ("logprob", 30)
+    difference = replay(tiny_lm, dataclasses.replace(trace, steps=tuple(steps))).difference
+    assert (difference.kind, difference.index) == ("logprob", 30)
 
 
 def test_interrupted_and_empty(tiny_lm, tmp_path):
     draft = tiny_lm.generate(PROMPT, max_tokens=20, seed=5, end=False)
-    result = replay(tiny_lm, kept(tiny_lm, draft.rewind(4), tmp_path))
+    result = replay(tiny_lm, saved_and_loaded(tiny_lm, draft.rewind(4), tmp_path))
     assert result.exact and result.generation.tokens == draft.tokens[:4]
     nothing = tiny_lm.generate(PROMPT, max_tokens=0)
-    assert replay(tiny_lm, kept(tiny_lm, nothing, tmp_path)).exact
+    assert replay(tiny_lm, saved_and_loaded(tiny_lm, nothing, tmp_path)).exact
 
 
 def test_what_cannot_be_asked_for_again_is_judged(tiny_lm, tmp_path):
-    trace = kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5, end=False), tmp_path)
+    trace = saved_and_loaded(
+        tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5, end=False), tmp_path
+    )
     cut_off = (*trace.steps[:4], dataclasses.replace(trace.steps[4], finish_reason=None))
     for changes in (
         {"limits": None},
@@ -158,23 +162,25 @@ def test_guards_are_written_under_again(tiny_lm, tmp_path):
     options = {"max_tokens": 60, "temperature": 0, "end": False}
     free = tiny_lm.generate(PROMPT, **options)
     guard = GuardPolicy((SurpriseGuard(spike=1.5), LoopGuard(repeats=2, min_tokens=2)), retries=9)
-    held = tiny_lm.generate(PROMPT, guard=guard, **options)
-    assert held.tokens != free.tokens
-    trace = kept(tiny_lm, held, tmp_path)
+    generation = tiny_lm.generate(PROMPT, guard=guard, **options)
+    assert generation.tokens != free.tokens
+    trace = saved_and_loaded(tiny_lm, generation, tmp_path)
     assert trace.guards == guard
     result = replay(tiny_lm, trace)
     assert result.exact and result.judged == 0
-    own = dataclasses.replace(guard, guards=(*guard.guards, PredicateGuard(lambda text, ids: None)))
-    held = tiny_lm.generate(PROMPT, guard=own, **options)
-    trace = kept(tiny_lm, held, tmp_path)
+    own_guard = dataclasses.replace(
+        guard, guards=(*guard.guards, PredicateGuard(lambda text, ids: None))
+    )
+    generation = tiny_lm.generate(PROMPT, guard=own_guard, **options)
+    trace = saved_and_loaded(tiny_lm, generation, tmp_path)
     assert trace.guards is None and trace.guarded
-    assert replay(tiny_lm, trace).judged == len(held.steps)
-    assert replay(tiny_lm, trace, guards=own).judged == 0
+    assert replay(tiny_lm, trace).judged == len(generation.steps)
+    assert replay(tiny_lm, trace, guards=own_guard).judged == 0
 
 
 def test_nothing_stays_open(tiny_lm, tmp_path):
     draft = tiny_lm.generate(PROMPT, max_tokens=20, seed=5, end=False)
-    trace = kept(tiny_lm, draft.rewind(9).choose(3), tmp_path)
+    trace = saved_and_loaded(tiny_lm, draft.rewind(9).choose(3), tmp_path)
     replay(tiny_lm, trace)
     used = tiny_lm.engine.tree.pool.used
     for _ in range(3):
@@ -183,14 +189,14 @@ def test_nothing_stays_open(tiny_lm, tmp_path):
 
 
 def test_hostile_traces_are_refused_before_they_run(tiny_lm, tmp_path):
-    trace = kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5), tmp_path)
+    trace = saved_and_loaded(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5), tmp_path)
 
     def changed(**changes):
         return dataclasses.replace(trace, **changes)
 
     with pytest.raises(UnspoolError, match="vocabulary"):
         replay(tiny_lm, changed(prompt=(1, 2, 9_999_999)))
-    with pytest.raises(ContextError, match="holds 128"):
+    with pytest.raises(ContextError, match="length is 128"):
         replay(tiny_lm, changed(prompt=(1,) * 500))
     bias = dataclasses.replace(trace.settings, logit_bias={9_000_000: 1.0})
     with pytest.raises(UnspoolError, match="vocabulary"):
@@ -209,10 +215,10 @@ def test_hostile_traces_are_refused_before_they_run(tiny_lm, tmp_path):
 def unspool_replay(tiny_lm, monkeypatch, capfd):
     app = typer.Typer()
     app.command()(command)
-    asked = {}
+    requests = {}
 
     def load(model, **options):
-        asked.update(options, model=model)
+        requests.update(options, model=model)
         return tiny_lm
 
     monkeypatch.setattr("unspool.loading.load", load)
@@ -220,47 +226,47 @@ def unspool_replay(tiny_lm, monkeypatch, capfd):
     def run(*arguments):
         code = app(args=list(map(str, arguments)), standalone_mode=False)
         out, err = capfd.readouterr()
-        return code or 0, out, err, asked
+        return code or 0, out, err, requests
 
     return run
 
 
 def test_the_command(unspool_replay, tiny_lm, tmp_path):
-    kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5), tmp_path)
-    code, _out, err, asked = unspool_replay(tmp_path / "t.json", "--offline")
+    saved_and_loaded(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5), tmp_path)
+    code, _out, err, requests = unspool_replay(tmp_path / "t.json", "--offline")
     assert code == 0 and "reproduced exactly" in err
-    assert (asked["model"], asked["dtype"], asked["context"]) == (None, "float32", None)
-    assert asked["offline"] is True and asked["backend"] == "auto"
+    assert (requests["model"], requests["dtype"], requests["context"]) == (None, "float32", None)
+    assert requests["offline"] is True and requests["backend"] == "auto"
 
 
 def test_the_command_tells_a_difference(unspool_replay, tiny_lm, tmp_path):
-    trace = kept(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5), tmp_path)
+    trace = saved_and_loaded(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=5, seed=5), tmp_path)
     hostile = dataclasses.replace(trace.steps[0], text="\x1b[2J\x07boo", logprob=3.0)
     model = dataclasses.replace(trace.model, weights="0", name="\x1b[2J")
     changed = dataclasses.replace(trace, steps=(hostile, *trace.steps[1:]), given=5, model=model)
     save_trace(changed, tmp_path / "t.json")
     code, out, err, _ = unspool_replay(tmp_path / "t.json")
-    assert code == 1 and "position 3" in err and "weights are others" in err
+    assert code == 1 and "position 3" in err and "weights are different" in err
     assert "\x1b" not in out + err and "\x07" not in out + err
 
 
 def test_the_command_refuses_a_broken_file_before_loading(unspool_replay, tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text("{}")
     monkeypatch.setattr("unspool.loading.load", lambda *a, **o: pytest.fail("loaded"))
-    with pytest.raises(UnspoolError, match="no trace"):
+    with pytest.raises(UnspoolError, match="not an Unspool trace"):
         unspool_replay(tmp_path / "t.json")
 
 
 @pytest.mark.real
 def test_on_the_default_model(lm, tmp_path):
     generation = lm.chat("Why do leaves change color in fall?", max_tokens=6, seed=7)
-    trace = kept(lm, generation, tmp_path)
+    trace = saved_and_loaded(lm, generation, tmp_path)
     result = replay(lm, trace)
     assert result.exact and result.generation.text == generation.text
     fixed = generation.rewind(4).choose(" because").resume(max_tokens=1)
-    assert replay(lm, kept(lm, fixed, tmp_path)).exact
+    assert replay(lm, saved_and_loaded(lm, fixed, tmp_path)).exact
     number = lm.generate("A number:", max_tokens=6, seed=7, regex=" [0-9]+ (apples|pears)")
-    result = replay(lm, kept(lm, number, tmp_path))
+    result = replay(lm, saved_and_loaded(lm, number, tmp_path))
     assert result.exact and result.judged == 0
 
 
@@ -275,9 +281,9 @@ def test_in_16_bits(tmp_path):
     tiny.save("qwen3", tmp_path / "model")
     lm = unspool.load(tmp_path / "model", backend="torch", dtype="bfloat16", memory=8 << 20)
     generation = lm.generate(PROMPT, max_tokens=10, seed=3, end=False)
-    trace = kept(lm, generation, tmp_path)
+    trace = saved_and_loaded(lm, generation, tmp_path)
     assert trace.model.precision == "bfloat16"
     assert replay(lm, trace).other_model is None
-    seen = look(lm, generation, 6)
-    found = attribution(lm, seen)
-    assert abs(found.rest) < 0.02 * (1 + float(abs(seen.logits).max()))
+    activations = look(lm, generation, 6)
+    result = attribution(lm, activations)
+    assert abs(result.rest) < 0.02 * (1 + float(abs(activations.logits).max()))

@@ -24,7 +24,7 @@ PROMPT = [1, 40, 77]
 
 
 @pytest.fixture(scope="module")
-def made(tiny_lm) -> Trace:
+def saved_trace(tiny_lm) -> Trace:
     generation = tiny_lm.generate(
         PROMPT, max_tokens=8, seed=2**70 + 1, top=4, explain=True, temperature=1.3,
         stop=["é", "\n\n"],
@@ -39,7 +39,7 @@ def made(tiny_lm) -> Trace:
 
 
 def refused(data: object) -> str:
-    """One line, whatever is wrong: through a file's text, as a user would meet it."""
+    """A one-line error for any fault, loaded through JSON text."""
     with pytest.raises(UnspoolError) as error:
         trace_from(json.loads(json.dumps(data)))
     message = str(error.value)
@@ -47,11 +47,11 @@ def refused(data: object) -> str:
     return message
 
 
-def test_round_trip_is_exact(made, tmp_path):
-    save_trace(made, tmp_path / "t.json")
+def test_round_trip_is_exact(saved_trace, tmp_path):
+    save_trace(saved_trace, tmp_path / "t.json")
     back = load_trace(tmp_path / "t.json")
-    assert back == made
-    assert back.to_dict() == made.to_dict()
+    assert back == saved_trace
+    assert back.to_dict() == saved_trace.to_dict()
     assert back.settings.logit_bias == {5: -math.inf, 6: 1 / 3}
     assert back.steps[0].stages and back.steps[0].candidates and back.steps[0].draw
     assert [type(step) for step in back.steps] == [Step] * 8
@@ -75,29 +75,37 @@ def test_a_file_that_was_saved_before_is_still_read():
     assert trace.guards == GuardPolicy(guards) and trace.guarded
 
 
-def test_odd_numbers_survive(made, tmp_path):
+def test_odd_numbers_survive(saved_trace, tmp_path):
     odd = dataclasses.replace(
-        made.steps[0], logprob=-math.inf, entropy=5e-324, seconds=0.1 + 0.2, bytes=b"\xff\x00"
+        saved_trace.steps[0],
+        logprob=-math.inf,
+        entropy=5e-324,
+        seconds=0.1 + 0.2,
+        bytes=b"\xff\x00",
     )
-    trace = dataclasses.replace(made, steps=(odd, *made.steps[1:]))
+    trace = dataclasses.replace(saved_trace, steps=(odd, *saved_trace.steps[1:]))
     save_trace(trace, tmp_path / "t.json")
     assert load_trace(tmp_path / "t.json") == trace
     # and the file is JSON by the book
     json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_every_field_is_saved_and_read(made):
-    """Whoever adds a field to a step is told here to add it to the trace."""
-    data = made.to_dict()
+def test_every_field_is_saved_and_read(saved_trace):
+    """A new field of a step must be added to the trace."""
+    data = saved_trace.to_dict()
     assert data["steps"][0].keys() == {f.name for f in dataclasses.fields(Step) if f.compare}
     assert data["limits"].keys() == {f.name for f in dataclasses.fields(Limits) if f.compare}
     assert data["settings"].keys() == {f.name for f in dataclasses.fields(SamplingSettings)}
     assert data["steps"][0]["draw"].keys() == {f.name for f in dataclasses.fields(Draw)}
     stage = data["steps"][0]["stages"][0]
     assert stage.keys() == {f.name for f in dataclasses.fields(StageReport)}
-    for told in data["guards"]["guards"]:
-        made_by = {"loop": LoopGuard, "ban": BannedGuard, "surprise": SurpriseGuard}[told["kind"]]
-        assert told.keys() == {f.name for f in dataclasses.fields(made_by) if f.init} | {"kind"}
+    for guard_json in data["guards"]["guards"]:
+        made_by = {"loop": LoopGuard, "ban": BannedGuard, "surprise": SurpriseGuard}[
+            guard_json["kind"]
+        ]
+        assert guard_json.keys() == {f.name for f in dataclasses.fields(made_by) if f.init} | {
+            "kind"
+        }
     for path in _paths(data):
         if path[0] in ("text",) or "config" in path:
             continue  # for people; compared as a whole
@@ -129,24 +137,25 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_wrong_values_are_one_line_or_harmless(made):
-    data = made.to_dict()
+def test_wrong_values_are_one_line_or_harmless(saved_trace):
+    data = saved_trace.to_dict()
     del data["steps"][1:], data["steps"][0]["candidates"][1:], data["steps"][0]["stages"][1:]
     for path in _paths(data):
         for value in HOSTILE:
-            broken = copy.deepcopy(data)
-            _parent(broken, path)[path[-1]] = value
-            text = json.dumps(broken)
+            parent, key = _parent(data, path), path[-1]
+            valid, parent[key] = parent[key], value
+            text = json.dumps(data)
+            parent[key] = valid
             try:
                 trace_from(json.loads(text))
             except UnspoolError as error:
                 assert "\n" not in str(error) and len(str(error)) < 600
 
 
-def test_what_is_wrong_is_said(made):
-    data = made.to_dict()
-    assert "no trace" in refused({})
-    assert "no trace" in refused({**data, "format": "other"})
+def test_what_is_wrong_is_said(saved_trace):
+    data = saved_trace.to_dict()
+    assert "not an Unspool trace" in refused({})
+    assert "not an Unspool trace" in refused({**data, "format": "other"})
     for version in (2, 0, "1", None, True, 10**50):
         assert "version" in refused({**data, "version": version})
     assert "object" in refused([1])
@@ -158,7 +167,7 @@ def test_what_is_wrong_is_said(made):
     assert "empty" in refused({**data, "prompt": [], "steps": []})
     assert "temperature" in refused(_changed(data, "settings", "temperature", value=-1))
     assert "stage" in refused(_changed(data, "settings", "stages", value=["nonsense"]))
-    assert "half" in refused(_changed(data, "steps", 0, "text", value="\ud800"))
+    assert "surrogate" in refused(_changed(data, "steps", 0, "text", value="\ud800"))
     assert "grammar" in refused({**data, "grammar": {"kind": "x", "source": ""}})
 
 
@@ -184,10 +193,10 @@ def test_broken_files(content, tmp_path):
     assert str(error.value).startswith(str(file)) and "\n" not in str(error.value)
 
 
-def test_damaged_files(made, tmp_path):
+def test_damaged_files(saved_trace, tmp_path):
     """Bytes changed, cut out and doubled at random: a trace or one line, never anything else."""
     file = tmp_path / "t.json"
-    save_trace(made, file)
+    save_trace(saved_trace, file)
     good = file.read_bytes()
     chance = random.Random(1)
     for _ in range(150):
@@ -205,49 +214,49 @@ def test_damaged_files(made, tmp_path):
 
 
 def test_too_large(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_LARGEST", 100)
+    monkeypatch.setattr(module, "_MAX_FILE_BYTES", 100)
     (tmp_path / "t.json").write_text(" " * 101)
     with pytest.raises(UnspoolError, match="MB"):
         load_trace(tmp_path / "t.json")
 
 
-def test_writing_is_whole_or_not_at_all(made, tmp_path, monkeypatch):
+def test_writing_is_whole_or_not_at_all(saved_trace, tmp_path, monkeypatch):
     file = tmp_path / "t.json"
     file.write_text("before")
     monkeypatch.setattr(
         module.Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError(28, "full"))
     )
     with pytest.raises(UnspoolError, match=r"cannot be written"):
-        save_trace(made, file)
+        save_trace(saved_trace, file)
     assert file.read_text() == "before"
-    assert [found.name for found in tmp_path.iterdir()] == ["t.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
 
 
-def test_places_that_cannot_be_written_or_read(made, tmp_path):
+def test_places_that_cannot_be_written_or_read(saved_trace, tmp_path):
     for place in (tmp_path / "no" / "t.json", "/proc/t.json"):
         with pytest.raises(UnspoolError, match="cannot be written"):
-            save_trace(made, place)
+            save_trace(saved_trace, place)
     for place in (tmp_path, "/dev/null"):
-        with pytest.raises(UnspoolError, match="not a file"):
-            save_trace(made, place)
+        with pytest.raises(UnspoolError, match="not a regular file"):
+            save_trace(saved_trace, place)
     for place in (tmp_path, tmp_path / "none.json"):
         with pytest.raises(UnspoolError, match="cannot be read"):
             load_trace(place)
 
 
-def test_a_link_stays_a_link(made, tmp_path):
+def test_a_link_stays_a_link(saved_trace, tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
-    save_trace(made, tmp_path / "link.json")
+    save_trace(saved_trace, tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
-    assert load_trace(tmp_path / "real.json") == made
+    assert load_trace(tmp_path / "real.json") == saved_trace
 
 
 def test_which_steps_were_given(tiny_lm):
     draft = tiny_lm.generate(PROMPT, max_tokens=6, seed=1)
     assert trace_of(tiny_lm, draft).given == 0
     assert trace_of(tiny_lm, draft.rewind(3)).given == 0
-    chosen = draft.rewind(3).choose(7)
-    assert trace_of(tiny_lm, chosen).given == 4
-    resumed = chosen.resume()
+    edited = draft.rewind(3).choose(7)
+    assert trace_of(tiny_lm, edited).given == 4
+    resumed = edited.resume()
     assert trace_of(tiny_lm, resumed).given == 4
     assert trace_of(tiny_lm, resumed.rewind(2)).given == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from cuda_support import ours
+from cuda_support import cuda_model
 
 import unspool
 from unspool.backends.cpu.loaded import load_cpu
@@ -37,7 +37,7 @@ def test_a_packed_file_too():
 def test_what_is_rounded_on_a_gpu_is_still_the_same_model(tmp_path: Path):
     tiny.save("llama", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    assert ours(checkpoint, dtype="bfloat16").fingerprint() == fingerprint(checkpoint)
+    assert cuda_model(checkpoint, dtype="bfloat16").fingerprint() == fingerprint(checkpoint)
 
 
 def test_one_number_is_enough(tmp_path: Path):

@@ -27,9 +27,9 @@ def apply(
 ) -> Candidates:
     """One stage by itself, on logits [rows, vocabulary]."""
     many = [settings] * len(logits) if isinstance(settings, SamplingSettings) else list(settings)
-    said = [RowInput()] * len(logits) if rows is None else list(rows)
+    inputs = [RowInput()] * len(logits) if rows is None else list(rows)
     with np.errstate(all="ignore"):
-        return STAGES[name].apply(Candidates(logits), Rows(RowSettings(many), said))
+        return STAGES[name].apply(Candidates(logits), Rows(RowSettings(many), inputs))
 
 
 def dense(candidates: Candidates) -> Matrix:
@@ -40,8 +40,8 @@ def dense(candidates: Candidates) -> Matrix:
     full = np.full((candidates.rows, candidates.vocabulary), -np.inf)
     ids = candidates.ops.host(candidates.ids)
     for row in range(candidates.rows):
-        kept = logits[row] > -np.inf
-        full[row, ids[row][kept]] = logits[row][kept]
+        mask = logits[row] > -np.inf
+        full[row, ids[row][mask]] = logits[row][mask]
     return full
 
 

@@ -46,18 +46,20 @@ def inputs(count: int) -> list[RowInput]:
 
 
 @given(
-    chosen=st.lists(st.sampled_from(range(len(KINDS))), min_size=1, max_size=8),
+    chain_numbers=st.lists(st.sampled_from(range(len(KINDS))), min_size=1, max_size=8),
     seed=st.integers(0, 500),
     kind=st.sampled_from(["numpy", "torch"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_row_is_picked_alone_as_in_any_batch(chosen: list[int], seed: int, kind: str) -> None:
-    logits: Any = random_logits(seed, len(chosen), WIDTH, 0.5 + seed % 4)
+def test_a_row_is_picked_alone_as_in_any_batch(
+    chain_numbers: list[int], seed: int, kind: str
+) -> None:
+    logits: Any = random_logits(seed, len(chain_numbers), WIDTH, 0.5 + seed % 4)
     logits = torch.from_numpy(logits) if kind == "torch" else logits
-    said = inputs(len(chosen))
-    together = Chain([KINDS[n] for n in chosen]).pick(logits, said, top=3)
-    for row, number in enumerate(chosen):
-        alone = Chain(KINDS[number]).pick(logits[row : row + 1], [said[row]], top=3)[0]
+    row_inputs = inputs(len(chain_numbers))
+    together = Chain([KINDS[n] for n in chain_numbers]).pick(logits, row_inputs, top=3)
+    for row, number in enumerate(chain_numbers):
+        alone = Chain(KINDS[number]).pick(logits[row : row + 1], [row_inputs[row]], top=3)[0]
         assert alone == together[row]  # every number, bit for bit
 
 
@@ -152,8 +154,8 @@ def test_the_report_is_honest() -> None:
     assert reports["top_p"].kept_mass >= 0.6 > 0
     assert reports["top_p"].top[0][0] == int(chances.argmax())
     assert reports["temperature"].removed == 0
-    left = reports["temperature"].kept
-    assert sum(c.probability > 0 for c in pick.candidates) == left
+    num_kept = reports["temperature"].kept
+    assert sum(c.probability > 0 for c in pick.candidates) == num_kept
     assert sum(c.probability for c in pick.candidates) == pytest.approx(1.0)
     mine = next(c for c in pick.candidates if c.token == pick.token)
     assert mine.probability == pytest.approx(pick.probability, rel=1e-9)
@@ -188,14 +190,14 @@ def test_scores_match_torch() -> None:
     logits = random_logits(0, 150, 5000, 4.0)
     targets = np.random.default_rng(1).integers(0, 5000, 150)
     expected = torch.from_numpy(logits).double().log_softmax(-1)
-    for given_ in (logits, torch.from_numpy(logits)):
-        found = score(given_, targets, top=4)
-        assert np.allclose(found.logprobs, expected[np.arange(150), targets], atol=1e-5)
+    for array in (logits, torch.from_numpy(logits)):
+        scores = score(array, targets, top=4)
+        assert np.allclose(scores.logprobs, expected[np.arange(150), targets], atol=1e-5)
         best = expected.topk(4)
-        assert (found.top_tokens == best.indices.numpy()).all()
-        assert np.allclose(found.top_logprobs, best.values, atol=1e-5)
-        assert (found.ranks == (logits > logits[np.arange(150), targets][:, None]).sum(1)).all()
-        assert np.allclose(np.asarray(log_softmax(given_)), expected, atol=1e-5)
+        assert (scores.top_tokens == best.indices.numpy()).all()
+        assert np.allclose(scores.top_logprobs, best.values, atol=1e-5)
+        assert (scores.ranks == (logits > logits[np.arange(150), targets][:, None]).sum(1)).all()
+        assert np.allclose(np.asarray(log_softmax(array)), expected, atol=1e-5)
     with pytest.raises(SettingsError, match="vocabulary"):
         score(logits, [5000] * 150)
     with pytest.raises(SettingsError, match="targets"):

@@ -12,7 +12,7 @@ from scipy import stats
 
 from sampling.support import neutral, softmax
 from unspool.sampling import Chain, RowInput, SamplingSettings, uniform
-from unspool.sampling.draw import landing, philox, seed_bits, uniforms
+from unspool.sampling.draw import philox, sample_index, seed_bits, uniforms
 
 ONES = 0xFFFFFFFF
 
@@ -34,8 +34,8 @@ def test_known_answers(
 ) -> None:
     assert philox(counter, key) == expected
     arrays = [np.full(3, word, dtype=np.uint64) for word in (*counter, *key)]
-    found = philox(tuple(arrays[:4]), tuple(arrays[4:]))  # type: ignore[arg-type]
-    assert [set(word.tolist()) for word in found] == [{word} for word in expected]
+    numbers = philox(tuple(arrays[:4]), tuple(arrays[4:]))  # type: ignore[arg-type]
+    assert [set(word.tolist()) for word in numbers] == [{word} for word in expected]
 
 
 @given(
@@ -48,9 +48,9 @@ def test_known_answers(
 )
 def test_many_at_once_are_the_same_numbers(rows: list[tuple[int, int, int]], stream: int) -> None:
     seeds, samples, positions = (list(column) for column in zip(*rows, strict=True))
-    found = uniforms(seeds, samples, positions, stream).tolist()
-    assert found == [uniform(*row, stream) for row in rows]
-    assert all(0 <= u < 1 for u in found)
+    numbers = uniforms(seeds, samples, positions, stream).tolist()
+    assert numbers == [uniform(*row, stream) for row in rows]
+    assert all(0 <= u < 1 for u in numbers)
 
 
 @pytest.mark.parametrize("count", [3, 12])
@@ -88,7 +88,7 @@ def test_numbers_are_uniform_and_unrelated() -> None:
 def test_the_draw_never_lands_on_what_was_removed() -> None:
     def lands(u: float, weights: list[float]) -> int:
         running = np.array(weights).cumsum()
-        return landing(u * float(running[-1]), running, np.array(weights))
+        return sample_index(u * float(running[-1]), running, np.array(weights))
 
     several, single = [0.5, 0.3, 0.2, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]
     last = float(np.nextafter(1.0, 0.0))
@@ -105,8 +105,8 @@ def chi_square(
     rows, draws = len(logits), 20_000
     counts = np.zeros(logits.shape[1])
     for start in range(0, draws, rows):
-        said = [RowInput(position=start + n) for n in range(rows)]
-        for pick in chain.pick(logits, said):
+        inputs = [RowInput(position=start + n) for n in range(rows)]
+        for pick in chain.pick(logits, inputs):
             counts[pick.token] += 1
     alive = expected > 0
     assert counts[~alive].sum() == 0

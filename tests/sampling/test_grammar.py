@@ -1,4 +1,4 @@
-"""Grammars: whatever is picked from the masks satisfies them, and every way there agrees."""
+"""Grammars: every token picked from a mask satisfies them, and all methods agree."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ REGEXES = [
 
 
 def is_person(text: str) -> bool:
-    found = json.loads(text)
+    parsed = json.loads(text)
     return (
-        set(found) - {"ok"} == {"name", "age", "tags"}
-        and isinstance(found["name"], str)
-        and len(found["name"]) <= 12
-        and type(found["age"]) is int
-        and 0 <= found["age"] <= 150
-        and len(found["tags"]) <= 3
-        and all(tag in ("a", "b", "日本") for tag in found["tags"])
-        and (found.get("ok") is None or type(found["ok"]) is bool)
+        set(parsed) - {"ok"} == {"name", "age", "tags"}
+        and isinstance(parsed["name"], str)
+        and len(parsed["name"]) <= 12
+        and type(parsed["age"]) is int
+        and 0 <= parsed["age"] <= 150
+        and len(parsed["tags"]) <= 3
+        and all(tag in ("a", "b", "日本") for tag in parsed["tags"])
+        and (parsed.get("ok") is None or type(parsed["ok"]) is bool)
     )
 
 
@@ -101,8 +101,8 @@ def test_any_json_object() -> None:
 
 def test_a_choice_gives_one_of_its_texts() -> None:
     texts = ["yes", "no", "a/b", 'x"y', "日本", "$^.*", "a", "ab", "", "\n", "a"]
-    seen = {text_of(walk(start(GrammarSpec.choice(texts)), seed)) for seed in range(200)}
-    assert seen <= set(texts) and len(seen) > 7
+    texts_seen = {text_of(walk(start(GrammarSpec.choice(texts)), seed)) for seed in range(200)}
+    assert texts_seen <= set(texts) and len(texts_seen) > 7
     for text in texts:
         assert start(GrammarSpec.choice(texts)).accepts([*ids(text), END]) == len(ids(text)) + 1
 
@@ -214,26 +214,26 @@ SPECS = [
 @settings(max_examples=80, deadline=None)
 def test_rewind_and_copy_equal_a_fresh_state(spec: GrammarSpec, seed: int, cuts: list[int]) -> None:
     state = start(spec)
-    taken = walk(state, seed, longest=25)
-    if len(state) > len(taken):
+    tokens_taken = walk(state, seed, longest=25)
+    if len(state) > len(tokens_taken):
         state.rewind(1)
         state.advance(END)
-        taken.append(END)
+        tokens_taken.append(END)
     for cut in cuts:
-        cut = min(cut, len(taken))
+        cut = min(cut, len(tokens_taken))
         fork = state.copy()
         state.rewind(cut)
-        taken = taken[: len(taken) - cut]
+        tokens_taken = tokens_taken[: len(tokens_taken) - cut]
         fresh = start(spec)
-        for token in taken:
+        for token in tokens_taken:
             fresh.advance(token)
         assert (fresh.mask() == state.mask()).all() and fresh.forced() == state.forced()
         assert fresh.is_complete == state.is_complete and len(fresh) == len(state)
-        assert len(fork) == len(taken) + cut  # a fork stays where it was
-        if len(taken) and taken[-1] != END and allowed(state):
+        assert len(fork) == len(tokens_taken) + cut  # a fork stays where it was
+        if len(tokens_taken) and tokens_taken[-1] != END and allowed(state):
             token = random.Random(seed).choice(allowed(state))
             state.advance(token)
-            taken.append(token)
+            tokens_taken.append(token)
 
 
 @given(
@@ -299,10 +299,10 @@ def test_rows_with_and_without_a_grammar_share_a_batch(kind: str, greedy: bool) 
     how = SamplingSettings(temperature=0) if greedy else neutral(seed=4, temperature=2.0)
     state = start(GrammarSpec.regex("[a-z]{9}"))
     mask = state.mask()
-    said = [RowInput(), RowInput(allowed=mask), RowInput(forbidden=[5]), RowInput(allowed=mask)]
-    together = Chain([how] * 4).pick(logits, said, top=3, explain=True)
+    inputs = [RowInput(), RowInput(allowed=mask), RowInput(forbidden=[5]), RowInput(allowed=mask)]
+    together = Chain([how] * 4).pick(logits, inputs, top=3, explain=True)
     for row, pick in enumerate(together):
-        alone = Chain(how).pick(logits[row : row + 1], [said[row]], top=3, explain=True)[0]
+        alone = Chain(how).pick(logits[row : row + 1], [inputs[row]], top=3, explain=True)[0]
         assert alone == pick
         names = [stage.name for stage in pick.stages]
         assert ("grammar" in names) == (row in (1, 3)) and ("forbidden" in names) == (row == 2)
@@ -336,8 +336,11 @@ def test_few_allowed_of_a_wide_vocabulary_are_put_in_order_rightly() -> None:
     mask[[7, 300, 19_999]] = True
     pick = Chain(neutral(top_k=40)).pick_one(logits, RowInput(allowed=mask), explain=True)
     assert pick.stages[0].kept == pick.stages[1].kept == 3
-    shown = [token for token, _ in pick.stages[1].top]
-    assert shown == sorted(shown, key=lambda token: -logits[0, token]) and len(shown) == 3
+    top_tokens = [token for token, _ in pick.stages[1].top]
+    assert (
+        top_tokens == sorted(top_tokens, key=lambda token: -logits[0, token])
+        and len(top_tokens) == 3
+    )
 
 
 # -- the default model's vocabulary ----------------------------------------------------------------

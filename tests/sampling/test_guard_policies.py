@@ -58,15 +58,15 @@ def test_parsing_policies():
         (["lop"], "did you mean 'loop'"),
         (["loop:repair"], "stop or rewind"),
         (["loop:stop", "ban=x:rewind"], "share one"),
-        (["loop=3"], "cannot be read"),
-        (["ban"], "cannot be read"),
-        (["loop"] * 65, "at most 64"),
+        (["loop=3"], "not a valid guard"),
+        (["ban"], "not a valid guard"),
+        (["loop"] * 65, "maximum is 64"),
         (["ban=|"], "needs words"),
         (["surprise=much"], "number of nats"),
-        (["surprise=-1"], "above 0"),
-        (["surprise=nan"], "above 0"),
-        (["pattern=("], "not a regular expression"),
-        ([""], "no guard ''"),
+        (["surprise=-1"], "> 0 nats"),
+        (["surprise=nan"], "> 0 nats"),
+        (["pattern=("], "not a valid regular expression"),
+        ([""], "unknown guard ''"),
     ],
 )
 def test_a_policy_that_cannot_be_read(items: list[str], words: str):
@@ -109,7 +109,7 @@ def test_a_loop_is_escaped():
     tokens, run, reason = repair(greedy, g.GuardPolicy((g.LoopGuard(),)), 200)
     assert reason == "length" and len(tokens) == 200
     assert tokens[:6] == [0, 1, 2, 3, 4, 9]  # the first round stays; at the second, another way
-    assert [trouble.start for trouble in run.repairs] == [5]
+    assert [violation.start for violation in run.repairs] == [5]
     assert run.forbidden(5) == {0} and run.forbidden(6) == frozenset()
     assert g.repetition_rate(tokens) == 0
 

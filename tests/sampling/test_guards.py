@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import guards as g
 from unspool.sampling import watches
-from unspool.sampling.loops import Periods
-from unspool.sampling.watches import Watched
+from unspool.sampling.loops import LoopFinder
+from unspool.sampling.watches import MonitoredText
 
 ENGLISH = """
 It was a bright cold day in April, and the clocks were striking thirteen. The rain, which had
@@ -75,13 +75,13 @@ def numbered(pieces: list[bytes]) -> list[tuple[int, bytes]]:
     return [(ids.setdefault(piece, len(ids)), piece) for piece in pieces]
 
 
-def first_trouble(guard: g.Guard, pieces: list[bytes]) -> g.Trouble | None:
-    watch = guard.start()
+def first_violation(guard: g.Guard, pieces: list[bytes]) -> g.Violation | None:
+    monitor = guard.start()
     for token, piece in numbered(pieces):
-        trouble = watch.push(token, piece, -1.0, 1.0)
-        if trouble:
-            return trouble
-    return watch.finish()
+        violation = monitor.push(token, piece, -1.0, 1.0)
+        if violation:
+            return violation
+    return monitor.finish()
 
 
 # -- every watch: incremental equals from scratch -------------------------------------------
@@ -100,7 +100,7 @@ GUARDS: list[g.Guard] = [
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.integers(0, 1), PIECES, st.floats(-8, 0), st.floats(0, 3)),
-        st.integers(1, 9),  # so many tokens are taken back
+        st.integers(1, 9),  # number of tokens to rewind
     ),
     max_size=60,
 )
@@ -110,17 +110,17 @@ MOVES = st.lists(
 @given(moves=MOVES)
 @settings(max_examples=60, deadline=None)
 def test_a_rewound_watch_is_that_of_the_shorter_text(guard: g.Guard, moves: list[Any]):
-    watch, text = guard.start(), []
+    monitor, text = guard.start(), []
     for move in moves:
         if isinstance(move, int):
             del text[max(0, len(text) - move) :]
-            watch.rewind(len(text))
+            monitor.rewind(len(text))
             continue
         text.append(move)
         fresh = guard.start()
         expected = [fresh.push(*step) for step in text][-1]
-        assert watch.push(*move) == expected
-        assert watch.finish() == fresh.finish()
+        assert monitor.push(*move) == expected
+        assert monitor.finish() == fresh.finish()
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
@@ -131,38 +131,40 @@ def test_going_back_and_doing_the_same_again(guard: g.Guard):
     text = numbered([piece for unit in units for piece in unit * 4])
     fresh = guard.start()
     expected = [fresh.push(*step, -3.0, 1.0) for step in text]
-    watch = guard.start()
+    monitor = guard.start()
     for back in range(len(text)):
-        watch.rewind(back)
-        assert [watch.push(*step, -3.0, 1.0) for step in text[back:]] == expected[back:]
-        watch.rewind(back // 2)
-        watch.push(99, b"x", 0.0, 0.0)
-        watch.rewind(back // 2)
-        assert [watch.push(*step, -3.0, 1.0) for step in text[back // 2 :]] == expected[back // 2 :]
+        monitor.rewind(back)
+        assert [monitor.push(*step, -3.0, 1.0) for step in text[back:]] == expected[back:]
+        monitor.rewind(back // 2)
+        monitor.push(99, b"x", 0.0, 0.0)
+        monitor.rewind(back // 2)
+        assert [monitor.push(*step, -3.0, 1.0) for step in text[back // 2 :]] == expected[
+            back // 2 :
+        ]
 
 
 @given(st.lists(PIECES, max_size=20))
 @settings(max_examples=60, deadline=None)
 def test_the_text_watched_is_that_of_its_bytes(pieces: list[bytes]):
-    watched, joined = Watched(), b""
+    watched, joined = MonitoredText(), b""
     for number, piece in enumerate(pieces):
         watched.push(number, piece)
         joined += piece
-        whole = "".join(watched.parts)
-        assert joined.decode("utf-8", "replace").startswith(whole)
-        assert watched.length == len(whole)
+        whole_word = "".join(watched.parts)
+        assert joined.decode("utf-8", "replace").startswith(whole_word)
+        assert watched.length == len(whole_word)
         text, begin = watched.tail(3)
-        assert whole[begin:] == text and (len(text) >= 3 or begin == 0)
+        assert whole_word[begin:] == text and (len(text) >= 3 or begin == 0)
     for at in range(watched.length):
-        assert 0 <= watched.owner(at) < len(pieces)
+        assert 0 <= watched.token_at(at) < len(pieces)
 
 
 def test_a_character_belongs_to_the_token_that_began_it():
-    watched = Watched()
+    watched = MonitoredText()
     for token, piece in enumerate([b"x", b"\xf0\x9f", b"\x98", b"\x80y", b"z"]):
         watched.push(token, piece)
     assert "".join(watched.parts) == "x😀yz"
-    assert [watched.owner(at) for at in range(4)] == [0, 1, 3, 4]
+    assert [watched.token_at(at) for at in range(4)] == [0, 1, 3, 4]
 
 
 # -- loops ----------------------------------------------------------------------------------
@@ -175,11 +177,11 @@ def test_a_planted_loop_is_found_at_its_start(seed: int, period: int, keep: int)
     before = [rng.randrange(1000, 2000) for _ in range(rng.randrange(80))]
     unit = rng.sample(range(1000), period)  # shares nothing with what is before
     guard = g.LoopGuard(keep=keep)
-    watch = guard.start()
+    monitor = guard.start()
     for number, token in enumerate(before + unit * 40):
-        trouble = watch.push(token, b"", -1.0, 1.0)
-        if trouble:
-            assert trouble.start == len(before) + keep * period
+        violation = monitor.push(token, b"", -1.0, 1.0)
+        if violation:
+            assert violation.start == len(before) + keep * period
             # Seen at the very token that makes it a loop.
             assert number + 1 == len(before) + max(3 * period, 24)
             return
@@ -189,7 +191,7 @@ def test_a_planted_loop_is_found_at_its_start(seed: int, period: int, keep: int)
 @given(st.lists(st.integers(0, 2), max_size=80), st.integers(2, 3), st.integers(2, 9))
 @settings(max_examples=150, deadline=None)
 def test_a_loop_is_one_by_the_plain_definition(items: list[int], repeats: int, least: int):
-    finder = Periods(repeats, least, 256)
+    finder = LoopFinder(repeats, least, 256)
 
     def plain(end: int) -> set[int]:
         def loops(period: int) -> bool:
@@ -201,10 +203,10 @@ def test_a_loop_is_one_by_the_plain_definition(items: list[int], repeats: int, l
         return {period for period in range(1, end) if loops(period)}
 
     for end in range(1, len(items) + 1):
-        found, expected = finder.push(items[end - 1]), plain(end)
-        assert (found is not None) == bool(expected)
-        if found:
-            first, period = found
+        violations, expected = finder.push(items[end - 1]), plain(end)
+        assert (violations is not None) == bool(expected)
+        if violations:
+            first, period = violations
             assert period in expected
             assert all(items[at] == items[at - period] for at in range(first + period, end))
             assert first == 0 or items[first - 1] != items[first - 1 + period]
@@ -212,8 +214,8 @@ def test_a_loop_is_one_by_the_plain_definition(items: list[int], repeats: int, l
 
 @pytest.mark.parametrize("text", [ENGLISH, CODE, TABLE], ids=["english", "code", "table"])
 def test_plain_text_is_no_loop(text: str):
-    assert first_trouble(g.LoopGuard(), cut(text)) is None
-    assert first_trouble(g.LoopGuard(), [bytes([byte]) for byte in text.encode()]) is None
+    assert first_violation(g.LoopGuard(), cut(text)) is None
+    assert first_violation(g.LoopGuard(), [bytes([byte]) for byte in text.encode()]) is None
 
 
 @given(st.integers(0, 10**6), st.integers(20, 5000))
@@ -221,44 +223,45 @@ def test_plain_text_is_no_loop(text: str):
 def test_random_tokens_are_no_loop(seed: int, vocabulary: int):
     rng = random.Random(seed)
     words = [f" w{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}".encode() for n in range(vocabulary)]
-    watch = g.LoopGuard().start()
+    monitor = g.LoopGuard().start()
     for _ in range(400):
         token = rng.randrange(vocabulary)
-        assert watch.push(token, words[token], -1.0, 1.0) is None
+        assert monitor.push(token, words[token], -1.0, 1.0) is None
 
 
 def test_numbering_and_spacing_do_not_hide_a_loop():
     pieces = cut("Things I like:\n" + "".join(f"{n}. A New watch\n" for n in range(1, 12)))
-    trouble = first_trouble(g.LoopGuard(), pieces)
-    assert trouble is not None and "a new watch" in trouble.reason
+    violation = first_violation(g.LoopGuard(), pieces)
+    assert violation is not None and "a new watch" in violation.reason
     # The second item keeps its number; what is forbidden there is that it says the same.
-    assert b"".join(pieces[: trouble.start]).decode() == "Things I like:\n1. A New watch\n2."
+    assert b"".join(pieces[: violation.start]).decode() == "Things I like:\n1. A New watch\n2."
     shout = "so it goes. So it  goes.\nSO IT GOES! so  it goes, So it Goes; so it goes\n"
-    assert first_trouble(g.LoopGuard(), cut(shout)) is not None
-    assert first_trouble(g.LoopGuard(words=False), cut(shout)) is None
+    assert first_violation(g.LoopGuard(), cut(shout)) is not None
+    assert first_violation(g.LoopGuard(words=False), cut(shout)) is None
 
 
 def test_numbers_that_are_data_are_no_numbering():
     rng = random.Random(2)
-    same = cut("".join("price: 13 euro, " for _ in range(12)))
+    repeated = cut("".join("price: 13 euro, " for _ in range(12)))
     data = cut("".join(f"price: {rng.randrange(10, 99)} euro, " for _ in range(12)))
-    assert first_trouble(g.LoopGuard(), same) is not None
-    assert first_trouble(g.LoopGuard(), data) is None
+    assert first_violation(g.LoopGuard(), repeated) is not None
+    assert first_violation(g.LoopGuard(), data) is None
     assert (
-        first_trouble(g.LoopGuard(), cut("".join(f"{n} by {n} " for n in range(0, 60, 2)))) is None
+        first_violation(g.LoopGuard(), cut("".join(f"{n} by {n} " for n in range(0, 60, 2))))
+        is None
     )
 
 
 def test_a_long_rule_ends_too():
-    assert first_trouble(g.LoopGuard(), [b"-"] * 80) is None
-    assert first_trouble(g.LoopGuard(), [b"-"] * 200) is not None
+    assert first_violation(g.LoopGuard(), [b"-"] * 80) is None
+    assert first_violation(g.LoopGuard(), [b"-"] * 200) is not None
 
 
 def test_chinese_loops_are_seen():
     unit = "我不知道该说什么。"
     pieces = [character.encode()[n : n + 1] for character in unit * 5 for n in range(3)]
-    trouble = first_trouble(g.LoopGuard(), pieces)
-    assert trouble is not None and trouble.start == 27
+    violation = first_violation(g.LoopGuard(), pieces)
+    assert violation is not None and violation.start == 27
 
 
 def test_repetition_rate():
@@ -279,18 +282,18 @@ def test_a_ban_reaches_across_tokens():
         ([b"a rich", b" tap", b"estry", b"!"], 0),
         ([b"We", b" d", b"elve"], 1),  # at the end of the text: by finish
     ]:
-        trouble = first_trouble(guard, pieces)
-        assert trouble is not None and trouble.start == start, pieces
-        assert "banned" in trouble.reason
+        violation = first_violation(guard, pieces)
+        assert violation is not None and violation.start == start, pieces
+        assert "banned" in violation.reason
     for pieces in ([b" del", b"ved"], [b"un", b"delve", b" "], [b"rich", b"  tapestry "]):
-        assert first_trouble(guard, pieces) is None, pieces
+        assert first_violation(guard, pieces) is None, pieces
     inside = g.BannedGuard(words=("delve",), whole_words=False, ignore_case=False)
-    assert first_trouble(inside, [b"un", b"del", b"ved"]) is not None
-    assert first_trouble(inside, [b"De", b"lve"]) is None
+    assert first_violation(inside, [b"un", b"del", b"ved"]) is not None
+    assert first_violation(inside, [b"De", b"lve"]) is None
     odd = g.BannedGuard(words=("C++", "(a|b", "é"))
-    assert first_trouble(odd, [b"in C", b"++", b"11"]) is not None
-    assert first_trouble(odd, [b"in (a", b"|b", b" "]) is not None
-    assert first_trouble(odd, [b"x ", b"\xc3", b"\xa9", b" y"]) == g.Trouble(
+    assert first_violation(odd, [b"in C", b"++", b"11"]) is not None
+    assert first_violation(odd, [b"in (a", b"|b", b" "]) is not None
+    assert first_violation(odd, [b"x ", b"\xc3", b"\xa9", b" y"]) == g.Violation(
         "ban", 1, "'é' is banned"
     )
 
@@ -306,21 +309,21 @@ def test_a_ban_does_not_depend_on_the_cuts(seed: int):
     begin = len(f"{filler} ".encode())
     expected = next(n for n, end in enumerate(cuts[1:]) if end > begin)
     for guard in (g.BannedGuard(words=("FOO-bar",)), g.BannedGuard(patterns=(r"\bfo+-bar\b",))):
-        trouble = first_trouble(guard, pieces)
-        assert trouble is not None and trouble.start == expected
+        violation = first_violation(guard, pieces)
+        assert violation is not None and violation.start == expected
 
 
 def test_patterns():
     phone = g.BannedGuard(patterns=(r"\d{3}-\d{4}",))
-    trouble = first_trouble(phone, [b"call ", b"55", b"5-12", b"34", b" now"])
-    assert trouble is not None and trouble.start == 1 and "555-1234" in trouble.reason
+    violation = first_violation(phone, [b"call ", b"55", b"5-12", b"34", b" now"])
+    assert violation is not None and violation.start == 1 and "555-1234" in violation.reason
     start = g.BannedGuard(patterns=("^sure",), window=8)
-    assert first_trouble(start, [b"Sure", b",", b" I"]) is not None
-    assert first_trouble(start, [b"I am not ", *[b"un", b"sure"] * 9, b"."]) is None
-    whole = g.BannedGuard(patterns=(r"\bcat\b",))
-    assert first_trouble(whole, [b"a cat", b"alog"]) is None
-    assert first_trouble(whole, [b"a cat", b" sat"]) is not None
-    assert first_trouble(whole, [b"a cat"]) is not None
+    assert first_violation(start, [b"Sure", b",", b" I"]) is not None
+    assert first_violation(start, [b"I am not ", *[b"un", b"sure"] * 9, b"."]) is None
+    whole_word = g.BannedGuard(patterns=(r"\bcat\b",))
+    assert first_violation(whole_word, [b"a cat", b"alog"]) is None
+    assert first_violation(whole_word, [b"a cat", b" sat"]) is not None
+    assert first_violation(whole_word, [b"a cat"]) is not None
 
 
 @pytest.mark.parametrize("pattern", ["(", "[a", "a*", "x{2,1}", "(?P<a", "*a", "", "a" * 2000])
@@ -340,8 +343,8 @@ def test_a_bad_pattern_is_refused(pattern: str):
 def test_no_pattern_takes_longer_than_its_text(pattern: str):
     """An engine that tries one way after another would not come back from most of these."""
     guard = g.BannedGuard(patterns=(pattern,))
-    assert first_trouble(guard, [b"aaaa aaaa"] * 120) is None
-    assert first_trouble(guard, [b"xxxxxxxx"] * 120) is None
+    assert first_violation(guard, [b"aaaa aaaa"] * 120) is None
+    assert first_violation(guard, [b"xxxxxxxx"] * 120) is None
 
 
 @pytest.mark.parametrize(
@@ -355,8 +358,8 @@ def test_no_pattern_takes_longer_than_its_text(pattern: str):
         (r"end\Z", r"write \z"),
         (r"\pL{200}\pN{200}", "too large"),
         (r".{1,1000}!", "instructions"),
-        (r"\bcafé\b", "not ASCII"),
-        ("a\ud800", "half a character"),
+        (r"\bcafé\b", "non-ASCII"),
+        ("a\ud800", "lone surrogate"),
     ],
 )
 def test_what_cannot_run_in_linear_time_is_refused_in_words(pattern: str, reason: str):
@@ -368,7 +371,7 @@ def test_what_cannot_run_in_linear_time_is_refused_in_words(pattern: str, reason
 def test_the_patterns_of_a_text_are_bounded_together():
     letters = [f"pattern=\\pL{n}x" for n in range(9)]
     assert g.GuardPolicy.parse(letters[:2])
-    with pytest.raises(SettingsError, match="at most 8,192"):
+    with pytest.raises(SettingsError, match="maximum is 8,192"):
         g.GuardPolicy.parse(letters)
 
 
@@ -377,20 +380,20 @@ def test_banned_words_are_looked_up_however_many_there_are(monkeypatch: pytest.M
     words = [f"w{number}x" for number in range(9000)]
     many, few = g.BannedGuard(words=("ab c", "ab", *words)), g.BannedGuard(words=("ab c", "ab"))
     compared: list[int] = []
-    real = watches._Phrases._fold
+    real = watches.BannedPhrases._fold
 
-    def fold(self: watches._Phrases, text: str) -> str:
+    def fold(self: watches.BannedPhrases, text: str) -> str:
         compared.append(len(text))
         return real(self, text)
 
-    monkeypatch.setattr(watches._Phrases, "_fold", fold)
+    monkeypatch.setattr(watches.BannedPhrases, "_fold", fold)
     for guard in (many, few):
-        trouble = first_trouble(guard, [b"to ", b"ab ", b"cd"])
-        assert trouble == g.Trouble("ban", 1, "'ab' is banned"), "the longer one has no border"
+        violation = first_violation(guard, [b"to ", b"ab ", b"cd"])
+        assert violation == g.Violation("ban", 1, "'ab' is banned"), "the longer one has no border"
     assert max(compared) < 20
-    with pytest.raises(SettingsError, match="at most"):
+    with pytest.raises(SettingsError, match="maximum is"):
         g.BannedGuard(words=("a" * 1001,))
-    with pytest.raises(SettingsError, match="at most"):
+    with pytest.raises(SettingsError, match="maximum is"):
         g.BannedGuard(words=tuple(f"{number:06}" for number in range(20_000)))
 
 
@@ -408,23 +411,23 @@ def test_words_are_found_as_python_s_re_finds_them(text: str, words: list[str]):
     ordered = sorted(words, key=len, reverse=True)
     text += "\n"  # behind which everything is certain
     match = re.compile("|".join(map(bounded, ordered)), re.IGNORECASE).search(text)
-    trouble = g.BannedGuard(words=tuple(words)).start().push(0, text.encode(), 0.0, 0.0)
-    assert (trouble is None) == (match is None)
-    if trouble is not None and match is not None:
-        assert trouble.reason == f"{match.group()!r} is banned"
+    violation = g.BannedGuard(words=tuple(words)).start().push(0, text.encode(), 0.0, 0.0)
+    assert (violation is None) == (match is None)
+    if violation is not None and match is not None:
+        assert violation.reason == f"{match.group()!r} is banned"
 
 
 # -- surprise, predicates -------------------------------------------------------------------
 
 
 def test_surprise():
-    watch = g.SurpriseGuard(spike=8).start()
-    assert watch.push(0, b"", -7.9, 1) is None
-    trouble = watch.push(1, b"", -8.1, 1)
-    assert trouble == g.Trouble("surprise", 1, "a surprise of 8.1 nats, above 8")
-    watch = g.SurpriseGuard(spike=None, mean=3, window=4).start()
-    found = [watch.push(n, b"", -float(n), 0) for n in range(6)]
-    assert [trouble and trouble.start for trouble in found] == [None] * 5 + [2]
+    monitor = g.SurpriseGuard(spike=8).start()
+    assert monitor.push(0, b"", -7.9, 1) is None
+    violation = monitor.push(1, b"", -8.1, 1)
+    assert violation == g.Violation("surprise", 1, "a surprise of 8.1 nats, above 8")
+    monitor = g.SurpriseGuard(spike=None, mean=3, window=4).start()
+    violations = [monitor.push(n, b"", -float(n), 0) for n in range(6)]
+    assert [violation and violation.start for violation in violations] == [None] * 5 + [2]
     relative = g.SurpriseGuard(spike=4, beyond_entropy=True).start()
     assert relative.push(0, b"", -9, 6) is None
     assert relative.push(0, b"", -9, 1) is not None
@@ -434,15 +437,15 @@ def test_surprise():
 
 def test_predicates():
     answers: list[Any] = [None, False, True, 1, "too rude"]
-    watch = g.PredicateGuard(lambda text, tokens: answers[len(tokens) - 1]).start()
-    found = [watch.push(n, b"x", -1, 1) for n in range(5)]
-    assert [trouble and trouble.start for trouble in found] == [None, None, 2, 1, 4]
-    assert found[4] is not None and found[4].reason == "too rude"
-    seen: list[Any] = []
-    watch = g.PredicateGuard(lambda *given: seen.append(given)).start()
+    monitor = g.PredicateGuard(lambda text, tokens: answers[len(tokens) - 1]).start()
+    violations = [monitor.push(n, b"x", -1, 1) for n in range(5)]
+    assert [violation and violation.start for violation in violations] == [None, None, 2, 1, 4]
+    assert violations[4] is not None and violations[4].reason == "too rude"
+    calls: list[Any] = []
+    monitor = g.PredicateGuard(lambda *args: calls.append(args)).start()
     for token, piece in enumerate([b"a", b"\xc3", b"\xa9"]):
-        watch.push(token, piece, -1, 1)
-    assert seen == [("a", (0,)), ("a", (0, 1)), ("aé", (0, 1, 2))]
+        monitor.push(token, piece, -1, 1)
+    assert calls == [("a", (0,)), ("a", (0, 1)), ("aé", (0, 1, 2))]
 
 
 def test_a_predicate_that_fails_says_so():
@@ -455,6 +458,6 @@ def test_a_predicate_that_fails_says_so():
     assert isinstance(caught.value, UnspoolError)
     assert isinstance(caught.value.__cause__, KeyError)
     for answer in (-1, 1, 2.5, object()):
-        watch = g.PredicateGuard(lambda text, tokens, answer=answer: answer).start()
-        with pytest.raises(g.GuardError, match="it may answer"):
-            watch.push(1, b"x", -1, 1)
+        monitor = g.PredicateGuard(lambda text, tokens, answer=answer: answer).start()
+        with pytest.raises(g.GuardError, match="it must return"):
+            monitor.push(1, b"x", -1, 1)

@@ -1,4 +1,4 @@
-"""JSON schemas as people write them: objects are closed, and what cannot be kept to is said."""
+"""JSON schemas as people write them: objects are closed, and what is not enforced is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWNER = {"type": "object", "properties": {"pet": PET}, "required": ["pet"]}
 
 
 def fits(schema: Any, value: Any) -> bool:
-    """Whether the grammar of a schema takes this value, and may end behind it."""
+    """Whether the grammar of a schema accepts this value and may end after it."""
     text = value if isinstance(value, str) else json.dumps(value)
     state = start(GrammarSpec.json_schema(schema))
     tokens = ids(text)
@@ -103,7 +103,7 @@ NOTED: list[tuple[Any, Any, str]] = [  # schema, a value that fits, what is said
     ({"type": "array", "items": {"const": 1}, "uniqueItems": True}, [1, 1], "'uniqueItems'"),
     ({"type": "array", "contains": {"const": 1}}, [2], "'contains'"),
     ({"type": "string", "format": "byte"}, "a", "format 'byte'"),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 1, "'oneOf' is read as 'anyOf'"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 1, "'oneOf' is treated as 'anyOf'"),
     ({**PET, "if": PET, "then": {"properties": {"age": {"const": 3}}}},
      {"age": 3, "name": "ab"}, "'if', 'then'"),
     ({**PET, "additionalProperties": True, "propertyNames": {"pattern": "^a"}},
@@ -136,15 +136,15 @@ def test_what_is_kept_to_is_not_spoken_of(number: int) -> None:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"$ref": "https://example.com/x"}, "nothing is fetched from elsewhere"),
-    ({"items": {"$ref": "#/nowhere"}}, "'#/nowhere', which is not in it"),
-    ({"$ref": "#anchor"}, "'#anchor', which is not in it"),
-    ({"type": "any"}, "it has the type 'any'; there are object"),
-    ({"$dynamicRef": "#x"}, "not known here"),
-    ({"type": "string", "pattern": "(?=a)b"}, "looks ahead or behind"),
-    ({"type": "integer", "minimum": 5, "maximum": 1}, "nothing can fit it"),
+    ({"$ref": "https://example.com/x"}, "remote schemas are not fetched"),
+    ({"items": {"$ref": "#/nowhere"}}, "'#/nowhere', which does not exist"),
+    ({"$ref": "#anchor"}, "'#anchor', which does not exist"),
+    ({"type": "any"}, "it has the type 'any'; allowed: object"),
+    ({"$dynamicRef": "#x"}, "not supported; remove it"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "integer", "minimum": 5, "maximum": 1}, "no value can satisfy it"),
     ({"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"$ref": f"#/$defs/d{n + 1}"}]}
-                for n in range(30)} | {"d30": PET}, "$ref": "#/$defs/d0"}, "too large once"),
+                for n in range(30)} | {"d30": PET}, "$ref": "#/$defs/d0"}, "too large after"),
 ]  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_refusals_speak_of_the_schema(number: int) -> None:
 def test_a_note_is_a_warning_in_python() -> None:
     facts: Any = type("Facts", (), {"grammar_vocabulary": lambda self: SMALL})()
     noted = {"type": "array", "items": {"const": 1}, "uniqueItems": True}
-    with pytest.warns(UnspoolWarning, match="'uniqueItems' cannot be kept to"):
+    with pytest.warns(UnspoolWarning, match="'uniqueItems' is not enforced"):
         assert request_options._grammar(facts, {"json_schema": noted})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -79,7 +79,7 @@ KINDS: dict[str, Callable[[np.random.Generator, Matrix], Matrix]] = {
 }
 
 
-def made(kind: str, seed: int, width: int, rows: int = 2) -> Matrix:
+def make_rows(kind: str, seed: int, width: int, rows: int = 2) -> Matrix:
     chance = np.random.default_rng(seed)
     x = KINDS[kind](chance, chance.standard_normal((rows, width)) * 3)
     return np.ascontiguousarray(x, np.float32)
@@ -88,29 +88,29 @@ def made(kind: str, seed: int, width: int, rows: int = 2) -> Matrix:
 widths = st.one_of(
     st.integers(1, 300), st.integers(301, 5000), st.sampled_from([4096, 49_152, 151_936, 200_001])
 )
-rows_of_logits = st.builds(made, st.sampled_from(sorted(KINDS)), st.integers(0, 10**6), widths)
+rows_of_logits = st.builds(make_rows, st.sampled_from(sorted(KINDS)), st.integers(0, 10**6), widths)
 
 
 @given(x=rows_of_logits)
 @settings(max_examples=80, deadline=None)
 def test_peak_mass_and_entropy(ops: NativeOperations, x: Matrix) -> None:
-    peak, total, entropy = ops.measure(x, None, True)
-    theirs = PLAIN.measure(x.astype(np.float64), None, True)
+    peak, total, entropy = ops.softmax_stats(x, None, True)
+    expected = PLAIN.softmax_stats(x.astype(np.float64), None, True)
     assert peak.dtype == np.float64 and (peak == x.max(-1, keepdims=True)).all()
     assert (ops.amax(x) == peak).all()
-    np.testing.assert_allclose(total, theirs[1], rtol=1e-6)
-    np.testing.assert_allclose(entropy, theirs[2], rtol=1e-6, atol=1e-6)
-    again = ops.measure(x, peak, True)
+    np.testing.assert_allclose(total, expected[1], rtol=1e-6)
+    np.testing.assert_allclose(entropy, expected[2], rtol=1e-6, atol=1e-6)
+    again = ops.softmax_stats(x, peak, True)
     assert (again[1] == total).all() and (again[2] == entropy).all()
     for row in range(len(x)):  # alone as beside another
-        alone = ops.measure(x[row : row + 1], None, True)
+        alone = ops.softmax_stats(x[row : row + 1], None, True)
         assert alone[1] == total[row] and alone[2] == entropy[row]
 
 
 @given(x=rows_of_logits, count=st.one_of(st.integers(1, 300), st.integers(1, 20_000)))
 @settings(max_examples=120, deadline=None)
-def test_leading(ops: NativeOperations, x: Matrix, count: int) -> None:
-    values, columns = ops.leading(x, count)
+def test_largest(ops: NativeOperations, x: Matrix, count: int) -> None:
+    values, columns = ops.largest(x, count)
     order = np.argsort(-x, axis=-1, kind="stable")[:, :count]
     assert (columns == order).all()
     assert (values == np.take_along_axis(x, order, -1)).all()
@@ -118,36 +118,40 @@ def test_leading(ops: NativeOperations, x: Matrix, count: int) -> None:
 
 @given(x=rows_of_logits, share=st.floats(0, 1), how=st.sampled_from(["at", "between", "all"]))
 @settings(max_examples=80, deadline=None)
-def test_above(ops: NativeOperations, x: Matrix, share: float, how: str) -> None:
+def test_at_or_above(ops: NativeOperations, x: Matrix, share: float, how: str) -> None:
     place = min(x.shape[1] - 1, int(share**4 * x.shape[1]))
     bound = np.sort(x, axis=-1)[:, ::-1][:, place : place + 1].astype(np.float64)
     bound = {"at": bound, "between": bound - 1e-4, "all": np.full_like(bound, -INF)}[how]
-    for mine, theirs in zip(ops.above(x, bound), PLAIN.above(x, bound), strict=True):
-        assert (mine == theirs).all()
+    for actual, expected in zip(
+        ops.at_or_above(x, bound), PLAIN.at_or_above(x, bound), strict=True
+    ):
+        assert (actual == expected).all()
 
 
 @given(x=rows_of_logits, share=st.floats(0, 1, exclude_max=True))
 @settings(max_examples=60, deadline=None)
-def test_standing(ops: NativeOperations, x: Matrix, share: float) -> None:
+def test_logit_and_rank(ops: NativeOperations, x: Matrix, share: float) -> None:
     tokens = np.array([int(share * x.shape[1])] * len(x))
-    for mine, theirs in zip(ops.standing(x, tokens), PLAIN.standing(x, tokens), strict=True):
-        assert mine.shape == theirs.shape and (mine == theirs).all()
+    for actual, expected in zip(
+        ops.logit_and_rank(x, tokens), PLAIN.logit_and_rank(x, tokens), strict=True
+    ):
+        assert actual.shape == expected.shape and (actual == expected).all()
 
 
 @given(tokens=st.lists(st.integers(-3, 40), max_size=200))
-def test_tally(ops: NativeOperations, tokens: list[int]) -> None:
-    found, counts = ops.tally(np.array(tokens, np.int64), 30)
-    theirs = PLAIN.tally(np.array(tokens, np.int64), 30)
-    assert len(set(found.tolist())) == len(found)
-    pairs = zip(found.tolist(), counts.tolist(), strict=True)
-    assert dict(pairs) == dict(zip(*(a.tolist() for a in theirs), strict=True))
+def test_count_tokens(ops: NativeOperations, tokens: list[int]) -> None:
+    tokens_found, counts = ops.count_tokens(np.array(tokens, np.int64), 30)
+    expected = PLAIN.count_tokens(np.array(tokens, np.int64), 30)
+    assert len(set(tokens_found.tolist())) == len(tokens_found)
+    pairs = zip(tokens_found.tolist(), counts.tolist(), strict=True)
+    assert dict(pairs) == dict(zip(*(a.tolist() for a in expected), strict=True))
 
 
 def test_what_the_kernels_do_not_take_is_numpys(ops: NativeOperations) -> None:
-    x = made("bell", 1, 1000, rows=4)
+    x = make_rows("bell", 1, 1000, rows=4)
     for other in (x.astype(np.float64), x[:, ::2], x[::2]):
         assert (ops.amax(other) == other.max(-1, keepdims=True)).all()
-        assert (ops.leading(other, 5)[1] == np.argsort(-other, -1, kind="stable")[:, :5]).all()
+        assert (ops.largest(other, 5)[1] == np.argsort(-other, -1, kind="stable")[:, :5]).all()
     x.flags.writeable = False  # logits that a backend keeps
     assert (ops.amax(x) == x.max(-1, keepdims=True)).all()
 
@@ -179,10 +183,10 @@ CHAINS: list[dict[str, Any]] = [
 
 def near(a: Pick, b: Pick) -> None:
     assert (a.token, a.rank) == (b.token, b.rank)
-    for one, other in (
+    for value, other in (
         (a.logprob, b.logprob), (a.entropy, b.entropy), (a.probability, b.probability)
     ):  # fmt: skip
-        assert one == pytest.approx(other, rel=1e-6, abs=1e-6)
+        assert value == pytest.approx(other, rel=1e-6, abs=1e-6)
     assert [c.token for c in a.candidates] == [c.token for c in b.candidates]
     pairs = [(c.logprob, c.probability) for c in a.candidates]
     others = [(c.logprob, c.probability) for c in b.candidates]
@@ -205,11 +209,11 @@ def test_chains_pick_alike(number: int, width: int) -> None:
         logits[::5] = np.round(logits[::5])
         logits[1::5, 20 : width - 20] = -INF
         history = chance.integers(0, width, (rows, 60))
-        said = [RowInput(history[n][: 20 + n], prompt_length=10) for n in range(rows)]
-        mine = chain.pick(logits, said, top=5, explain=spread == 2.0)
+        inputs = [RowInput(history[n][: 20 + n], prompt_length=10) for n in range(rows)]
+        actual = chain.pick(logits, inputs, top=5, explain=spread == 2.0)
         with numpy_alone():
-            theirs = chain.pick(logits, said, top=5, explain=spread == 2.0)
-        for a, b in zip(mine, theirs, strict=True):
+            expected = chain.pick(logits, inputs, top=5, explain=spread == 2.0)
+        for a, b in zip(actual, expected, strict=True):
             near(a, b)
 
 
@@ -218,39 +222,41 @@ def test_chains_pick_alike_over_real_vocabularies(width: int) -> None:
     chance = np.random.default_rng(width)
     for number, options in enumerate(CHAINS):
         logits = (chance.standard_normal((1, width)) * 3).astype(np.float32)
-        said = RowInput(chance.integers(0, width, 500), prompt_length=100)
+        inputs = RowInput(chance.integers(0, width, 500), prompt_length=100)
         chain = Chain(SamplingSettings(seed=number, **options))
-        mine = chain.pick_one(logits, said, top=20)
+        actual = chain.pick_one(logits, inputs, top=20)
         with numpy_alone():
-            near(mine, chain.pick_one(logits, said, top=20))
+            near(actual, chain.pick_one(logits, inputs, top=20))
 
 
 @given(
-    chosen=st.lists(st.sampled_from(range(len(CHAINS))), min_size=1, max_size=6),
+    chain_numbers=st.lists(st.sampled_from(range(len(CHAINS))), min_size=1, max_size=6),
     seed=st.integers(0, 500),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_row_is_told_alone_as_in_any_batch(chosen: list[int], seed: int) -> None:
-    logits = made("gaps" if seed % 3 == 0 else "bell", seed, 1500, len(chosen))
-    many = [SamplingSettings(seed=n, **CHAINS[n]) for n in chosen]
-    said = [RowInput(np.arange(5 + n), forbidden=(n,) * (n % 2)) for n in range(len(chosen))]
+def test_a_row_is_told_alone_as_in_any_batch(chain_numbers: list[int], seed: int) -> None:
+    logits = make_rows("gaps" if seed % 3 == 0 else "bell", seed, 1500, len(chain_numbers))
+    many = [SamplingSettings(seed=n, **CHAINS[n]) for n in chain_numbers]
+    inputs = [
+        RowInput(np.arange(5 + n), forbidden=(n,) * (n % 2)) for n in range(len(chain_numbers))
+    ]
     together: list[Pick] | None = None
     try:
-        together = Chain(many).pick(logits, said, top=4, explain=True)
+        together = Chain(many).pick(logits, inputs, top=4, explain=True)
     except NoCandidateError:  # only with gaps, where a bias of +inf names what is not there
         return
-    for row, one in enumerate(many):
-        alone = Chain(one).pick(logits[row : row + 1], [said[row]], top=4, explain=True)[0]
+    for row, value in enumerate(many):
+        alone = Chain(value).pick(logits[row : row + 1], [inputs[row]], top=4, explain=True)[0]
         assert alone == together[row]  # every number, bit for bit
 
 
 def test_the_picked_ones_edits_leave_the_logits_alone() -> None:
-    logits = made("bell", 3, 2000, 1)
+    logits = make_rows("bell", 3, 2000, 1)
     copy = logits.copy()
     on = SamplingSettings(repetition_penalty=1.5, frequency_penalty=1, presence_penalty=1, seed=2)
-    said = [RowInput(np.arange(100))]
-    plain = Chain(on).pick(logits, said)
-    explained = Chain(on).pick(logits, said, explain=True)
+    inputs = [RowInput(np.arange(100))]
+    plain = Chain(on).pick(logits, inputs)
+    explained = Chain(on).pick(logits, inputs, explain=True)
     assert (logits == copy).all()
     assert dataclasses.replace(explained[0], stages=()) == plain[0]
     assert [stage.changed for stage in explained[0].stages[:3]] == [100, 100, 100]
@@ -267,25 +273,29 @@ def test_bad_logits_are_told_alike(bad: float, width: int) -> None:
 
     chain = Chain([SamplingSettings(seed=1), neutral(seed=1), neutral(temperature=0)])
     for place in (0, 17, width - 1):
-        logits = made("bell", 5, width, 3)
+        logits = make_rows("bell", 5, width, 3)
         logits[2, place] = bad
         if bad == -INF:
             logits[2] = -INF
-        mine = outcome()
+        actual = outcome()
         with numpy_alone():
-            theirs = outcome()
+            expected = outcome()
         if bad == INF:  # infinitely likely: that one alone remains
-            assert mine[2].token == theirs[2].token == place
+            assert actual[2].token == expected[2].token == place
         else:
-            assert mine == theirs == (mine[0], (2,))
+            assert actual == expected == (actual[0], (2,))
 
 
 def test_scores_are_alike() -> None:
-    logits = made("bell", 8, 5000, 100)
+    logits = make_rows("bell", 8, 5000, 100)
     targets = np.arange(100) * 7
-    mine = score(logits, targets, top=6)
+    actual = score(logits, targets, top=6)
     with numpy_alone():
-        theirs = score(logits, targets, top=6)
-    assert (mine.ranks == theirs.ranks).all() and (mine.top_tokens == theirs.top_tokens).all()
+        expected = score(logits, targets, top=6)
+    assert (actual.ranks == expected.ranks).all() and (
+        actual.top_tokens == expected.top_tokens
+    ).all()
     for name in ("logprobs", "entropies", "top_logprobs"):
-        np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            getattr(actual, name), getattr(expected, name), rtol=1e-6, atol=1e-6
+        )

@@ -18,18 +18,18 @@ PROMPT = [5, 6, 7, 8]
 
 def only(*allowed: int) -> Any:
     def only_these(tokens: Any, logits: Any) -> Any:
-        kept = np.full_like(logits, -np.inf)
-        kept[list(allowed)] = logits[list(allowed)]
-        return kept
+        new_logits = np.full_like(logits, -np.inf)
+        new_logits[list(allowed)] = logits[list(allowed)]
+        return new_logits
 
     return only_these
 
 
 def test_it_is_given_the_text_so_far_and_the_whole_vocabulary():
-    seen: list[tuple[list[int], Any]] = []
+    calls: list[tuple[list[int], Any]] = []
 
     def stage(tokens: Any, logits: Any) -> Any:
-        seen.append((tokens.tolist(), logits.copy()))
+        calls.append((tokens.tolist(), logits.copy()))
         tokens[:] = 0  # its own copies
         logits[:] = 0.0
         return logits
@@ -39,11 +39,11 @@ def test_it_is_given_the_text_so_far_and_the_whole_vocabulary():
     histories = [np.array([1, 2]), np.array([3])]
     chain = Chain([settings, settings])
     picks = chain.pick(logits, [RowInput(history) for history in histories], explain=True)
-    assert [tokens for tokens, _ in seen] == [[1, 2], [3]]
+    assert [tokens for tokens, _ in calls] == [[1, 2], [3]]
     assert histories[0].tolist() == [1, 2]
     removed = -np.inf
-    assert seen[0][1].tolist() == [removed, 3, 2, removed]
-    assert seen[1][1].tolist() == [3, removed, removed, 2]
+    assert calls[0][1].tolist() == [removed, 3, 2, removed]
+    assert calls[1][1].tolist() == [3, removed, removed, 2]
     for pick, two in zip(picks, ({1, 2}, {0, 3}), strict=True):
         assert [report.name for report in pick.stages] == ["top_k", "stage"]
         assert {token for token, _ in pick.stages[-1].top} == two  # what was removed stays so
@@ -79,10 +79,13 @@ def failing(tokens: Any, logits: Any) -> Any:
     ("stage", "words"),
     [
         (failing, "the stage 'failing' raised RuntimeError: no idea"),
-        (lambda tokens, logits: None, "gave nothing; it must return one logit for each of the 259"),
-        (lambda tokens, logits: logits[:3], r"gave an array of shape \(3,\)"),
-        (lambda tokens, logits: logits * np.nan, "gave NaN"),
-        (lambda tokens, logits: logits - np.inf, "took the last one"),
+        (
+            lambda tokens, logits: None,
+            "returned nothing; it must return one logit for each of the 259",
+        ),
+        (lambda tokens, logits: logits[:3], r"returned an array of shape \(3,\)"),
+        (lambda tokens, logits: logits * np.nan, "returned NaN"),
+        (lambda tokens, logits: logits - np.inf, "removed the last one"),
         (lambda tokens, logits: "words", "raised ValueError"),
     ],
 )
@@ -110,9 +113,9 @@ def test_it_works_with_seeds_batches_going_on_and_explaining(tiny_lm: Any):
     assert tiny_lm.generate(PROMPT, **options).tokens == text.tokens
     assert tiny_lm.samples(PROMPT, 3, **options)[0].tokens == text.tokens
     assert text.rewind(3).resume().tokens == text.tokens
-    told = text.explained()
-    assert "alternate" in [stage.name for stage in told.steps[2].stages]
-    assert told.steps[2].probability is not None
+    explained = text.explained()
+    assert "alternate" in [stage.name for stage in explained.steps[2].stages]
+    assert explained.steps[2].probability is not None
     assert alternating(tiny_lm.generate(PROMPT, **{**options, "temperature": 0}).tokens)
 
 

@@ -31,36 +31,36 @@ def test_the_same_token_as_the_chain(
     if not by_chain and native.missing() is not None:
         pytest.skip("no native library")
     chance = np.random.default_rng(seed)
-    asked = [SamplingSettings(**one) for one in options]
-    assert all(map(is_ordinary, asked))
-    logits = random_logits(chance, len(asked), width, spread).astype(np.float32)
-    texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in asked]
-    rows = rows_of(asked, texts)
-    found = (
-        picker_module._by_chain(logits, rows, range(len(asked)))
+    settings_list = [SamplingSettings(**choice) for choice in options]
+    assert all(map(is_ordinary, settings_list))
+    logits = random_logits(chance, len(settings_list), width, spread).astype(np.float32)
+    texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in settings_list]
+    rows = rows_of(settings_list, texts)
+    picked = (
+        picker_module._by_chain(logits, rows, range(len(settings_list)))
         if by_chain
         else pick(logits, rows, threads=2)
     )
     inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
-    wanted = Chain(asked).pick(logits, inputs)
-    assert found.tokens.tolist() == [one.token for one in wanted]
-    np.testing.assert_allclose(found.logprobs, [one.logprob for one in wanted], atol=2e-6)
-    assert not found.failures
+    expected = Chain(settings_list).pick(logits, inputs)
+    assert picked.tokens.tolist() == [choice.token for choice in expected]
+    np.testing.assert_allclose(picked.logprobs, [choice.logprob for choice in expected], atol=2e-6)
+    assert not picked.failures
 
 
 def test_draws_fall_as_often_as_they_should():
     """Not only the chain's token: the right distribution, by the formula."""
     chances = np.array([0.5, 0.3, 0.15, 0.05])
     logits = np.tile(np.log(chances).astype(np.float32), (4000, 1))
-    asked = [
+    settings_list = [
         SamplingSettings(seed=n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.2)
         for n in range(len(logits))
     ]
-    rows = rows_of(asked, [np.array([0])] * len(asked))
+    rows = rows_of(settings_list, [np.array([0])] * len(settings_list))
     counts = np.bincount(pick(logits, rows).tokens, minlength=4)
-    kept = np.array([0.5, 0.3, 0.15, 0.0])
+    expected_probs = np.array([0.5, 0.3, 0.15, 0.0])
     assert counts[3] == 0, "a tenth of the likeliest is below min_p"
-    expected = kept / kept.sum() * len(logits)
+    expected = expected_probs / expected_probs.sum() * len(logits)
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected + 1)).all()
 
 
@@ -69,11 +69,11 @@ def test_logits_that_give_no_distribution_fail_alone():
     logits[1, 7] = np.nan
     logits[2] = -np.inf
     logits[3, 5] = np.inf
-    asked = [SamplingSettings(temperature=0)] * 4
-    found = pick(logits, rows_of(asked, [np.array([0])] * 4))
-    assert (found.tokens[0], found.tokens[3]) == (0, 5), "infinitely likely is picked"
-    assert set(found.failures) == {1, 2}
-    assert isinstance(found.failures[1], BadLogitsError)
+    settings_list = [SamplingSettings(temperature=0)] * 4
+    picked = pick(logits, rows_of(settings_list, [np.array([0])] * 4))
+    assert (picked.tokens[0], picked.tokens[3]) == (0, 5), "infinitely likely is picked"
+    assert set(picked.failures) == {1, 2}
+    assert isinstance(picked.failures[1], BadLogitsError)
 
 
 @pytest.mark.parametrize(

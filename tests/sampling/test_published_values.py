@@ -12,8 +12,8 @@ FALLING = [0.4, 0.3, 0.2, 0.1]
 FIVE = [0.2] * 5
 
 
-def close(found: object, expected: list[float]) -> bool:
-    return bool(np.allclose(found, expected, atol=1e-5))
+def close(result: object, expected: list[float]) -> bool:
+    return bool(np.allclose(result, expected, atol=1e-5))
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_top_p(p: float, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "kept"),
+    ("p", "num_kept"),
     [(0.24, 4), (0.26, 3), (0.49, 3), (0.51, 2), (0.74, 2), (0.76, 1), (1.0, 1)],
 )
-def test_min_p(p: float, kept: int) -> None:
-    expected = np.array(FOUR) * (np.arange(4) >= 4 - kept)
+def test_min_p(p: float, num_kept: int) -> None:
+    expected = np.array(FOUR) * (np.arange(4) >= 4 - num_kept)
     assert close(after("min_p", FOUR, neutral(min_p=p)), list(expected / expected.sum()))
 
 
@@ -139,7 +139,7 @@ def test_queues_over_ten_thousand(order: str) -> None:
             least = size - 1 - int(np.searchsorted(running, goal))
         else:
             least = max(least, 1000)
-        line = candidates.in_order()
-        kept = int(line.remaining()[0])
+        line = candidates.sort_by_logit()
+        num_kept = int(line.remaining()[0])
         assert line.ids[0, 0] == size - 1
-        assert abs(int(line.ids[0, kept - 1]) - least) <= 1  # float32 logits at the very border
+        assert abs(int(line.ids[0, num_kept - 1]) - least) <= 1  # float32 logits at the very border

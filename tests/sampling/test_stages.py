@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 10_000)
 quick = settings(max_examples=40, deadline=None)
 
 
-def kept(candidates: Candidates) -> list[set[int]]:
+def remaining_ids(candidates: Candidates) -> list[set[int]]:
     return [set(np.flatnonzero(row > -np.inf).tolist()) for row in dense(candidates)]
 
 
@@ -37,13 +37,13 @@ def kept(candidates: Candidates) -> list[set[int]]:
 @quick
 def test_top_p_without_a_sort_is_top_p_with_one(seed: int, width: int, p: float) -> None:
     logits = random_logits(seed, 2, width, spread=1.5)
-    found = kept(apply("top_p", logits, neutral(top_p=p)))
+    result = remaining_ids(apply("top_p", logits, neutral(top_p=p)))
     for row, chances in enumerate(softmax(logits)):
         order = np.lexsort((np.arange(width), -chances))
         mass_before = np.cumsum(chances[order]) - chances[order]
         near = 2e-6
-        assert set(order[mass_before < p - near].tolist()) <= found[row]
-        assert found[row] <= set(order[mass_before < p + near].tolist())
+        assert set(order[mass_before < p - near].tolist()) <= result[row]
+        assert result[row] <= set(order[mass_before < p + near].tolist())
 
 
 @given(seed=SEEDS, width=st.sampled_from([9, 400, 3000, 50_000]), count=st.integers(1, 700))
@@ -51,7 +51,7 @@ def test_top_p_without_a_sort_is_top_p_with_one(seed: int, width: int, p: float)
 def test_the_leading_are_those_of_a_full_sort(seed: int, width: int, count: int) -> None:
     logits = np.round(random_logits(seed, 2, width), 1)  # many equals
     logits[0, ::3] = -np.inf
-    line = Candidates(logits).lead(count)
+    line = Candidates(logits).top(count)
     for row in range(2):
         order = np.lexsort((np.arange(width), -logits[row]))[:count]
         finite = logits[row][order] > -np.inf
@@ -59,13 +59,15 @@ def test_the_leading_are_those_of_a_full_sort(seed: int, width: int, count: int)
 
 
 def test_top_k_keeps_exactly_k_of_equals_the_lowest_ids() -> None:
-    assert kept(apply("top_k", np.zeros((1, 5000), np.float32), neutral(top_k=3))) == [{0, 1, 2}]
+    assert remaining_ids(apply("top_k", np.zeros((1, 5000), np.float32), neutral(top_k=3))) == [
+        {0, 1, 2}
+    ]
 
 
 def test_each_row_has_its_own_k() -> None:
     logits = random_logits(0, 3, 2000)
-    found = kept(apply("top_k", logits, [neutral(top_k=k) for k in (1, 7, 300)]))
-    assert [len(row) for row in found] == [1, 7, 300]
+    result = remaining_ids(apply("top_k", logits, [neutral(top_k=k) for k in (1, 7, 300)]))
+    assert [len(row) for row in result] == [1, 7, 300]
 
 
 @given(seed=SEEDS, sigma=st.floats(0.1, 4))
@@ -73,11 +75,13 @@ def test_each_row_has_its_own_k() -> None:
 def test_top_n_sigma_formula(seed: int, sigma: float) -> None:
     logits = random_logits(seed, 2, 500)
     logits[1, :100] = -np.inf
-    for row, found in enumerate(kept(apply("top_n_sigma", logits, neutral(top_n_sigma=sigma)))):
+    for row, result in enumerate(
+        remaining_ids(apply("top_n_sigma", logits, neutral(top_n_sigma=sigma)))
+    ):
         finite = logits[row][np.isfinite(logits[row])].astype(np.float64)
         bound = finite.max() - sigma * finite.std()
-        assert found >= set(np.flatnonzero(logits[row] >= bound + 1e-4).tolist())
-        assert found <= set(np.flatnonzero(logits[row] >= bound - 1e-4).tolist())
+        assert result >= set(np.flatnonzero(logits[row] >= bound + 1e-4).tolist())
+        assert result <= set(np.flatnonzero(logits[row] >= bound - 1e-4).tolist())
 
 
 @given(seed=SEEDS, exponent=st.floats(0, 3), span=st.floats(0.01, 2))
@@ -86,13 +90,13 @@ def test_dynamic_temperature_formula(seed: int, exponent: float, span: float) ->
     logits = random_logits(seed, 2, 300)
     logits[1, :50] = -np.inf
     options = {"temperature": 0.9, "dynatemp_range": span, "dynatemp_exponent": exponent}
-    found = softmax(dense(apply("dynamic_temperature", logits, neutral(**options))))
+    result = softmax(dense(apply("dynamic_temperature", logits, neutral(**options))))
     for row, chances in enumerate(softmax(logits)):
         alive = chances[chances > 0]
         entropy = -(alive * np.log(alive)).sum()
         low, high = max(0.0, 0.9 - span), 0.9 + span
         temperature = low + (high - low) * (entropy / math.log(len(alive))) ** exponent
-        assert np.allclose(found[row], softmax(logits[row] / temperature), atol=1e-5)
+        assert np.allclose(result[row], softmax(logits[row] / temperature), atol=1e-5)
 
 
 def test_dynamic_temperature_takes_the_place_of_the_fixed_one() -> None:
@@ -110,7 +114,7 @@ def test_dry_formula(seed: int, length: int, vocabulary: int) -> None:
     options: dict[str, Any] = {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 2}
     logits = np.zeros((1, vocabulary), np.float32)
     settings_ = neutral(**options, dry_breakers=breakers)
-    found = dense(apply("dry", logits, settings_, [RowInput(history=history)]))[0]
+    result = dense(apply("dry", logits, settings_, [RowInput(history=history)]))[0]
     for token in range(vocabulary):
         longest = 0
         for at in range(length):
@@ -121,35 +125,35 @@ def test_dry_formula(seed: int, length: int, vocabulary: int) -> None:
                 n += 1
             longest = max(longest, n)
         extra = 0.8 * 1.5 ** (longest - 2) if longest >= 2 and token not in breakers else 0.0
-        assert found[token] == pytest.approx(-extra, rel=1e-5)
+        assert result[token] == pytest.approx(-extra, rel=1e-5)
 
 
 def test_dry_breakers_of_several_tokens_and_window() -> None:
     logits = np.zeros((1, 9), np.float32)
     text = [1, 2, 7, 8, 1, 2, 3, 7, 8, 1, 2]
-    said = [RowInput(history=text)]
+    inputs = [RowInput(history=text)]
     on = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 2}
-    free = dense(apply("dry", logits, neutral(**on), said))[0]
+    free = dense(apply("dry", logits, neutral(**on), inputs))[0]
     assert free[3] == -4 and free[7] == -1  # repeats of 7 8 1 2, and of 1 2
-    broken = dense(apply("dry", logits, neutral(**on, dry_breakers=((7, 8),)), said))[0]
+    broken = dense(apply("dry", logits, neutral(**on, dry_breakers=((7, 8),)), inputs))[0]
     assert broken[3] == -1 and broken[7] == -1
-    assert dense(apply("dry", logits, neutral(**on, dry_window=5), said))[0].tolist() == [0] * 9
+    assert dense(apply("dry", logits, neutral(**on, dry_window=5), inputs))[0].tolist() == [0] * 9
 
 
 def test_dry_does_not_follow_a_loop_forever() -> None:
     logits = np.zeros((1, 4), np.float32)
     settings_ = neutral(dry_multiplier=1.0, dry_base=1.75)
-    found = dense(apply("dry", logits, settings_, [RowInput(history=[1] * 4000)]))[0]
-    assert found[1] < -1e29 and np.isfinite(found).all()
+    result = dense(apply("dry", logits, settings_, [RowInput(history=[1] * 4000)]))[0]
+    assert result[1] < -1e29 and np.isfinite(result).all()
 
 
 def test_penalty_window_and_prompt() -> None:
     logits = np.ones((1, 6), np.float32)
-    said = [RowInput(history=[1, 1, 2, 3], prompt_length=2)]
+    inputs = [RowInput(history=[1, 1, 2, 3], prompt_length=2)]
 
     def changed(**options: Any) -> dict[int, float]:
-        found = dense(apply("frequency_penalty", logits, neutral(**options), said))[0]
-        return {t: float(1 - x) for t, x in enumerate(found) if x != 1}
+        result = dense(apply("frequency_penalty", logits, neutral(**options), inputs))[0]
+        return {t: float(1 - x) for t, x in enumerate(result) if x != 1}
 
     assert changed(frequency_penalty=0.5) == {1: 1.0, 2: 0.5, 3: 0.5}
     assert changed(frequency_penalty=0.5, penalty_window=2) == {2: 0.5, 3: 0.5}
@@ -159,9 +163,9 @@ def test_penalty_window_and_prompt() -> None:
 
 def test_tokens_beyond_the_head_are_passed_over() -> None:
     logits = random_logits(1, 1, 5)
-    said = [RowInput(history=[99, 1, 99, 1, 99], forbidden=[77])]
+    inputs = [RowInput(history=[99, 1, 99, 1, 99], forbidden=[77])]
     on = neutral(repetition_penalty=2, no_repeat_ngram=2, dry_multiplier=1, presence_penalty=1)
-    assert 0 <= Chain(on).pick(logits, said)[0].token < 5
+    assert 0 <= Chain(on).pick(logits, inputs)[0].token < 5
 
 
 def test_forced_tokens_and_forbidden_ones() -> None:
@@ -179,10 +183,10 @@ def test_forced_tokens_and_forbidden_ones() -> None:
 
 def test_everything_forbidden_names_the_row() -> None:
     logits = random_logits(2, 3, 2)
-    said = [RowInput(), RowInput(history=[0, 1]), RowInput()]
+    inputs = [RowInput(), RowInput(history=[0, 1]), RowInput()]
     chain = Chain([neutral(), neutral(no_repeat_ngram=1), neutral()])
     with pytest.raises(NoCandidateError, match="no_repeat_ngram") as caught:
-        chain.pick(logits, said)
+        chain.pick(logits, inputs)
     assert caught.value.rows == (1,)
 
 
@@ -211,9 +215,9 @@ def test_xtc_coin_is_tossed_at_its_rate_and_from_its_own_stream() -> None:
     on = neutral(xtc_probability=0.3, xtc_threshold=0.19, seed=5)
     dropped = 0
     for position in range(400):
-        found = kept(apply("xtc", logits, on, [RowInput(position=position)]))[0]
+        result = remaining_ids(apply("xtc", logits, on, [RowInput(position=position)]))[0]
         tossed = uniform(5, 0, position, XTC_STREAM) < 0.3
-        assert found == ({2, 3} if tossed else {0, 1, 2, 3})
+        assert result == ({2, 3} if tossed else {0, 1, 2, 3})
         dropped += tossed
     assert 80 < dropped < 160
 
@@ -260,8 +264,8 @@ def test_any_order_of_all_stages_works(order: list[str], seed: int) -> None:
     logits = random_logits(seed, 2, 1500)
     history = np.random.default_rng(seed).integers(0, 1500, 50)
     on = SamplingSettings(**EVERYTHING, stages=tuple(order), seed=seed)
-    said = [RowInput(history=history), RowInput(history=history[:3])]
-    for pick in Chain([on, on]).pick(logits, said, explain=True):
+    inputs = [RowInput(history=history), RowInput(history=history[:3])]
+    for pick in Chain([on, on]).pick(logits, inputs, explain=True):
         assert pick.token != 5
         assert pick.draw is not None and pick.draw.low <= pick.draw.u
         assert 0 < pick.probability <= 1

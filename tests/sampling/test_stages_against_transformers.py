@@ -28,17 +28,19 @@ def peer(processor: Any, logits: np.ndarray[Any, Any], history: Any = None) -> A
 
 
 def same_but_for_the_border(
-    found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], logits: np.ndarray[Any, Any]
+    result: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], logits: np.ndarray[Any, Any]
 ) -> None:
     """Kept logits agree; where one kept a token that the other did not, it is a border case.
 
     There the two may differ by one token, or have swapped two that are equally near to 1e-6.
     """
-    both = np.isfinite(found) & np.isfinite(expected)
-    assert np.allclose(found[both], expected[both], rtol=1e-5, atol=1e-5)
-    for row in np.flatnonzero((np.isfinite(found) != np.isfinite(expected)).any(-1)):
-        mine, theirs = np.isfinite(found[row]), np.isfinite(expected[row])
-        assert (mine & ~theirs).sum() <= 1 and (theirs & ~mine).sum() <= 1, logits[row]
+    is_finite = np.isfinite(result) & np.isfinite(expected)
+    assert np.allclose(result[is_finite], expected[is_finite], rtol=1e-5, atol=1e-5)
+    for row in np.flatnonzero((np.isfinite(result) != np.isfinite(expected)).any(-1)):
+        finite, expected_finite = np.isfinite(result[row]), np.isfinite(expected[row])
+        assert (finite & ~expected_finite).sum() <= 1 and (expected_finite & ~finite).sum() <= 1, (
+            logits[row]
+        )
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,8 @@ def test_distribution_stages(
     spread: float,
 ) -> None:
     logits = random_logits(seed, 3, width, spread)
-    found = dense(apply(stage, logits, neutral(**options)))
-    same_but_for_the_border(found, peer(make(), logits), logits)
+    result = dense(apply(stage, logits, neutral(**options)))
+    same_but_for_the_border(result, peer(make(), logits), logits)
 
 
 @given(seed=SEEDS, width=st.integers(4, 40), length=st.integers(0, 60))
@@ -78,20 +80,20 @@ def test_distribution_stages(
 def test_repetition_and_ngram(seed: int, width: int, length: int) -> None:
     logits = random_logits(seed, 2, width)
     history = np.random.default_rng(seed).integers(0, width, (2, length))
-    said = [RowInput(history=row) for row in history]
-    found = dense(apply("repetition_penalty", logits, neutral(repetition_penalty=1.3), said))
+    inputs = [RowInput(history=row) for row in history]
+    result = dense(apply("repetition_penalty", logits, neutral(repetition_penalty=1.3), inputs))
     expected = peer(peers.RepetitionPenaltyLogitsProcessor(1.3), logits, history)
-    assert np.allclose(found, expected, rtol=1e-6)
+    assert np.allclose(result, expected, rtol=1e-6)
     for size in (1, 2, 3):
-        found = dense(apply("no_repeat_ngram", logits, neutral(no_repeat_ngram=size), said))
+        result = dense(apply("no_repeat_ngram", logits, neutral(no_repeat_ngram=size), inputs))
         expected = peer(peers.NoRepeatNGramLogitsProcessor(size), logits, history)
-        assert np.allclose(found, expected, rtol=1e-6)
+        assert np.allclose(result, expected, rtol=1e-6)
 
 
 def test_bias_is_their_sequence_bias_of_single_tokens() -> None:
     logits = random_logits(3, 2, 50)
     bias = {3: 4.0, 7: -100.0, 9: float("-inf")}
-    found = dense(apply("logit_bias", logits, neutral(logit_bias=bias)))
+    result = dense(apply("logit_bias", logits, neutral(logit_bias=bias)))
     history = np.zeros((2, 1), dtype=np.int64)
     processor = peers.SequenceBiasLogitsProcessor({(token,): by for token, by in bias.items()})
-    assert np.allclose(found, peer(processor, logits, history), rtol=1e-6)
+    assert np.allclose(result, peer(processor, logits, history), rtol=1e-6)

@@ -1,15 +1,14 @@
-"""Direct attribution: which parts of the model pushed a token, and which held it back.
+"""Direct logit attribution: which parts of the model raised or lowered a token's logit.
 
-The vector at the end is a sum: the embedding, plus what attention and feed-forward of each layer
-added. The head is linear, so a token's logit is a sum over the same parts, once the scale of the
-final norm (which depends on the whole vector) is held at the value it had. Biases of norm and head
-are parts of their own.
+The final residual vector is a sum: the embedding plus the outputs of attention and feed-forward of
+each layer. The head is linear, so a token's logit is a sum over the same parts, if the scale of the
+final norm (which depends on the whole vector) is fixed. Biases of norm and head are separate parts.
 
-    found = attribution(lm, look(lm, generation, position))
-    for part in found.strongest(5):
+    result = attribution(lm, look(lm, generation, position))
+    for part in result.strongest(5):
         print(part.name, part.layer, part.value)
 
-This is the direct way only: a part that works through later layers is counted where it ends up.
+Only direct effects are counted: an effect through a later layer is attributed to that layer.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from typing import Any, Literal
 
 import numpy as np
 
-from unspool.lens.logit_lens import followed
+from unspool.lens.logit_lens import target_token
 from unspool.lens.look import Look
-from unspool.lens.subject import checked_token
+from unspool.lens.subject import resolve_token
 from unspool.lens.weights import Doubles, final_norm, head_row
 from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
 
-_SHOWN = 16  # parts that a notebook shows
+_NOTEBOOK_PARTS = 16  # parts shown in a notebook
 
 PartName = Literal["embedding", "attention", "feed_forward", "norm_bias", "head_bias"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of the model added to the logit."""
+    """Contribution of one part of the model to the logit."""
 
     name: PartName
-    layer: int | None  # 1: the first layer; None for what belongs to no layer
+    layer: int | None  # 1: the first layer; None: not in a layer
     value: float
 
 
@@ -45,9 +44,9 @@ class Part:
 class Attribution:
     """A token's logit as a sum of parts.
 
-    Where a model bends its logits at the end (soft-capping), parts cannot sum to the bent value:
-    `logit` is then the value before the cap, and `said` the one after it. Without a cap, both are
-    the same. Relative to another token (or to the mean over all), both are differences.
+    With logit soft-capping, parts cannot sum to the capped value: `logit` is the value before the
+    cap, and `said` the one after it. Without a cap both are the same. With `against`, both are
+    differences to that token or to the mean over all tokens.
     """
 
     position: int
@@ -55,41 +54,45 @@ class Attribution:
     text: str
     against: int | Literal["mean"] | None
     against_text: str
-    logit: float  # what the parts sum to, up to `rest`
-    said: float  # what the model said in the end
-    softcap: float  # 0: there is none, and `said` is `logit`
-    parts: tuple[Part, ...]  # in the order in which they were added
+    logit: float  # sum of the parts plus `rest`
+    said: float  # the model's logit
+    softcap: float  # 0: none, `said` is `logit`
+    parts: tuple[Part, ...]  # in the order of computation
 
     def __repr__(self) -> str:
-        most = self.strongest(1)[0]
-        layer = "" if most.layer is None else f" of layer {most.layer}"
+        strongest_part = self.strongest(1)[0]
+        layer = "" if strongest_part.layer is None else f" of layer {strongest_part.layer}"
         return (
             f"<Attribution of {self.text!r}: logit {self.logit:.4g} from {len(self.parts)} parts, "
-            f"most from {most.name}{layer} ({most.value:+.3g})>"
+            f"most from {strongest_part.name}{layer} ({strongest_part.value:+.3g})>"
         )
 
     def _repr_html_(self) -> str:
-        shown = self.strongest(_SHOWN)
-        largest = max((abs(part.value) for part in shown), default=0.0)
+        parts_shown = self.strongest(_NOTEBOOK_PARTS)
+        largest = max((abs(part.value) for part in parts_shown), default=0.0)
         rows = [
             (
                 escape(part.name.replace("_", " ")),
                 "" if part.layer is None else str(part.layer),
                 f"{bar(part.value, largest)} {part.value:+.3f}",
             )
-            for part in shown
+            for part in parts_shown
         ]
-        over = f" over {self.against_text or self.against!r}" if self.against is not None else ""
-        words = f"logit of {self.text!r}{over}: {self.logit:.4g}, the strongest of its parts"
-        return picture(note(words), table(("part", "layer", "adds"), rows))
+        difference = (
+            f" over {self.against_text or self.against!r}" if self.against is not None else ""
+        )
+        caption = (
+            f"logit of {self.text!r}{difference}: {self.logit:.4g}, the strongest of its parts"
+        )
+        return picture(note(caption), table(("part", "layer", "adds"), rows))
 
     @property
     def rest(self) -> float:
-        """What rounding in the run has lost: tiny in 32 bits, more in 16."""
+        """Rounding error of the run: tiny in 32 bits, larger in 16."""
         return self.logit - math.fsum(part.value for part in self.parts)
 
     def strongest(self, count: int) -> list[Part]:
-        """The parts that pushed most, in either direction."""
+        """Parts with the largest contributions, positive or negative."""
         return sorted(self.parts, key=lambda part: -abs(part.value))[:count]
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,77 +102,80 @@ class Attribution:
 
 def attribution(
     lm: Session,
-    seen: Look,
+    activations: Look,
     *,
     token: int | str | None = None,
     against: int | str | None = None,
 ) -> Attribution:
-    """Attribute a token's logit at the position looked at.
+    """Attribute a token's logit at one position.
 
-    `token`: by default the one that was picked, or, at the end of a text, the likeliest.
-    `against`: attribute the lead over another token, or over the mean of all logits ("mean").
-    Both take a token id, or text that is one token. Adding the same to every logit changes
-    nothing, so a lead often says more than the logit itself.
+    Adding a constant to all logits changes nothing, so a difference is often more informative than
+    the logit itself.
+
+    Args:
+        token: id, or text that is one token; default: the picked token, or the most likely one at
+            the end of the text.
+        against: attribute the difference to this token, or to the mean of all logits ("mean").
     """
-    token_id = followed(lm, seen, token)
+    token_id = target_token(lm, activations, token)
     baseline: int | Literal["mean"] | None = None
     if against is not None:
-        baseline = "mean" if against == "mean" else checked_token(lm, against)
+        baseline = "mean" if against == "mean" else resolve_token(lm, against)
     direction, head_bias = head_row(lm, token_id)
     if baseline is not None:
         other, other_bias = head_row(lm, baseline)
         direction = direction - other
         if head_bias is not None and other_bias is not None:
             head_bias -= other_bias
-    parts, exact = _parts(lm, seen, direction, head_bias)
-    said = _lead(seen, token_id, baseline)
+    parts, exact = _parts(lm, activations, direction, head_bias)
+    model_logit = _relative_logit(activations, token_id, baseline)
     softcap = lm.config.logit_softcap
     return Attribution(
-        position=seen.position,
+        position=activations.position,
         token=token_id,
         text=lm.readable(token_id),
         against=baseline,
         against_text=lm.readable(baseline) if isinstance(baseline, int) else "",
-        logit=exact if softcap else said,
-        said=said,
+        logit=exact if softcap else model_logit,
+        said=model_logit,
         softcap=softcap,
         parts=tuple(parts),
     )
 
 
 def _parts(
-    lm: Session, seen: Look, direction: Doubles, head_bias: float | None
+    lm: Session, activations: Look, direction: Doubles, head_bias: float | None
 ) -> tuple[list[Part], float]:
-    """The parts, and the logit (before any cap) that the whole vector has by the same rule."""
+    """Parts, and the logit (before any cap) of the whole vector computed the same way."""
     norm = final_norm(lm)
-    final = seen.residuals[-1].astype(np.float64)
+    final = activations.residuals[-1].astype(np.float64)
     centred = final - final.mean() if norm.centred else final
     scale = 1 / math.sqrt(float((centred**2).mean()) + norm.eps)
-    reading = norm.weight * scale * direction
-    if norm.centred:  # centring the vector, or what reads it, is the same
-        reading = reading - reading.mean()
+    read_direction = norm.weight * scale * direction
+    if norm.centred:  # centring the vector or the direction is the same
+        read_direction = read_direction - read_direction.mean()
 
-    def push(vector: Any) -> float:
-        return float(vector.astype(np.float64) @ reading)
+    def contribution(vector: Any) -> float:
+        return float(vector.astype(np.float64) @ read_direction)
 
-    parts = [Part("embedding", None, push(seen.residuals[0]))]
-    for number, (attended, fed) in enumerate(seen.parts, start=1):
-        parts.append(Part("attention", number, push(attended)))
-        parts.append(Part("feed_forward", number, push(fed)))
-    fixed = []
+    parts = [Part("embedding", None, contribution(activations.residuals[0]))]
+    for number, (attn_out, ffn_out) in enumerate(activations.parts, start=1):
+        parts.append(Part("attention", number, contribution(attn_out)))
+        parts.append(Part("feed_forward", number, contribution(ffn_out)))
+    biases = []
     if norm.bias is not None:
-        fixed.append(Part("norm_bias", None, float(norm.bias @ direction)))
+        biases.append(Part("norm_bias", None, float(norm.bias @ direction)))
     if head_bias is not None:
-        fixed.append(Part("head_bias", None, head_bias))
-    exact = push(seen.residuals[-1]) + math.fsum(part.value for part in fixed)
-    return [*parts, *fixed], exact
+        biases.append(Part("head_bias", None, head_bias))
+    exact = contribution(activations.residuals[-1]) + math.fsum(part.value for part in biases)
+    return [*parts, *biases], exact
 
 
-def _lead(seen: Look, token: int, against: int | Literal["mean"] | None) -> float:
-    """The model's own logit, relative to what was asked for."""
-    own = float(seen.logits[token])
+def _relative_logit(activations: Look, token: int, against: int | Literal["mean"] | None) -> float:
+    """The model's logit, relative to `against`."""
+    logit = float(activations.logits[token])
     if against is None:
-        return own
+        return logit
     if against == "mean":
-        return own - float(seen.logits.mean(dtype=np.float64))
-    return own - float(seen.logits[against])
+        return logit - float(activations.logits.mean(dtype=np.float64))
+    return logit - float(activations.logits[against])

@@ -1,11 +1,11 @@
-"""A text as one vector: the mean, over its tokens, of what the model has made of each in the end.
+"""Text embeddings: the mean over a text's tokens of the final hidden states.
 
     vector = embedding(lm, "a text")              # [width], of length one
     vectors = embeddings(lm, ["a text", "more"])  # [texts, width]
 
-The vectors after the last layer go through the final norm, are averaged over all positions, and
-the mean is scaled to length one. A model that was never trained for this gives vectors in which
-similar texts lie near each other, but not as well as one that was.
+The hidden states after the last layer go through the final norm and are averaged over all
+positions; the mean is scaled to length one. Similar texts have similar vectors, but less reliably
+than with a model that was trained for embeddings.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import numpy as np
 
 from unspool.backends.step import Floats
 from unspool.errors import UnspoolError
-from unspool.lens.subject import Text, adapter_of, tokens_of
+from unspool.lens.subject import Text, adapter_name, to_token_ids
 from unspool.session import Session
 
-_AT_ONCE = 128  # tokens whose vectors after every layer are in memory together
+_CHUNK_TOKENS = 128  # bounds the memory for hidden states of all layers
 
 
 def embeddings(lm: Session, texts: Sequence[Text]) -> Floats:
-    """The vectors of several texts, one row each; all texts are checked before any is computed."""
+    """Embed several texts, one row each. All texts are validated before any is computed."""
     token_lists: list[list[int]] = []
     for number, text in enumerate(texts):
         try:
-            token_lists.append(tokens_of(lm, text))
+            token_lists.append(to_token_ids(lm, text))
         except UnspoolError as error:
             raise type(error)(f"text {number}: {error}") from None
     return np.stack(
         [
-            _mean_vector(lm, tokens, adapter_of(text))
+            _mean_vector(lm, tokens, adapter_name(text))
             for tokens, text in zip(token_lists, texts, strict=True)
         ]
     )
 
 
 def embedding(lm: Session, text: Text) -> Floats:
-    """The mean of the text's final vectors, scaled to length one."""
-    return _mean_vector(lm, tokens_of(lm, text), adapter_of(text))
+    """Embed a text: mean of its final hidden states, scaled to length one."""
+    return _mean_vector(lm, to_token_ids(lm, text), adapter_name(text))
 
 
 def _mean_vector(lm: Session, tokens: list[int], adapter: str | None) -> Floats:
-    total = np.zeros(lm.config.width, np.float64)
+    sum_vector = np.zeros(lm.config.width, np.float64)
     with lm.opened(tokens[:1], adapter) as branch:
-        for start in range(0, len(tokens), _AT_ONCE):
-            end = min(start + _AT_ONCE, len(tokens))
-            added, places = tokens[max(start, 1) : end], frozenset(range(start, end))
-            for inside in lm.engine.look(branch, added, at=places, deep=False).inside:
+        for start in range(0, len(tokens), _CHUNK_TOKENS):
+            end = min(start + _CHUNK_TOKENS, len(tokens))
+            new_tokens, positions = tokens[max(start, 1) : end], frozenset(range(start, end))
+            for inside in lm.engine.look(branch, new_tokens, at=positions, deep=False).inside:
                 assert inside.residuals is not None
-                total += lm.model.normed(inside.residuals[-1]).sum(0, dtype=np.float64)
-    length = float(np.linalg.norm(total))
-    return np.asarray(total / length if length else total, np.float32)
+                sum_vector += lm.model.normed(inside.residuals[-1]).sum(0, dtype=np.float64)
+    norm = float(np.linalg.norm(sum_vector))
+    return np.asarray(sum_vector / norm if norm else sum_vector, np.float32)

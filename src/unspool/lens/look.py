@@ -1,12 +1,12 @@
-"""A look inside the model at one position: where it attended, and the vector passing its layers.
+"""Activations at one position: attention weights and the residual stream.
 
-    seen = look(lm, generation, position)
-    seen.attention                     # [layers, heads, past]: nothing beyond the position
-    seen.norms                         # how long the vector is after each layer
+    activations = look(lm, generation, position)
+    activations.attention              # [layers, heads, past]: nothing after the position
+    activations.norms                  # norm of the residual vector after each layer
 
-A position is that of the token being read; what the model then says is about the token after it.
-So how the token at position 9 came to be picked shows at position 8. The prefix is in the engine's
-tree already, and one token is run once more: looking costs one step, and only when it is done.
+The position is that of the input token; the prediction is for the token after it. So what led to
+the token at position 9 is found at position 8. The prefix is in the prefix cache, and one token is
+run again: the cost is one step, only when requested.
 """
 
 from __future__ import annotations
@@ -18,101 +18,100 @@ import numpy as np
 
 from unspool.backends.step import Floats
 from unspool.errors import SettingsError, count
-from unspool.lens.subject import Text, adapter_of, tokens_of
+from unspool.lens.subject import Text, adapter_name, to_token_ids
 from unspool.lens.weights import host
 from unspool.model.recurrence import STATELESS
 from unspool.notebook import bar, escape, note, picture, table
 from unspool.session import Session
 
-_DIGITS = 6  # of an attention weight in JSON
-_SHOWN = 24  # tokens with the most attention that a notebook shows
+_JSON_DECIMALS = 6  # decimals of an attention weight in JSON
+_NOTEBOOK_TOKENS = 24  # tokens with the most attention shown in a notebook
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """What was seen at one position. The other lenses work on this, without another run."""
+    """Activations at one position; the input of the other lenses, which need no further run."""
 
     position: int
-    tokens: tuple[int, ...]  # up to this position, itself included
-    texts: tuple[str, ...]  # the same, readable
-    picked: int | None  # the token that follows in the text; None at its end
+    tokens: tuple[int, ...]  # up to and including this position
+    texts: tuple[str, ...]  # text of each token
+    picked: int | None  # the next token of the text; None at its end
     attention: Floats  # [layers, heads, past]: each row sums to one; zeros in recurrent layers
-    residuals: Floats  # [layers + 1, width]: before the first layer, and after each
-    parts: Floats  # [layers, 2, width]: what attention and feed-forward added
-    logits: Floats  # [vocabulary]: what the model said comes next
-    mixers: tuple[str, ...] = ()  # of a model with recurrent layers: what each layer has
-    # Of the same: [layers, 3, heads], gate, decay and norm of the state (see `Inside.recurrent`).
+    residuals: Floats  # [layers + 1, width]: before the first layer and after each
+    parts: Floats  # [layers, 2, width]: outputs of attention and feed-forward
+    logits: Floats  # [vocabulary]: for the next token
+    mixers: tuple[str, ...] = ()  # kind of each layer, if the model has recurrent layers
+    # For these: [layers, 3, heads], gate, decay and norm of the state (see `Inside.recurrent`).
     recurrent: Floats | None = None
 
     def __repr__(self) -> str:
         layers, heads, past = self.attention.shape
-        here = f"{self.texts[-1]!r} at {self.position}"
+        where = f"{self.texts[-1]!r} at {self.position}"
         size = f"{count(layers, 'layer')}, {count(heads, 'head')}"
-        return f"<Look at {here}: {size}, {count(past, 'token')} attended to>"
+        return f"<Look at {where}: {size}, {count(past, 'token')} attended to>"
 
     def _repr_html_(self) -> str:
-        share = self.attention_mean
-        most = np.argsort(-share, kind="stable")[:_SHOWN]
+        mean_attention = self.attention_mean
+        top_positions = np.argsort(-mean_attention, kind="stable")[:_NOTEBOOK_TOKENS]
         rows = [
             (
                 str(at),
                 escape(repr(self.texts[at])),
-                f"{bar(share[at], share.max())} {share[at]:.1%}",
+                f"{bar(mean_attention[at], mean_attention.max())} {mean_attention[at]:.1%}",
             )
-            for at in sorted(map(int, most))
+            for at in sorted(map(int, top_positions))
         ]
-        words = f"attention from {self.texts[-1]!r} at {self.position}, mean over layers and heads"
-        seen = [note(words), table(("position", "token", "attention"), rows)]
+        caption = f"attention of {self.texts[-1]!r} at {self.position}, mean over layers and heads"
+        blocks = [note(caption), table(("position", "token", "attention"), rows)]
         if states := self.states:
-            cells = [tuple(_shown(value) for value in state.values()) for state in states]
-            words = "recurrent layers look at no tokens: they carry a state (means over heads)"
-            seen += [note(words), table(tuple(states[0]), cells)]
-        return picture(*seen)
+            cells = [tuple(_format_cell(value) for value in state.values()) for state in states]
+            caption = "recurrent layers have a state instead of attention (means over heads)"
+            blocks += [note(caption), table(tuple(states[0]), cells)]
+        return picture(*blocks)
 
     @property
     def attending(self) -> list[int]:
-        """The layers that have attention."""
+        """Layers that have attention."""
         kinds = self.mixers or ("attention",) * len(self.attention)
         return [layer for layer, kind in enumerate(kinds) if kind == "attention"]
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """What recurrent layers have instead of attention, each a mean over its heads: the gate
-        (how much the token wrote, or let out), the decay of what was known, the state's norm."""
+        """Gate, decay and state norm of each recurrent layer, means over its heads."""
         if self.recurrent is None:
             return []
-        found = []
+        states = []
         for layer, kind in enumerate(self.mixers):
             if kind not in STATELESS:
                 gate, decay, norm = np.nanmean(self.recurrent[layer], axis=1).tolist()
-                words = {"gate": gate, "decay": decay, "state_norm": norm}
-                found.append({"layer": layer + 1, "mixer": kind, **words})
-        return found
+                values = {"gate": gate, "decay": decay, "state_norm": norm}
+                states.append({"layer": layer + 1, "mixer": kind, **values})
+        return states
 
     @property
     def attention_by_layer(self) -> Floats:
-        """The mean over the heads, [layers, past]."""
+        """Mean over the heads, [layers, past]."""
         return np.asarray(self.attention.mean(1, dtype=np.float64), np.float32)
 
     @property
     def attention_by_head(self) -> Floats:
-        """The mean over the layers, [heads, past]."""
+        """Mean over the layers, [heads, past]."""
         return np.asarray(self.attention[self.attending].mean(0, dtype=np.float64), np.float32)
 
     @property
     def attention_mean(self) -> Floats:
-        """The mean over layers and heads, [past]."""
-        seen = self.attention[self.attending]
-        return np.asarray(seen.mean((0, 1), dtype=np.float64), np.float32)
+        """Mean over layers and heads, [past]."""
+        weights = self.attention[self.attending]
+        return np.asarray(weights.mean((0, 1), dtype=np.float64), np.float32)
 
     @property
     def norms(self) -> Floats:
-        """The length of the vector before the first layer and after each, [layers + 1]."""
+        """Norm of the residual vector before the first layer and after each, [layers + 1]."""
         return np.asarray(np.linalg.norm(self.residuals, axis=-1), np.float32)
 
     @property
     def part_norms(self) -> Floats:
-        """The length of what attention and feed-forward added, [layers, 2]."""
+        """Norms of the outputs of attention and feed-forward, [layers, 2]."""
         return np.asarray(np.linalg.norm(self.parts, axis=-1), np.float32)
 
     @property
@@ -121,8 +120,8 @@ class Look:
         return int(self.logits.argmax())
 
     def to_dict(self, *, heads: bool = False) -> dict[str, Any]:
-        """For JSON: small by default; `heads`: also each head's attention."""
-        found: dict[str, Any] = {
+        """For JSON; `heads`: also the attention of each head."""
+        result: dict[str, Any] = {
             "position": self.position,
             "tokens": list(self.tokens),
             "texts": list(self.texts),
@@ -130,52 +129,52 @@ class Look:
             "likeliest": self.likeliest,
             "layers": self.attention.shape[0],
             "heads": self.attention.shape[1],
-            "attention_mean": _rounded(self.attention_mean),
-            "attention_by_layer": _rounded(self.attention_by_layer),
-            "norms": _rounded(self.norms),
-            "part_norms": _rounded(self.part_norms),
+            "attention_mean": _round(self.attention_mean),
+            "attention_by_layer": _round(self.attention_by_layer),
+            "norms": _round(self.norms),
+            "part_norms": _round(self.part_norms),
         }
         if self.states:
-            found["states"] = self.states
+            result["states"] = self.states
         if heads:
-            found["attention"] = _rounded(self.attention)
-        return found
+            result["attention"] = _round(self.attention)
+        return result
 
 
 def look(lm: Session, text: Text, position: int = -1) -> Look:
-    """Look inside at one position of a text; a negative one counts from the end."""
+    """Get the activations at one position of a text; negative positions count from the end."""
     lm.config.check_head()
-    tokens = tokens_of(lm, text)
+    tokens = to_token_ids(lm, text)
     if isinstance(position, bool) or not isinstance(position, int):
-        raise SettingsError(f"position is {position!r}; it must be a whole number")
+        raise SettingsError(f"position must be an integer, got {position!r}")
     if not -len(tokens) <= position < len(tokens):
         raise SettingsError(
-            f"there is no position {position}: the text has {count(len(tokens), 'token')}, "
-            f"from 0 to {len(tokens) - 1}"
+            f"position {position} is out of range: the text has {count(len(tokens), 'token')}, "
+            f"0 to {len(tokens) - 1}"
         )
     position %= len(tokens)
-    read = tokens[: position + 1]  # what comes later cannot change what is seen here
-    with lm.opened(read, adapter_of(text)) as branch:
-        seen = lm.engine.look(branch, at=frozenset({position}))
-    (inside,) = seen.inside  # one position lies in one chunk
+    prefix = tokens[: position + 1]  # later tokens cannot change the activations here
+    with lm.opened(prefix, adapter_name(text)) as branch:
+        observed = lm.engine.look(branch, at=frozenset({position}))
+    (inside,) = observed.inside  # one position is in one chunk
     assert inside.residuals is not None and inside.parts is not None
     return Look(
         position=position,
-        tokens=tuple(read),
-        texts=tuple(lm.readable_all(read)),
+        tokens=tuple(prefix),
+        texts=tuple(lm.readable_all(prefix)),
         picked=tokens[position + 1] if position + 1 < len(tokens) else None,
         attention=inside.attention[0],
         residuals=inside.residuals[:, 0],
         parts=inside.parts[:, :, 0],
-        logits=host(seen.logits)[-1],
+        logits=host(observed.logits)[-1],
         mixers=lm.config.mixers,
         recurrent=inside.recurrent[0] if inside.recurrent else None,
     )
 
 
-def _shown(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _rounded(numbers: Floats) -> Any:
-    return np.round(numbers.astype(np.float64), _DIGITS).tolist()
+def _round(numbers: Floats) -> Any:
+    return np.round(numbers.astype(np.float64), _JSON_DECIMALS).tolist()

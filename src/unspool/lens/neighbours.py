@@ -1,7 +1,7 @@
-"""Nearest tokens by embedding: which tokens the model takes in as nearly the same.
+"""Nearest tokens by embedding.
 
-for near in neighbours(lm, " leaves"):
-    print(near.text, near.similarity)
+for neighbour in neighbours(lm, " leaves"):
+    print(neighbour.text, neighbour.similarity)
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import SettingsError
-from unspool.lens.subject import checked_token
-from unspool.lens.weights import Doubles, embedding, embeddings
+from unspool.lens.subject import resolve_token
+from unspool.lens.weights import Doubles, embedding_rows, token_embedding
 from unspool.session import Session
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A token, and how near it lies."""
+    """A token and its similarity."""
 
     token: int
     text: str
-    similarity: float  # cosine of the angle between the embeddings: 1 is the same direction
+    similarity: float  # cosine similarity of the embeddings
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -31,22 +31,22 @@ class Neighbour:
 
 
 def neighbours(lm: Session, token: int | str, count: int = 10) -> tuple[Neighbour, ...]:
-    """The tokens whose embeddings point most nearly the same way, nearest first.
+    """Tokens with the most similar embeddings, nearest first.
 
-    A text must be a single token (most words are one with a space before them).
+    `token` is an id, or text that is a single token (most words are, with a space before).
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise SettingsError(f"count is {count!r}; it may be a whole number from 0 up")
-    token = checked_token(lm, token)
-    own = embedding(lm, token).astype(np.float64)
-    own /= np.linalg.norm(own) or 1.0
-    similar = np.concatenate([_cosines(rows, own) for rows in embeddings(lm)])
-    similar[token] = -np.inf  # everybody is nearest to themselves
-    order = np.argsort(-similar, kind="stable")[: min(count, len(similar) - 1)]
-    return tuple(Neighbour(int(t), lm.readable(int(t)), float(similar[t])) for t in order)
+        raise SettingsError(f"count must be an integer >= 0, got {count!r}")
+    token = resolve_token(lm, token)
+    vector = token_embedding(lm, token).astype(np.float64)
+    vector /= np.linalg.norm(vector) or 1.0
+    similarities = np.concatenate([_cosines(rows, vector) for rows in embedding_rows(lm)])
+    similarities[token] = -np.inf  # not the token itself
+    nearest = np.argsort(-similarities, kind="stable")[: min(count, len(similarities) - 1)]
+    return tuple(Neighbour(int(t), lm.readable(int(t)), float(similarities[t])) for t in nearest)
 
 
-def _cosines(rows: np.ndarray[Any, np.dtype[np.float32]], own: Doubles) -> Doubles:
-    lengths = np.linalg.norm(rows, axis=-1).astype(np.float64)
-    # A row of zeros (padding of the vocabulary) has no direction: near to nothing.
-    return np.asarray((rows @ own) / np.where(lengths > 0, lengths, 1.0))
+def _cosines(rows: np.ndarray[Any, np.dtype[np.float32]], vector: Doubles) -> Doubles:
+    norms = np.linalg.norm(rows, axis=-1).astype(np.float64)
+    # Rows of zeros (padding of the vocabulary) have similarity 0.
+    return np.asarray((rows @ vector) / np.where(norms > 0, norms, 1.0))

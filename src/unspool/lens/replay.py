@@ -1,13 +1,13 @@
-"""Write a saved generation again, and say where it first differs.
+"""Generate a saved text again, and find the first difference.
 
     result = replay(lm, load_trace("leaves.json"))
-    result.exact                       # every token again, as likely as then
+    result.exact                       # the same tokens with the same probabilities
     print(result.describe())
 
-With the same model every draw falls where it fell. What stood there before writing went on (words
-that a person chose, or that were written with other settings) is not drawn but judged again: the
-model must find each token as likely as it did then. The same goes for what cannot be asked for
-again, such as a beam, or a text under a guard of the caller's own.
+With the same model every draw is the same. Tokens that were there before generation continued
+(chosen by a person, or generated with other settings) are not sampled but scored again: each must
+have the same probability as in the trace. So are texts that cannot be generated again, such as a
+beam, or a text under a caller's guard.
 """
 
 from __future__ import annotations
@@ -30,73 +30,73 @@ from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
 from unspool.session import Session
 
-# A token's log-probability depends in its last bits on what else is in the batch.
+# The last bits of a log-probability depend on the batch.
 _TOLERANCE = {"float32": 1e-3}
 _TOLERANCE_16_BITS = 0.1
-_JUDGED_AT_ONCE = 64  # tokens whose logits are in memory together
+_SCORE_CHUNK = 64  # bounds the memory for logits
 
 Kind = Literal["token", "bytes", "logprob", "end"]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place at which the text, or what the model thought of it, is another."""
+    """The first difference in the text or in its probabilities."""
 
-    kind: Kind  # another token; another text for it; another probability; another end
-    index: int  # of the new tokens, from 0
-    position: int  # in the whole text
-    then: Step | None  # None: the text had ended
+    kind: Kind  # what differs: token, its bytes, its probability, the end
+    index: int  # in the generated tokens, from 0
+    position: int  # in prompt and text
+    then: Step | None  # in the trace; None: the text had ended
     now: Step | None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         where = {"kind": self.kind, "index": self.index, "position": self.position}
-        return where | {"then": _brief(self.then), "now": _brief(self.now)}
+        return where | {"then": _step_json(self.then), "now": _step_json(self.now)}
 
     def describe(self) -> str:
-        """One sentence for people."""
+        """Describe the difference in one sentence."""
         place = f"position {self.position} (new token {self.index + 1})"
-        then, now = _described(self.then), _described(self.now)
+        then, now = _describe_step(self.then), _describe_step(self.now)
         if self.kind == "token":
-            return f"first differs at {place}: then {then}, now {now}"
+            return f"first difference at {place}: then {then}, now {now}"
         if self.kind == "bytes":
-            return f"another vocabulary: at {place} the same token is {now}, and was {then}"
+            return f"different vocabulary: at {place} the same token is now {now}, was {then}"
         if self.kind == "logprob":
-            return f"the same tokens so far, but at {place} the model says {now}, and said {then}"
-        return f"first differs in its end, at {place}: then {then}, now {now}"
+            return f"same tokens, but different probability at {place}: then {then}, now {now}"
+        return f"different end at {place}: then {then}, now {now}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """How writing a trace again went."""
+    """Result of replaying a trace."""
 
-    generation: Generation  # as it was written now
-    judged: int  # so many of its first tokens were taken as they stood, and judged
+    generation: Generation  # the new one
+    judged: int  # number of first tokens that were scored, not generated
     difference: Difference | None
-    largest: float  # how far log-probabilities were apart at the most, before any difference
-    other_model: str | None  # in what the model is another one
+    largest: float  # largest difference of log-probabilities before `difference`
+    other_model: str | None  # how the model differs; None: the same model
 
     def __repr__(self) -> str:
         return f"<Replay: {self.describe()}>"
 
     @property
     def exact(self) -> bool:
-        """Whether every token came again, as likely as then."""
+        """Whether all tokens and their probabilities were reproduced."""
         return self.difference is None
 
     def describe(self) -> str:
-        """One or two sentences for people."""
+        """Describe the result in one or two sentences."""
         written = len(self.generation.steps) - self.judged
         if self.difference is not None:
-            found = self.difference.describe()
+            summary = self.difference.describe()
         elif self.judged:
-            found = (
-                f"reproduced exactly: {count(self.judged, 'token')} judged as likely as then, "
-                f"{written} written again"
+            summary = (
+                f"reproduced exactly: {count(self.judged, 'token')} scored with the same "
+                f"probabilities, {written} generated again"
             )
         else:
-            found = f"reproduced exactly: {count(written, 'token')}"
-        return f"{found}; the model is another: {self.other_model}" if self.other_model else found
+            summary = f"reproduced exactly: {count(written, 'token')}"
+        return f"{summary}; different model: {self.other_model}" if self.other_model else summary
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -119,21 +119,23 @@ def replay(
     tolerance: float | None = None,
     guards: GuardPolicy | None = None,
 ) -> Replay:
-    """Write a trace again and compare.
+    """Generate a trace again and compare.
 
-    `tolerance` is how far apart log-probabilities may be and still count as the same; by default
-    1e-3, and 0.1 where weights are in 16 bits. `guards`: those that the text was written under, if
-    they are a caller's own, which no file can hold; without them such a text is judged only.
+    Args:
+        tolerance: difference of log-probabilities that counts as equal; default 1e-3, and 0.1 for
+            weights in 16 bits.
+        guards: guards of the text, if they include a caller's function, which a file cannot hold;
+            without them such a text is only scored.
     """
     if not isinstance(trace, Trace):
-        raise SettingsError(f"trace must be a trace or the name of a file, got {trace!r}")
+        raise SettingsError(f"trace must be a Trace or a file name, got {trace!r}")
     _check_fits(lm, trace)
-    known = _TOLERANCE.get(lm.model.precision, _TOLERANCE_16_BITS)
-    limit = known if tolerance is None else tolerance
+    default = _TOLERANCE.get(lm.model.precision, _TOLERANCE_16_BITS)
+    limit = default if tolerance is None else tolerance
     guards = guards or trace.guards
-    # Cut off under guards, nobody knows which words were about to be taken back.
-    unclear = trace.guarded and (guards is None or not _ended(trace))
-    given = len(trace.steps) if trace.limits is None or unclear else trace.given
+    # If the text was cut off under guards, its last tokens might have been rewound.
+    is_unclear = trace.guarded and (guards is None or not _ended(trace))
+    num_given = len(trace.steps) if trace.limits is None or is_unclear else trace.given
     limits = trace.limits or Limits(max_tokens=len(trace.steps), context=lm.context)
     request = Request(
         prompt=trace.prompt,
@@ -143,116 +145,116 @@ def replay(
             context=min(limits.context, lm.context),
             top=min(limits.top, lm.config.vocab_size),
         ),
-        written=trace.steps[:given],
+        written=trace.steps[:num_given],
         grammar=Grammar.compile(trace.grammar, lm.grammar_vocabulary)
-        if trace.grammar is not None and given < len(trace.steps)
+        if trace.grammar is not None and num_given < len(trace.steps)
         else None,
         guards=guards,
         thinking=_thinking(lm, trace),
     )
-    judged = _judged(lm, trace, given)
+    judged = _score_steps(lm, trace, num_given)
     now = Generation(request, judged, empty_reason=trace.empty_reason, source=lm)
-    if trace.limits is not None and given < len(trace.steps):
-        _write(lm, now, None if _ended(trace) else len(trace.steps))
-    difference, largest = _compare(trace.steps, now.steps, given, limit)
-    return Replay(now, given, difference, largest, fingerprint(lm).differs_from(trace.model))
+    if trace.limits is not None and num_given < len(trace.steps):
+        _generate(lm, now, None if _ended(trace) else len(trace.steps))
+    difference, largest = _first_difference(trace.steps, now.steps, num_given, limit)
+    return Replay(now, num_given, difference, largest, fingerprint(lm).differs_from(trace.model))
 
 
 def _thinking(lm: Session, trace: Trace) -> Thinking | None:
-    """Where the thoughts were, and how long they could be."""
-    found = lm.thinking(trace.prompt) if trace.thoughts else None
-    if found is None:
+    """Reasoning format and budget of the trace."""
+    thinking = lm.thinking(trace.prompt) if trace.thoughts else None
+    if thinking is None:
         return None
-    return replace(found, budget=trace.think_budget, is_call=trace.thoughts == CALL)
+    return replace(thinking, budget=trace.think_budget, is_call=trace.thoughts == CALL)
 
 
 def _ended(trace: Trace) -> bool:
-    """Whether the text came to an end by itself, and was not cut off."""
+    """Whether the text ended by itself and was not cut off."""
     return bool(trace.steps) and trace.steps[-1].finish_reason is not None
 
 
 def _check_fits(lm: Session, trace: Trace) -> None:
-    """A trace may come from a larger model, or from nowhere: refuse what cannot be run."""
+    """Raise if this model cannot run the trace, e.g. that of a model with a larger vocabulary."""
     endless = trace.limits is not None and trace.limits.endless is not None
     if len(trace.prompt) + len(trace.steps) > lm.context and not endless:
         raise ContextError(
-            f"the trace has {len(trace.prompt) + len(trace.steps):,} tokens and the model's "
-            f"context holds {lm.context:,}; replay it with the model that wrote it"
+            f"the trace has {len(trace.prompt) + len(trace.steps):,} tokens, but the model's "
+            f"context length is {lm.context:,}; replay it with the model that wrote it"
         )
     size = lm.config.vocab_size
     for token in (*trace.prompt, *trace.tokens, *trace.settings.logit_bias):
         if token >= size:
             raise UnspoolError(
-                f"the trace names token {token}, and this model's vocabulary ends at {size - 1}; "
+                f"the trace has token {token}, but this model's vocabulary ends at {size - 1}; "
                 "replay it with the model that wrote it"
             )
 
 
-def _write(lm: Session, generation: Generation, most: int | None) -> None:
-    """Let the generation be written; an interrupted one only as far as it came."""
+def _generate(lm: Session, generation: Generation, limit_tokens: int | None) -> None:
+    """Run the generation, up to `limit_tokens` tokens if it was interrupted."""
     with lm.engine.submit(generation.request) as steps:
         for _ in generation.extend(steps):
-            if most is not None and len(generation.steps) >= most:
+            if limit_tokens is not None and len(generation.steps) >= limit_tokens:
                 break
 
 
-def _judged(lm: Session, trace: Trace, count: int) -> list[Step]:
-    """The first steps as they stand, with what the model thinks of them now."""
+def _score_steps(lm: Session, trace: Trace, count: int) -> list[Step]:
+    """The first steps of the trace with their probabilities now."""
     if not count:
         return []
-    found: list[Step] = []
+    scored: list[Step] = []
     tokens = trace.tokens
     with lm.opened(trace.prompt) as branch:
         logits = lm.engine.extend(branch, wanted=1)
         while True:
-            start = len(found)
+            start = len(scored)
             steps = trace.steps[start : start + len(logits)]
-            said = score(host(logits), [step.token for step in steps])
+            scores = score(host(logits), [step.token for step in steps])
             for row, step in enumerate(steps):
-                found.append(
+                scored.append(
                     replace(
                         step,
                         bytes=lm.engine.token_bytes(step.token),
-                        logprob=float(said.logprobs[row]),
-                        rank=int(said.ranks[row]),
-                        entropy=max(0.0, float(said.entropies[row])),
+                        logprob=float(scores.logprobs[row]),
+                        rank=int(scores.ranks[row]),
+                        entropy=max(0.0, float(scores.entropies[row])),
                     )
                 )
-            if len(found) == count:
-                return found
-            # The logits of a token are about the next one.
-            first = len(found) - 1
-            added = tokens[first : min(first + _JUDGED_AT_ONCE, count - 1)]
-            logits = lm.engine.extend(branch, added, wanted=len(added))
+            if len(scored) == count:
+                return scored
+            # The logits after a token predict the next one.
+            first = len(scored) - 1
+            new_tokens = tokens[first : min(first + _SCORE_CHUNK, count - 1)]
+            logits = lm.engine.extend(branch, new_tokens, wanted=len(new_tokens))
 
 
-def _compare(
-    then: Iterable[Step], now: Iterable[Step], given: int, limit: float
+def _first_difference(
+    then: Iterable[Step], now: Iterable[Step], num_given: int, limit: float
 ) -> tuple[Difference | None, float]:
-    """The first difference, and how far log-probabilities were apart until there."""
+    """First difference, and the largest difference of log-probabilities before it."""
     largest = 0.0
-    for index, (one, two) in enumerate(zip_longest(then, now)):
+    for index, (old, new) in enumerate(zip_longest(then, now)):
         kind: Kind | None = None
-        if one is None or two is None:
+        if old is None or new is None:
             kind = "end"
-        elif one.token != two.token:
+        elif old.token != new.token:
             kind = "token"
-        elif one.bytes != two.bytes:
+        elif old.bytes != new.bytes:
             kind = "bytes"
         else:
-            apart = 0.0 if one.logprob == two.logprob else abs(one.logprob - two.logprob)
-            if not apart <= limit:  # also when one of them is no number
+            distance = 0.0 if old.logprob == new.logprob else abs(old.logprob - new.logprob)
+            if not distance <= limit:  # also if NaN
                 kind = "logprob"
-            elif index >= given and one.finish_reason not in (None, two.finish_reason):
+            elif index >= num_given and old.finish_reason not in (None, new.finish_reason):
                 kind = "end"
             else:
-                largest = max(largest, apart)
+                largest = max(largest, distance)
         if kind is not None:
-            return Difference(kind, index, (one or two).position, one, two), largest
+            return Difference(kind, index, (old or new).position, old, new), largest
     return None, largest
 
 
-def _brief(step: Step | None) -> dict[str, Any] | None:
+def _step_json(step: Step | None) -> dict[str, Any] | None:
     if step is None:
         return None
     return {
@@ -263,9 +265,9 @@ def _brief(step: Step | None) -> dict[str, Any] | None:
     }
 
 
-def _described(step: Step | None) -> str:
+def _describe_step(step: Step | None) -> str:
     if step is None:
-        return "nothing more"
+        return "end of text"
     piece = repr(step.piece) if step.bytes else f"token {step.token}"
-    ended = f", then the end ({step.finish_reason!r})" if step.finish_reason else ""
-    return f"{piece} (log-probability {step.logprob:.4f}){ended}"
+    end = f", then the end ({step.finish_reason!r})" if step.finish_reason else ""
+    return f"{piece} (log-probability {step.logprob:.4f}){end}"

@@ -1,4 +1,4 @@
-"""What the lenses read of a model's weights, as numpy arrays."""
+"""Weights that the lenses read, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unspool.session import Session
 
 Doubles = npt.NDArray[np.float64]
 
-_ROWS_AT_ONCE = 4096  # of a table: memory stays bounded however large the vocabulary
+_CHUNK_ROWS = 4096  # bounds the memory for any vocabulary
 
 
 def host(array: Any) -> Floats:
-    """Numbers of the run, wherever they lie, as a numpy array."""
+    """Convert an array or tensor to a float32 numpy array."""
     if isinstance(array, np.ndarray):
         return np.asarray(array, np.float32)
     return np.asarray(array.detach().float().cpu().numpy())
@@ -26,12 +26,12 @@ def host(array: Any) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class FinalNorm:
-    """The last norm: (x, centred or not) / its size * weight + bias."""
+    """The final norm: (x - mean or x) / rms * weight + bias."""
 
     weight: Doubles
     bias: Doubles | None
     eps: float
-    centred: bool  # LayerNorm takes the mean away first, RMSNorm does not
+    centred: bool  # LayerNorm subtracts the mean, RMSNorm does not
 
 
 def final_norm(lm: Session) -> FinalNorm:
@@ -46,11 +46,11 @@ def final_norm(lm: Session) -> FinalNorm:
 
 
 def head_row(lm: Session, token: int | Literal["mean"]) -> tuple[Doubles, float | None]:
-    """What a normalized vector is multiplied with for this token's logit, and the bias added."""
+    """Row of the head and bias of a token, or their means over all tokens."""
     bias, scale = lm.model.vector("head.bias"), lm.config.logit_scale
     if token == "mean":
         total = np.zeros(lm.config.width)
-        for rows in _pieces(lm, "head.weight"):
+        for rows in _table_chunks(lm, "head.weight"):
             total += rows.sum(0, dtype=np.float64)
         mean = None if bias is None else float(bias.mean(dtype=np.float64)) * scale
         return total / lm.config.vocab_size * scale, mean
@@ -58,16 +58,16 @@ def head_row(lm: Session, token: int | Literal["mean"]) -> tuple[Doubles, float 
     return row.astype(np.float64) * scale, None if bias is None else float(bias[token]) * scale
 
 
-def embeddings(lm: Session) -> Iterator[Floats]:
-    """The embedding table in pieces [rows, width], first tokens first."""
-    return _pieces(lm, "embed.weight")
+def embedding_rows(lm: Session) -> Iterator[Floats]:
+    """Yield the embedding table in chunks [rows, width]."""
+    return _table_chunks(lm, "embed.weight")
 
 
-def embedding(lm: Session, token: int) -> Floats:
+def token_embedding(lm: Session, token: int) -> Floats:
     return np.asarray(lm.model.rows("embed.weight", token, token + 1)[0])
 
 
-def _pieces(lm: Session, table: str) -> Iterator[Floats]:
+def _table_chunks(lm: Session, table: str) -> Iterator[Floats]:
     size = lm.config.vocab_size
-    for start in range(0, size, _ROWS_AT_ONCE):
-        yield lm.model.rows(table, start, min(start + _ROWS_AT_ONCE, size))
+    for start in range(0, size, _CHUNK_ROWS):
+        yield lm.model.rows(table, start, min(start + _CHUNK_ROWS, size))

@@ -1,14 +1,13 @@
-"""The few operations that numpy and torch spell differently, or do best in different ways.
+"""Array operations that differ between numpy, torch and the compiled library.
 
-Stages are written once, with what both kinds of array share (operators, slices, `cumsum(-1)`), and
-ask `operations(array)` (`operations.py`) for the rest. For numpy the compiled kernels do the work
-over whole vocabularies where they are (`native_arrays.py`); what follows for numpy here does
-without.
+Stages are written once: they use what numpy arrays and torch tensors share (operators, slices,
+`cumsum(-1)`), and `operations(array)` for the rest. For numpy, the compiled kernels work on whole
+vocabularies if the library is there (`NativeOperations`); `NumpyOperations` is the fallback.
 
-Every result for a row must be bit-identical whatever other rows are in the batch. Sums are where
-this goes wrong, so there are two kinds: over a whole vocabulary (all rows equally wide: summed row
-by row, in a fixed order), and over a few candidates padded to the widest row (`cumsum`, which adds
-from left to right, so that zeros at the end change nothing).
+A row's result must be bit-identical in any batch. Sums are the critical part, so there are two
+kinds: over a whole vocabulary (all rows equally wide: summed row by row, in a fixed order), and
+over a few candidates padded to the widest row (`cumsum`, which adds from left to right, so trailing
+zeros change nothing).
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A numpy array or a torch tensor: what the two share cannot be written as a type."""
+"""A numpy array or a torch tensor: Python has no type for what both share."""
 
 LOWEST = -1.0e4
-"""A difference of logits below which exp() is 0 in float32 and float64: stands in for -inf."""
+"""Replaces -inf: exp() of it is 0 in float32 and float64."""
 
-_KEPT = {np.dtype(np.float32), np.dtype(np.float64)}
-_SORT_WHOLE = 1024  # rows up to this width are sorted whole: quicker than looking for a bound
+_FLOAT_TYPES = {np.dtype(np.float32), np.dtype(np.float64)}
+_MAX_SORT_WIDTH = 1024  # rows up to this width are sorted: faster than partitioning
 
 
 class NumpyOperations:
-    """For numpy. Wide arrays are worked on row by row, so that a row stays in the cache."""
+    """Operations on numpy arrays. Wide arrays are processed row by row: a row fits the cache."""
 
     def prepare(self, logits: Array) -> Array:
         """Logits as a contiguous float32 or float64 matrix."""
-        if logits.dtype in _KEPT and logits.flags.c_contiguous:
+        if logits.dtype in _FLOAT_TYPES and logits.flags.c_contiguous:
             return logits
-        dtype = logits.dtype if logits.dtype in _KEPT else np.float32
+        dtype = logits.dtype if logits.dtype in _FLOAT_TYPES else np.float32
         return np.ascontiguousarray(logits, dtype=dtype)
 
     def exp(self, x: Array) -> Array:
@@ -50,7 +49,7 @@ class NumpyOperations:
     def minimum(self, a: Array, b: Array) -> Array:
         return np.minimum(a, b)
 
-    def at_least(self, x: Array, floor: float) -> Array:
+    def clamp_min(self, x: Array, floor: float) -> Array:
         return np.maximum(x, floor)
 
     def amax(self, x: Array) -> Array:
@@ -60,16 +59,14 @@ class NumpyOperations:
         return x.min(axis=-1, keepdims=True)
 
     def count(self, mask: Array) -> Array:
-        if mask.shape[-1] < _SORT_WHOLE:
+        if mask.shape[-1] < _MAX_SORT_WIDTH:
             return np.add.reduce(mask, axis=-1, dtype=np.int64)
-        return np.array([np.count_nonzero(line) for line in mask])  # five times as quick
+        return np.array([np.count_nonzero(row_values) for row_values in mask])  # five times as fast
 
-    def standing(self, x: Array, tokens: Array) -> tuple[Array, Array]:
-        """Of one token a row (host numbers [rows]): its logit [rows, 1] in float64, and how many
-        of the row lie above it [rows].
-        """
-        level = self.take(x, tokens[:, None])
-        return self.double(level), self.count(x > level)
+    def logit_and_rank(self, x: Array, tokens: Array) -> tuple[Array, Array]:
+        """Logit [rows, 1] in float64 of one token per row, and its rank [rows] (0: highest)."""
+        logit = self.take_columns(x, tokens[:, None])
+        return self.to_float64(logit), self.count(x > logit)
 
     def first_max(self, x: Array) -> Array:
         return x.argmax(axis=-1)
@@ -77,22 +74,22 @@ class NumpyOperations:
     def last_true(self, mask: Array) -> Array:
         return mask.shape[-1] - 1 - mask[:, ::-1].argmax(axis=-1)
 
-    def columns(self, x: Array) -> Array:
+    def column_index(self, x: Array) -> Array:
         return np.arange(x.shape[-1])
 
-    def ascending(self, x: Array) -> Array:
+    def argsort_rows(self, x: Array) -> Array:
         return np.argsort(x, axis=-1, kind="stable")
 
-    def take(self, x: Array, columns: Array) -> Array:
+    def take_columns(self, x: Array, columns: Array) -> Array:
         if len(x) == 1:
             return x[0][columns]
         return x[np.arange(x.shape[0])[:, None], columns]
 
-    def double(self, x: Array) -> Array:
+    def to_float64(self, x: Array) -> Array:
         return x.astype(np.float64, copy=False)
 
-    def like(self, values: Any, x: Array) -> Array:
-        """An array as one of x's kind and place; floats take its type, whole numbers stay."""
+    def to_array_like(self, values: Any, x: Array) -> Array:
+        """Convert to the kind and device of x; floats also to its dtype, integers keep theirs."""
         values = np.asarray(values)
         return values.astype(x.dtype, copy=False) if values.dtype.kind == "f" else values
 
@@ -102,105 +99,106 @@ class NumpyOperations:
     def host(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 
-    def measure(
+    def softmax_stats(
         self, logits: Array, peak: Array | None, entropy: bool
     ) -> tuple[Array, Array, Array | None]:
-        """Over wide rows: the peak (where it was not given), Σ exp(x - peak), and where asked the
-        entropy in nats; [rows, 1] each, in float64. Where the peak is not finite, nonsense.
+        """Statistics of wide rows: peak, Σ exp(x - peak) and, if requested, entropy in nats.
+
+        Each [rows, 1] in float64. Meaningless where the peak is not finite.
         """
         rows, width = logits.shape
-        peak = self.double(self.amax(logits)) if peak is None else peak
+        peak = self.to_float64(self.amax(logits)) if peak is None else peak
         total = np.empty((rows, 1))
-        spread = np.empty((rows, 1)) if entropy else None
-        below = np.empty(width, logits.dtype)
-        weight = np.empty(width, logits.dtype)
-        tops = peak.astype(logits.dtype)  # a float64 here would make the whole row float64
+        entropies = np.empty((rows, 1)) if entropy else None
+        shifted = np.empty(width, logits.dtype)
+        exp_shifted = np.empty(width, logits.dtype)
+        maxima = peak.astype(logits.dtype)  # a float64 would convert the row to float64
         for row in range(rows):
-            np.subtract(logits[row], tops[row, 0], out=below)
-            np.exp(below, out=weight)
-            mass = float(np.add.reduce(weight))  # pairwise: good to 1e-7
+            np.subtract(logits[row], maxima[row, 0], out=shifted)
+            np.exp(shifted, out=exp_shifted)
+            mass = float(np.add.reduce(exp_shifted))  # pairwise: good to 1e-7
             total[row] = mass
-            if spread is not None:
+            if entropies is not None:
                 with np.errstate(invalid="ignore"):
-                    np.multiply(weight, below, out=below)
-                moment = float(np.add.reduce(below))
-                if not math.isfinite(moment):  # a token at -inf: 0 times that is to be 0
-                    moment = float(np.add.reduce(below, where=np.isfinite(below)))
-                spread[row] = np.log(mass) - moment / mass
-        return peak, total, spread
+                    np.multiply(exp_shifted, shifted, out=shifted)
+                moment = float(np.add.reduce(shifted))
+                if not math.isfinite(moment):  # 0 * -inf counts as 0
+                    moment = float(np.add.reduce(shifted, where=np.isfinite(shifted)))
+                entropies[row] = np.log(mass) - moment / mass
+        return peak, total, entropies
 
-    def tally(self, tokens: Array, vocabulary: int) -> tuple[Array, Array]:
-        """The tokens that occur and are in the vocabulary, each once, and how often they do."""
-        known = tokens[(tokens >= 0) & (tokens < vocabulary)]
-        found, counts = np.unique(known, return_counts=True)
-        return found, counts
+    def count_tokens(self, tokens: Array, vocabulary: int) -> tuple[Array, Array]:
+        """Distinct tokens that are in the vocabulary, and their counts."""
+        valid = tokens[(tokens >= 0) & (tokens < vocabulary)]
+        unique, counts = np.unique(valid, return_counts=True)
+        return unique, counts
 
-    def variance(self, x: Array, kept: Array) -> Array:
-        """Population variance of each wide row's kept entries; [rows, 1]."""
+    def variance(self, x: Array, mask: Array) -> Array:
+        """Population variance of each row's entries where `mask` is set; [rows, 1]."""
         result = np.empty((x.shape[0], 1))
         for row in range(x.shape[0]):
-            result[row] = x[row][kept[row]].astype(np.float64).var()
+            result[row] = x[row][mask[row]].astype(np.float64).var()
         return result
 
-    def leading(self, x: Array, count: int) -> tuple[Array, Array]:
+    def largest(self, x: Array, count: int) -> tuple[Array, Array]:
         """The `count` largest of each row, largest first, ties by column: values, columns.
 
-        A whole sort is avoided by a bound: the maxima of many blocks are entries of the row, so
-        at least `count` entries reach the count-th largest of these maxima. Few others do.
-        Where too many are wanted for blocks, the row itself is partitioned.
+        A lower bound avoids sorting the row: block maxima are entries of the row, so at least
+        `count` entries reach the count-th largest block maximum, and few others do. If `count` is
+        too large for blocks, the row itself is partitioned.
         """
         rows, width = x.shape
         count = min(count, width)
         blocks = max(256, 4 * count)
-        if width <= _SORT_WHOLE or 2 * count > width:
+        if width <= _MAX_SORT_WIDTH or 2 * count > width:
             columns = np.argsort(-x, axis=-1, kind="stable")[:, :count]
-            return self.take(x, columns), columns
+            return self.take_columns(x, columns), columns
         values = np.empty((rows, count), x.dtype)
-        found = np.empty((rows, count), np.int64)
+        unique = np.empty((rows, count), np.int64)
         depth = width // blocks
         lowest = np.finfo(x.dtype).min
         for row in range(rows):
-            line = x[row]
-            tops = line
+            row_values = x[row]
+            maxima = row_values
             if depth >= 4:
-                tops = line[: depth * blocks].reshape(depth, blocks).max(axis=0)
-            place = tops.size - count
-            bound = max(np.partition(tops, place)[place], lowest)
-            near = np.flatnonzero(line >= bound)
-            if near.size < count:  # fewer are above -inf: the first of the others fill the row
-                others = np.flatnonzero(line < bound)[: count - near.size]
-                near = np.concatenate([near, others])
-            high = line[near]
+                maxima = row_values[: depth * blocks].reshape(depth, blocks).max(axis=0)
+            position = maxima.size - count
+            bound = max(np.partition(maxima, position)[position], lowest)
+            indices = np.flatnonzero(row_values >= bound)
+            if indices.size < count:  # fewer are above -inf: fill up with the first others
+                others = np.flatnonzero(row_values < bound)[: count - indices.size]
+                indices = np.concatenate([indices, others])
+            high = row_values[indices]
             order = np.argsort(-high, kind="stable")[:count]
-            values[row], found[row] = high[order], near[order]
-        return values, found
+            values[row], unique[row] = high[order], indices[order]
+        return values, unique
 
-    def above(self, x: Array, bound: Array) -> tuple[Array, Array]:
-        """The entries of each row that reach its bound, in order of column, padded to the widest.
+    def at_or_above(self, x: Array, bound: Array) -> tuple[Array, Array]:
+        """Entries of each row >= its bound, by column: values and columns.
 
-        Values (-inf in the padding) and columns (0 there).
+        Padded to the widest row with -inf and column 0.
         """
         limit = np.maximum(bound.astype(x.dtype), np.finfo(x.dtype).min)
-        near = [np.flatnonzero(line >= limit[row, 0]) for row, line in enumerate(x)]
-        width = max(1, *(line.size for line in near)) if near else 1
-        values = np.full((len(near), width), -np.inf, x.dtype)
-        columns = np.zeros((len(near), width), np.int64)
-        for row, line in enumerate(near):
-            values[row, : line.size] = x[row][line]
-            columns[row, : line.size] = line
+        indices = [np.flatnonzero(row_values >= limit[row, 0]) for row, row_values in enumerate(x)]
+        width = max(1, *(row_values.size for row_values in indices)) if indices else 1
+        values = np.full((len(indices), width), -np.inf, x.dtype)
+        columns = np.zeros((len(indices), width), np.int64)
+        for row, row_values in enumerate(indices):
+            values[row, : row_values.size] = x[row][row_values]
+            columns[row, : row_values.size] = row_values
         return values, columns
 
 
 class TorchOperations:
-    """For torch, on any device: every operation takes all rows at once."""
+    """Operations on torch tensors on any device, all rows together."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
 
     def prepare(self, logits: Array) -> Array:
         logits = logits.detach()
-        kept = logits.dtype in (self.torch.float32, self.torch.float64)
-        return (logits if kept else logits.float()).contiguous()
+        is_float = logits.dtype in (self.torch.float32, self.torch.float64)
+        return (logits if is_float else logits.float()).contiguous()
 
     def exp(self, x: Array) -> Array:
         return self.torch.exp(x)
@@ -214,7 +212,7 @@ class TorchOperations:
     def minimum(self, a: Array, b: Array) -> Array:
         return self.torch.minimum(a, b)
 
-    def at_least(self, x: Array, floor: float) -> Array:
+    def clamp_min(self, x: Array, floor: float) -> Array:
         return x.clamp(min=floor)
 
     def amax(self, x: Array) -> Array:
@@ -226,9 +224,9 @@ class TorchOperations:
     def count(self, mask: Array) -> Array:
         return mask.sum(-1)
 
-    def standing(self, x: Array, tokens: Array) -> tuple[Array, Array]:
-        level = self.take(x, self.like(tokens, x)[:, None])
-        return level.double(), (x > level).sum(-1)
+    def logit_and_rank(self, x: Array, tokens: Array) -> tuple[Array, Array]:
+        logit = self.take_columns(x, self.to_array_like(tokens, x)[:, None])
+        return logit.double(), (x > logit).sum(-1)
 
     def first_max(self, x: Array) -> Array:
         return (x == x.amax(-1, keepdim=True)).to(self.torch.int8).argmax(-1)
@@ -236,19 +234,19 @@ class TorchOperations:
     def last_true(self, mask: Array) -> Array:
         return mask.shape[-1] - 1 - mask.flip(-1).to(self.torch.int8).argmax(-1)
 
-    def columns(self, x: Array) -> Array:
+    def column_index(self, x: Array) -> Array:
         return self.torch.arange(x.shape[-1], device=x.device)
 
-    def ascending(self, x: Array) -> Array:
+    def argsort_rows(self, x: Array) -> Array:
         return self.torch.argsort(x, dim=-1, stable=True)
 
-    def take(self, x: Array, columns: Array) -> Array:
+    def take_columns(self, x: Array, columns: Array) -> Array:
         return self.torch.take_along_dim(x, columns, dim=-1)
 
-    def double(self, x: Array) -> Array:
+    def to_float64(self, x: Array) -> Array:
         return x.double()
 
-    def like(self, values: Any, x: Array) -> Array:
+    def to_array_like(self, values: Any, x: Array) -> Array:
         if not isinstance(values, self.torch.Tensor):
             values = self.torch.from_numpy(np.array(values))
         tensor = values.to(x.device)
@@ -262,37 +260,37 @@ class TorchOperations:
         return array
 
     def _row_sum(self, x: Array) -> Array:
-        # Blocks of fixed length: torch splits one long sum between threads, but not these.
+        # Blocks of fixed length: torch splits a long sum between threads, but not these.
         padded = self.torch.nn.functional.pad(x, (0, -x.shape[-1] % 256))
         sums = padded.reshape(x.shape[0], -1, 256).sum(-1).double()
         return sums.cumsum(-1)[:, -1:]
 
-    def measure(
+    def softmax_stats(
         self, logits: Array, peak: Array | None, entropy: bool
     ) -> tuple[Array, Array, Array | None]:
         peak = self.amax(logits).double() if peak is None else peak
-        below = (logits - peak.to(logits.dtype)).clamp(min=LOWEST)
-        weight = self.torch.exp(below)
-        total = self._row_sum(weight)
+        shifted = (logits - peak.to(logits.dtype)).clamp(min=LOWEST)
+        exp_shifted = self.torch.exp(shifted)
+        total = self._row_sum(exp_shifted)
         if not entropy:
             return peak, total, None
-        return peak, total, self.torch.log(total) - self._row_sum(weight * below) / total
+        return peak, total, self.torch.log(total) - self._row_sum(exp_shifted * shifted) / total
 
-    def variance(self, x: Array, kept: Array) -> Array:
-        number = kept.sum(-1, keepdim=True)
+    def variance(self, x: Array, mask: Array) -> Array:
+        number = mask.sum(-1, keepdim=True)
         values = x.double()
-        mean = self._row_sum(values.masked_fill(~kept, 0.0)) / number
-        return self._row_sum(((values - mean) ** 2).masked_fill(~kept, 0.0)) / number
+        mean = self._row_sum(values.masked_fill(~mask, 0.0)) / number
+        return self._row_sum(((values - mean) ** 2).masked_fill(~mask, 0.0)) / number
 
-    def leading(self, x: Array, count: int) -> tuple[Array, Array]:
+    def largest(self, x: Array, count: int) -> tuple[Array, Array]:
         torch = self.torch
         count = min(count, x.shape[-1])
-        # topk breaks ties as it likes: take its last value, and of those equal to it the first.
+        # The order of ties in topk is undefined: use its last value, and take the first equals.
         bound = torch.topk(x, count, dim=-1).values[:, -1:]
         higher, equal = x > bound, x == bound
-        room = count - higher.sum(-1, keepdim=True)
-        chosen = higher | (equal & (equal.cumsum(-1) <= room))
-        columns = torch.nonzero(chosen, as_tuple=True)[1].reshape(x.shape[0], count)
+        num_ties = count - higher.sum(-1, keepdim=True)
+        is_selected = higher | (equal & (equal.cumsum(-1) <= num_ties))
+        columns = torch.nonzero(is_selected, as_tuple=True)[1].reshape(x.shape[0], count)
         values = torch.take_along_dim(x, columns, dim=-1)
         order = torch.argsort(-values, dim=-1, stable=True)
         return (
@@ -300,15 +298,15 @@ class TorchOperations:
             torch.take_along_dim(columns, order, dim=-1),
         )
 
-    def above(self, x: Array, bound: Array) -> tuple[Array, Array]:
+    def at_or_above(self, x: Array, bound: Array) -> tuple[Array, Array]:
         torch = self.torch
         limit = bound.to(x.dtype).clamp(min=torch.finfo(x.dtype).min)
         mask = x >= limit
         width = max(1, int(mask.sum(-1).max()))
-        place = mask.cumsum(-1) - 1
+        position = mask.cumsum(-1) - 1
         row, column = torch.nonzero(mask, as_tuple=True)
         values = torch.full((x.shape[0], width), -torch.inf, dtype=x.dtype, device=x.device)
         columns = torch.zeros((x.shape[0], width), dtype=torch.int64, device=x.device)
-        values[row, place[row, column]] = x[row, column]
-        columns[row, place[row, column]] = column
+        values[row, position[row, column]] = x[row, column]
+        columns[row, position[row, column]] = column
         return values, columns

@@ -1,8 +1,8 @@
-"""The candidates that remain at one step, for every row of a batch.
+"""Candidate tokens of one step, for every row of a batch.
 
-A row begins as the whole vocabulary, one column a token. A stage that truncates leaves a few: from
-then on the columns are only those, with their token ids beside them, in float64, and every later
-stage is cheap. A removed candidate has the logit -inf; padding looks the same.
+A row starts as the whole vocabulary, one column per token. A truncating stage leaves a few: from
+then on there are only columns for these, in float64 and with their token ids, and later stages are
+cheap. Removed candidates and padding have the logit -inf.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from unspool.sampling.faults import BadLogitsError, NoCandidateError
 from unspool.sampling.operations import Operations, operations
 
 SLACK = 1e-6
-"""A mass or probability this close (relatively) to its limit counts as reaching it: logits in
-float32 know no better, and 0.4 + 0.3 reaches 0.7."""
+"""Relative tolerance of masses and probabilities: float32 logits are not more precise, and
+0.4 + 0.3 must reach 0.7."""
 
 INF = float("inf")
 
 
-class Measure(NamedTuple):
-    """Of each row's distribution, [rows, 1] in float64 each: what a softmax needs."""
+class SoftmaxStats(NamedTuple):
+    """Softmax statistics of each row, [rows, 1] in float64 each."""
 
     peak: Array  # the largest logit
     total: Array  # Σ exp(logit - peak)
     entropy: Array | None  # in nats
-    weights: Array | None = None  # exp(logit - peak) [rows, K], where only a few remain
-    running: Array | None = None  # their sums from left to right [rows, K]
+    weights: Array | None = None  # exp(logit - peak) [rows, K], after truncation
+    running: Array | None = None  # cumulative sums of the weights [rows, K]
 
 
 class Candidates:
     """Logits [rows, K] of the remaining candidates and, unless K is the vocabulary, their ids."""
 
     __slots__ = (
-        "_lead", "_measure", "_peak", "_remaining", "by_id", "ids", "logits", "ops", "ordered",
-        "passing", "vocabulary",
+        "_peak", "_remaining", "_softmax_stats", "_top", "ids", "is_scratch", "is_sorted", "logits",
+        "ops", "sorted_by_id", "vocabulary",
     )  # fmt: skip
 
     def __init__(
@@ -48,8 +48,8 @@ class Candidates:
         ids: Array | None = None,
         *,
         vocabulary: int = 0,
-        ordered: bool = False,
-        by_id: bool = False,
+        is_sorted: bool = False,
+        sorted_by_id: bool = False,
         peak: Array | None = None,
         ops: Operations | None = None,
     ) -> None:
@@ -57,41 +57,43 @@ class Candidates:
         self.logits = logits
         self.ids = ids
         self.vocabulary = vocabulary or logits.shape[-1]
-        self.ordered = ordered  # likeliest first, equals by lower id, removed last
-        self.by_id = by_id or ids is None  # columns ascend by token id, so equals stand in order
-        self.passing = False  # the logits are a copy that nobody will look at once revised again
+        self.is_sorted = is_sorted  # highest logit first, ties by lower id, removed last
+        self.sorted_by_id = (
+            sorted_by_id or ids is None
+        )  # columns ascend by token id, so ties are in order
+        self.is_scratch = False  # the logits are a private copy that `revise` may overwrite
         self._peak = peak
-        self._measure: Measure | None = None
+        self._softmax_stats: SoftmaxStats | None = None
         self._remaining: Array | None = None
-        self._lead: Candidates | None = None
+        self._top: Candidates | None = None
 
     @property
     def rows(self) -> int:
         return int(self.logits.shape[0])
 
-    # -- what the distribution is -------------------------------------------------------------
+    # -- the distribution ---------------------------------------------------------------------
 
     def peak(self) -> Array:
-        """The largest logit of each row; +inf is made finite, none left at all is an error."""
+        """Largest logit of each row. Makes +inf finite; raises if a row has no candidate."""
         if self._peak is not None:
             return self._peak
-        peak = self.logits[:, :1] if self.ordered else self.ops.amax(self.logits)
-        return self._checked(self.ops.double(peak))
+        peak = self.logits[:, :1] if self.is_sorted else self.ops.amax(self.logits)
+        return self._set_peak(self.ops.to_float64(peak))
 
-    def _checked(self, peak: Array) -> Array:
-        known = self.ops.host(peak)[:, 0]
-        if not all(map(math.isfinite, known.tolist())):
-            self._refuse(known)
-            # Infinitely likely: those alone remain, as equals.
-            sure, row = self.logits == INF, peak == INF
-            self.logits = self.ops.where(row & sure, 0.0, self.logits)
-            self.logits = self.ops.where(row & ~sure, -INF, self.logits)
-            peak = self.ops.where(row, 0.0, peak)
-            self._lead = None
+    def _set_peak(self, peak: Array) -> Array:
+        peaks = self.ops.host(peak)[:, 0]
+        if not all(map(math.isfinite, peaks.tolist())):
+            self._raise_if_invalid(peaks)
+            # +inf logits: only these candidates remain, all equal.
+            is_inf, is_inf_row = self.logits == INF, peak == INF
+            self.logits = self.ops.where(is_inf_row & is_inf, 0.0, self.logits)
+            self.logits = self.ops.where(is_inf_row & ~is_inf, -INF, self.logits)
+            peak = self.ops.where(is_inf_row, 0.0, peak)
+            self._top = None
         self._peak = peak
         return peak
 
-    def _refuse(self, peaks: np.ndarray[Any, Any]) -> None:
+    def _raise_if_invalid(self, peaks: np.ndarray[Any, Any]) -> None:
         bad = np.flatnonzero(np.isnan(peaks))
         if bad.size:
             raise BadLogitsError("the model gave NaN logits", bad.tolist())
@@ -99,101 +101,101 @@ class Candidates:
         if empty.size:
             raise NoCandidateError("every token is forbidden", empty.tolist())
 
-    def measure(self, entropy: bool = False) -> Measure:
-        """Peak, total and (where asked) entropy; computed once."""
-        known = self._measure
-        if known is not None and (known.entropy is not None or not entropy):
-            return known
+    def softmax_stats(self, entropy: bool = False) -> SoftmaxStats:
+        """Peak, total and, if requested, entropy; cached."""
+        stats = self._softmax_stats
+        if stats is not None and (stats.entropy is not None or not entropy):
+            return stats
         if self.ids is not None:
-            self._measure = self._measure_few(entropy)
-            return self._measure
-        peak, total, spread = self.ops.measure(self.logits, self._peak, entropy)
-        if self._peak is None and self._checked(peak) is not peak:  # the logits had to be mended
-            peak, total, spread = self.ops.measure(self.logits, self._peak, entropy)
-        self._measure = Measure(peak, total, spread)
-        return self._measure
+            self._softmax_stats = self._stats_of_few(entropy)
+            return self._softmax_stats
+        peak, total, entropies = self.ops.softmax_stats(self.logits, self._peak, entropy)
+        if self._peak is None and self._set_peak(peak) is not peak:  # +inf logits were replaced
+            peak, total, entropies = self.ops.softmax_stats(self.logits, self._peak, entropy)
+        self._softmax_stats = SoftmaxStats(peak, total, entropies)
+        return self._softmax_stats
 
-    def _measure_few(self, entropy: bool) -> Measure:
+    def _stats_of_few(self, entropy: bool) -> SoftmaxStats:
         peak = self.peak()
-        below = self.logits - peak
-        weights = self.ops.exp(below)
+        shifted = self.logits - peak
+        weights = self.ops.exp(shifted)
         running = weights.cumsum(-1)
-        total, spread = running[:, -1:], None
-        if entropy:  # 0 times -inf is to be 0
-            moment = (weights * self.ops.at_least(below, LOWEST)).cumsum(-1)[:, -1:]
-            spread = self.ops.log(total) - moment / total
-        return Measure(peak, total, spread, weights, running)
+        total, entropies = running[:, -1:], None
+        if entropy:  # 0 * -inf counts as 0
+            moment = (weights * self.ops.clamp_min(shifted, LOWEST)).cumsum(-1)[:, -1:]
+            entropies = self.ops.log(total) - moment / total
+        return SoftmaxStats(peak, total, entropies, weights, running)
 
     def remaining(self) -> Array:
-        """How many candidates each row still has; [rows]."""
+        """Number of remaining candidates of each row; [rows]."""
         if self._remaining is None:
             self._remaining = self.ops.count(self.logits > -INF)
         return self._remaining
 
-    # -- fewer of them ------------------------------------------------------------------------
+    # -- truncation ---------------------------------------------------------------------------
 
-    def lead(self, count: int) -> Candidates:
-        """The `count` likeliest of each row, likeliest first."""
-        if self.ordered:
-            return self._cut(count)
-        if not self.by_id:
-            return self.in_order()._cut(count)
-        if self._lead is None or self._lead.logits.shape[-1] < count:
-            values, columns = self.ops.leading(self.logits, count)
-            self._lead = self._chosen(values, columns, ordered=True, peak=self._peak)
-        return self._lead._cut(count)
+    def top(self, count: int) -> Candidates:
+        """The `count` most likely of each row, highest logit first."""
+        if self.is_sorted:
+            return self._truncate(count)
+        if not self.sorted_by_id:
+            return self.sort_by_logit()._truncate(count)
+        if self._top is None or self._top.logits.shape[-1] < count:
+            values, columns = self.ops.largest(self.logits, count)
+            self._top = self._select(values, columns, is_sorted=True, peak=self._peak)
+        return self._top._truncate(count)
 
-    def line(self, count: int) -> tuple[Candidates, Array, Array]:
-        """The `count` likeliest, their exp(logit - peak), and the sums of these from the left."""
-        few, whole = self.lead(count), self.measure()
-        if whole.weights is not None and whole.running is not None and self.ordered:
-            return few, whole.weights[:, :count], whole.running[:, :count]
-        weights = self.ops.exp(few.logits - whole.peak)
-        return few, weights, weights.cumsum(-1)
+    def cumulative(self, count: int) -> tuple[Candidates, Array, Array]:
+        """The `count` most likely, their exp(logit - peak), and the cumulative sums of these."""
+        truncated, full_stats = self.top(count), self.softmax_stats()
+        if full_stats.weights is not None and full_stats.running is not None and self.is_sorted:
+            return truncated, full_stats.weights[:, :count], full_stats.running[:, :count]
+        weights = self.ops.exp(truncated.logits - full_stats.peak)
+        return truncated, weights, weights.cumsum(-1)
 
-    def in_order(self) -> Candidates:
-        """All of them, likeliest first, equals by lower id."""
-        if self.ordered:
+    def sort_by_logit(self) -> Candidates:
+        """All candidates, highest logit first, ties by lower id."""
+        if self.is_sorted:
             return self
-        if self.by_id:
-            return self.lead(self.logits.shape[-1])
-        by_id = self.ops.ascending(self.ids)
-        logits = self.ops.take(self.logits, by_id)
-        order = self.ops.ascending(-logits)
-        ids = self.ops.take(self.ops.take(self.ids, by_id), order)
-        return self._like(self.ops.take(logits, order), ids, ordered=True)
+        if self.sorted_by_id:
+            return self.top(self.logits.shape[-1])
+        sorted_by_id = self.ops.argsort_rows(self.ids)
+        logits = self.ops.take_columns(self.logits, sorted_by_id)
+        order = self.ops.argsort_rows(-logits)
+        ids = self.ops.take_columns(self.ops.take_columns(self.ids, sorted_by_id), order)
+        return self._derive(self.ops.take_columns(logits, order), ids, is_sorted=True)
 
-    def above(self, bound: Array) -> Candidates:
-        """Those whose logit reaches the row's bound; the likeliest of each row always."""
+    def at_or_above(self, bound: Array) -> Candidates:
+        """Candidates with a logit >= the row's bound, and always the most likely one."""
         bound = self.ops.minimum(bound - SLACK, self.peak())
-        if self.ordered:
-            return self.first(self.ops.count(self.logits >= bound))
+        if self.is_sorted:
+            return self.first_n(self.ops.count(self.logits >= bound))
         if self.ids is not None and self.logits.shape[-1] <= 256:
-            kept = self.logits >= bound
-            return self.with_logits(self.ops.where(kept, self.logits, -INF))
-        values, columns = self.ops.above(self.logits, bound)
-        return self._chosen(values, columns, ordered=False, peak=self._peak)
+            mask = self.logits >= bound
+            return self.with_logits(self.ops.where(mask, self.logits, -INF))
+        values, columns = self.ops.at_or_above(self.logits, bound)
+        return self._select(values, columns, is_sorted=False, peak=self._peak)
 
-    def first(self, kept: Array) -> Candidates:
-        """Of candidates in order, the first kept[row] (at least one)."""
+    def first_n(self, counts: Array) -> Candidates:
+        """The first `counts[row]` (at least one) of sorted candidates."""
         if self.rows == 1:
-            return self._cut(max(1, int(kept[0])))
-        few = self._cut(max(1, int(kept.max())))
-        inside = self.ops.columns(few.logits) < self.ops.at_least(kept, 1)[:, None]
-        logits = self.ops.where(inside, few.logits, -INF)
-        return self._like(logits, few.ids, ordered=True, peak=few._peak)
+            return self._truncate(max(1, int(counts[0])))
+        truncated = self._truncate(max(1, int(counts.max())))
+        mask = self.ops.column_index(truncated.logits) < self.ops.clamp_min(counts, 1)[:, None]
+        logits = self.ops.where(mask, truncated.logits, -INF)
+        return self._derive(logits, truncated.ids, is_sorted=True, peak=truncated._peak)
 
-    def chosen(self, columns: Array, kept: Array) -> Candidates:
-        """The given columns [rows, n] where kept [rows, n], in no particular order."""
-        logits = self.ops.where(kept, self.ops.take(self.logits, columns), -INF)
-        result = self._chosen(logits, columns, ordered=False)
-        result.by_id = False
+    def select(self, columns: Array, mask: Array) -> Candidates:
+        """Candidates of these columns [rows, n] where `mask` [rows, n] is set, unsorted."""
+        logits = self.ops.where(mask, self.ops.take_columns(self.logits, columns), -INF)
+        result = self._select(logits, columns, is_sorted=False)
+        result.sorted_by_id = False
         return result
 
-    # -- the same ones, with other logits ------------------------------------------------------
+    # -- changed logits ------------------------------------------------------------------------
 
-    def with_logits(self, logits: Array, ordered: bool = False) -> Candidates:
-        return self._like(logits, self.ids, ordered=ordered, by_id=self.by_id)
+    def with_logits(self, logits: Array, is_sorted: bool = False) -> Candidates:
+        return self._derive(logits, self.ids, is_sorted=is_sorted, sorted_by_id=self.sorted_by_id)
 
     def revise(
         self,
@@ -202,75 +204,81 @@ class Candidates:
         amounts: tuple[np.ndarray[Any, Any], ...],
         change: Callable[..., Array],
     ) -> Candidates:
-        """New logits for single tokens: change(logits, *amounts), all flat and aligned.
+        """Change the logits of single tokens: change(logits, *amounts), all flat and aligned.
 
-        No (row, token) may occur twice, and tokens must be in the vocabulary; those no longer
-        candidates are passed over.
+        No (row, token) may occur twice, and tokens must be in the vocabulary. Tokens that were
+        removed are ignored.
         """
         if self.ids is not None:
-            rows, tokens, amounts = self._located(rows, tokens, amounts)
+            rows, tokens, amounts = self._locate(rows, tokens, amounts)
         if not rows.size:
             return self
-        logits = self.logits if self.passing else self.ops.copy(self.logits)
-        by = [self.ops.like(amount, logits) for amount in amounts]
-        place = self.ops.like(tokens, logits)
-        if self.rows == 1:  # the same, in half the time
-            line = logits[0]
-            line[place] = change(line[place], *by)
+        logits = self.logits if self.is_scratch else self.ops.copy(self.logits)
+        deltas = [self.ops.to_array_like(amount, logits) for amount in amounts]
+        token_index = self.ops.to_array_like(tokens, logits)
+        if self.rows == 1:  # twice as fast
+            row_logits = logits[0]
+            row_logits[token_index] = change(row_logits[token_index], *deltas)
         else:
-            places = (self.ops.like(rows, logits), place)
-            logits[places] = change(logits[places], *by)
+            index = (self.ops.to_array_like(rows, logits), token_index)
+            logits[index] = change(logits[index], *deltas)
         revised = self.with_logits(logits)
-        revised.passing = True
+        revised.is_scratch = True
         return revised
 
-    def _located(
+    def _locate(
         self,
         rows: np.ndarray[Any, Any],
         tokens: np.ndarray[Any, Any],
         amounts: tuple[np.ndarray[Any, Any], ...],
     ) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Of (row, token) pairs those that are candidates, as (row, column) pairs."""
+        """(row, column) of those (row, token) pairs that are still candidates."""
         if not rows.size:
             return rows, tokens, amounts
         keys = rows * self.vocabulary + tokens
         order = np.argsort(keys)
         keys = keys[order]
         ids = self.ops.host(self.ids) + np.arange(self.rows)[:, None] * self.vocabulary
-        spot = np.minimum(np.searchsorted(keys, ids), keys.size - 1)
-        hit = (keys[spot] == ids) & (self.ops.host(self.logits) > -INF)
-        row, column = np.nonzero(hit)
-        which = order[spot[row, column]]
-        return row, column, tuple(amount[which] for amount in amounts)
+        nearest = np.minimum(np.searchsorted(keys, ids), keys.size - 1)
+        is_match = (keys[nearest] == ids) & (self.ops.host(self.logits) > -INF)
+        row, column = np.nonzero(is_match)
+        source = order[nearest[row, column]]
+        return row, column, tuple(amount[source] for amount in amounts)
 
-    # -- the ways to make one from another ------------------------------------------------------
+    # -- construction ----------------------------------------------------------------------------
 
-    def _cut(self, count: int) -> Candidates:
+    def _truncate(self, count: int) -> Candidates:
         if self.ids is None or count >= self.logits.shape[-1]:
             return self
-        few = self.logits[:, :count], self.ids[:, :count]
-        return self._like(*few, ordered=True, peak=self._peak)
+        truncated = self.logits[:, :count], self.ids[:, :count]
+        return self._derive(*truncated, is_sorted=True, peak=self._peak)
 
-    def _chosen(
-        self, values: Array, columns: Array, ordered: bool, peak: Array | None = None
+    def _select(
+        self, values: Array, columns: Array, is_sorted: bool, peak: Array | None = None
     ) -> Candidates:
-        ids = columns if self.ids is None else self.ops.take(self.ids, columns)
-        # float64 from here on, always: a row's numbers must not depend on its neighbours' width.
-        values = self.ops.double(values)
-        by_id = self.by_id and not ordered
-        return self._like(values, ids, ordered=ordered, by_id=by_id, peak=peak)
+        ids = columns if self.ids is None else self.ops.take_columns(self.ids, columns)
+        # Always float64 from here on: a row's result must not depend on other rows' width.
+        values = self.ops.to_float64(values)
+        sorted_by_id = self.sorted_by_id and not is_sorted
+        return self._derive(values, ids, is_sorted=is_sorted, sorted_by_id=sorted_by_id, peak=peak)
 
-    def _like(
+    def _derive(
         self,
         logits: Array,
         ids: Array | None,
         *,
-        ordered: bool = False,
-        by_id: bool = False,
+        is_sorted: bool = False,
+        sorted_by_id: bool = False,
         peak: Array | None = None,
     ) -> Candidates:
-        """Others of the same rows; `peak` where it is known that the likeliest are the same."""
+        """Other candidates of the same rows; `peak` if it is known to be unchanged."""
         size, ops = self.vocabulary, self.ops
         return Candidates(
-            logits, ids, vocabulary=size, ordered=ordered, by_id=by_id, peak=peak, ops=ops
+            logits,
+            ids,
+            vocabulary=size,
+            is_sorted=is_sorted,
+            sorted_by_id=sorted_by_id,
+            peak=peak,
+            ops=ops,
         )

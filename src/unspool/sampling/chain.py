@@ -1,10 +1,10 @@
-"""The chain: logits of a batch go through each row's stages, and one token a row comes out.
+"""The sampling chain: logits of a batch through each row's stages to one token per row.
 
     chain = Chain([settings_of_row_0, settings_of_row_1])          # once for a batch
     picks = chain.pick(logits, [RowInput(history), ...], top=5, explain=True)
 
 Rows that use the same stages run together. A row's pick is bit-identical alone and in any batch.
-Looking (`top`, `explain`) reads the arrays of the same run, and changes none.
+Observation (`top`, `explain`) reads the arrays of the same run and does not change the pick.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from unspool.errors import SettingsError
 from unspool.sampling.arrays import Array
 from unspool.sampling.candidates import Candidates
-from unspool.sampling.draw import TOKEN_STREAM, landing
+from unspool.sampling.draw import TOKEN_STREAM, sample_index
 from unspool.sampling.faults import ROW_FAULTS, BadLogitsError, NoCandidateError
 from unspool.sampling.operations import operations
 from unspool.sampling.own_stage import OwnStage
@@ -36,9 +36,9 @@ from unspool.sampling.settings import EDITING_STAGES, SamplingSettings
 from unspool.sampling.stages import STAGES, Stage
 from unspool.sampling.truncation import mirostat_next
 
-_FIRST_LOOK = 64  # of how many likeliest candidates the draw first sees whether it falls on them
-_WIDER = 16
-_SORT_WHOLE = 256  # so few are put in order at once
+_FIRST_CANDIDATES = 64  # number of most likely candidates that are sorted first ...
+_GROWTH = 16  # ... and how much it grows if the draw is beyond them
+_MAX_SORT = 256  # up to this many candidates are all sorted
 _ALLOWED = Allowed()
 _FORBIDDEN = Forbidden()
 _NO_INPUT = RowInput()
@@ -54,8 +54,8 @@ class _Group:
     settings: RowSettings
 
 
-class _Fallen(NamedTuple):
-    """The token that a row's draw fell on."""
+class _SampledToken(NamedTuple):
+    """The sampled token of a row."""
 
     token: int
     probability: float
@@ -63,22 +63,22 @@ class _Fallen(NamedTuple):
 
 
 class Chain:
-    """Picks tokens for a batch of rows, each with its own settings."""
+    """Picks tokens for a batch of rows with different settings."""
 
     def __init__(self, settings: SamplingSettings | Sequence[SamplingSettings]) -> None:
         rows = (settings,) if isinstance(settings, SamplingSettings) else tuple(settings)
         self.settings = rows
-        members: dict[tuple[bool, tuple[str | OwnStage, ...]], list[int]] = {}
+        groups: dict[tuple[bool, tuple[str | OwnStage, ...]], list[int]] = {}
         for number, row in enumerate(rows):
-            members.setdefault((row.greedy, active_stages(row)), []).append(number)
+            groups.setdefault((row.greedy, active_stages(row)), []).append(number)
         self._groups = [
             _Group(
-                tuple(numbers),
-                tuple(STAGES[one] if isinstance(one, str) else one for one in used),
+                tuple(row_values),
+                tuple(STAGES[stage] if isinstance(stage, str) else stage for stage in stages),
                 greedy,
-                RowSettings([rows[n] for n in numbers]),
+                RowSettings([rows[n] for n in row_values]),
             )
-            for (greedy, used), numbers in members.items()
+            for (greedy, stages), row_values in groups.items()
         ]
 
     def pick(
@@ -89,30 +89,32 @@ class Chain:
         top: int = 0,
         explain: bool = False,
     ) -> list[Pick]:
-        """One token for each row of logits [rows, vocabulary], numpy or torch.
+        """Pick one token for each row of logits [rows, vocabulary], numpy or torch.
 
-        `top`: also the model's likeliest candidates, so many. `explain`: also what each stage did.
+        Args:
+            top: number of most likely candidates to report.
+            explain: whether to report what each stage did.
         """
         logits = operations(logits).prepare(logits)
         inputs = [_NO_INPUT] * len(self.settings) if rows is None else list(rows)
         if logits.ndim != 2 or logits.shape[0] != len(self.settings) or len(inputs) != len(logits):
             raise SettingsError(
-                f"logits were {tuple(logits.shape)} with {len(inputs)} row inputs; this chain takes"
-                f" {len(self.settings)} rows of a vocabulary each"
+                f"logits have the shape {tuple(logits.shape)} and there are {len(inputs)} row"
+                f" inputs; this chain needs {len(self.settings)} rows"
             )
         picks: list[Pick] = [None] * len(inputs)  # type: ignore[list-item]
         with np.errstate(all="ignore"):
             for group in self._groups:
-                alone = len(group.rows) == len(inputs)
-                part = logits if alone else logits[list(group.rows)]
+                is_all = len(group.rows) == len(inputs)
+                part = logits if is_all else logits[list(group.rows)]
                 try:
-                    found = self._pick_group(
+                    group_picks = self._pick_group(
                         group, part, [inputs[n] for n in group.rows], top, explain
                     )
                 except ROW_FAULTS as error:
                     error.rows = tuple(group.rows[n] for n in error.rows)
                     raise
-                for number, pick in zip(group.rows, found, strict=True):
+                for number, pick in zip(group.rows, group_picks, strict=True):
                     picks[number] = pick
         return picks
 
@@ -127,9 +129,9 @@ class Chain:
     ) -> list[Pick]:
         model = Candidates(logits)
         try:
-            own = model.measure(entropy=True)
+            stats = model.softmax_stats(entropy=True)
         except NoCandidateError as error:
-            raise BadLogitsError("the model gave every token the logit -inf", error.rows) from None
+            raise BadLogitsError("all logits of the model are -inf", error.rows) from None
         rows = Rows(group.settings, inputs)
         stages = group.stages
         if any(len(row.forbidden) for row in inputs):
@@ -137,34 +139,35 @@ class Chain:
         if any(row.allowed is not None for row in inputs):
             stages = (_ALLOWED, *stages)
         final, reports = _run(stages, model, rows, explain)
-        fallen = _likeliest(final) if group.greedy else _draw(final, rows)
+        sampled = _greedy(final) if group.greedy else _sample(final, rows)
         if explain and group.greedy:
-            reports.append(report("greedy", final, final.lead(1)))
+            reports.append(report("greedy", final, final.top(1)))
 
         ops, host = model.ops, model.ops.host
-        level, above = ops.standing(model.logits, np.array([one.token for one in fallen]))
-        rank = host(above).tolist()
-        logprob = host(level - own.peak - ops.log(own.total))[:, 0].tolist()
-        entropy = host(own.entropy)[:, 0].tolist()
-        candidates = _likely(model, final, fallen, group.greedy, top) if top > 0 else None
+        tokens = np.array([choice.token for choice in sampled])
+        logit, rank = ops.logit_and_rank(model.logits, tokens)
+        ranks = host(rank).tolist()
+        logprob = host(logit - stats.peak - ops.log(stats.total))[:, 0].tolist()
+        entropy = host(stats.entropy)[:, 0].tolist()
+        candidates = _top_candidates(model, final, sampled, group.greedy, top) if top > 0 else None
         return [
             Pick(
-                token=one.token,
+                token=choice.token,
                 logprob=logprob[n],
-                rank=rank[n],
+                rank=ranks[n],
                 entropy=max(0.0, entropy[n]),
-                probability=one.probability,
-                draw=one.draw,
-                state=next_state(rows.settings[n], inputs[n].state, one.probability),
+                probability=choice.probability,
+                draw=choice.draw,
+                state=next_state(rows.settings[n], inputs[n].state, choice.probability),
                 candidates=() if candidates is None else candidates[n],
                 stages=tuple(stage[n] for stage in reports if _concerns(stage[n], inputs[n])),
             )
-            for n, one in enumerate(fallen)
+            for n, choice in enumerate(sampled)
         ]
 
 
 def active_stages(settings: SamplingSettings) -> tuple[str | OwnStage, ...]:
-    """The stages that have something to do, in the user's order; greedy, only those that edit."""
+    """Stages that have an effect, in the user's order; greedy: only those that edit logits."""
     listed = (stage for stage in settings.stages if not settings.is_neutral(stage))
     if not settings.greedy:
         return tuple(listed)
@@ -174,7 +177,7 @@ def active_stages(settings: SamplingSettings) -> tuple[str | OwnStage, ...]:
 
 
 def _concerns(stage: StageReport, row: RowInput) -> bool:
-    """Whether a row has this stage itself, or only shares its group with rows that have it."""
+    """Whether a row has this stage, or only shares its group with rows that have it."""
     if stage.name == _ALLOWED.name:
         return row.allowed is not None
     return stage.name != _FORBIDDEN.name or len(row.forbidden) > 0
@@ -190,21 +193,21 @@ def _run(
             before = candidates
             candidates = stage.apply(before, rows)
             if explain:
-                candidates.passing = False  # the next report looks at it
-                candidates.measure()
+                candidates.is_scratch = False  # the next report reads it
+                candidates.softmax_stats()
                 reports.append(report(stage.name, before, candidates))
         candidates.peak()
     except NoCandidateError as error:
         raise NoCandidateError(
-            f"the stages leave no token: {_emptying(stages, model, rows)} took the last one"
-            " that others had left; allow some",
+            f"no candidate token is left: {_emptying_stage(stages, model, rows)} removed the last"
+            " one; relax the settings",
             error.rows,
         ) from None
     return candidates, reports
 
 
-def _emptying(stages: tuple[Stage, ...], candidates: Candidates, rows: Rows) -> str:
-    """The stage after which a row has no candidate left; looked for only once it has happened."""
+def _emptying_stage(stages: tuple[Stage, ...], candidates: Candidates, rows: Rows) -> str:
+    """Name of the stage that removed a row's last candidate."""
     for stage in stages:
         try:
             candidates = stage.apply(candidates, rows)
@@ -214,64 +217,64 @@ def _emptying(stages: tuple[Stage, ...], candidates: Candidates, rows: Rows) -> 
     return "none"
 
 
-def _likeliest(candidates: Candidates) -> list[_Fallen]:
+def _greedy(candidates: Candidates) -> list[_SampledToken]:
     columns = candidates.ops.first_max(candidates.logits)[:, None]
     ids = candidates.ids
-    tokens = columns if ids is None else candidates.ops.take(ids, columns)
-    return [_Fallen(token, 1.0) for token in candidates.ops.host(tokens)[:, 0].tolist()]
+    tokens = columns if ids is None else candidates.ops.take_columns(ids, columns)
+    return [_SampledToken(token, 1.0) for token in candidates.ops.host(tokens)[:, 0].tolist()]
 
 
-def _draw(candidates: Candidates, rows: Rows) -> list[_Fallen]:
-    """Lets each row's number fall on its candidates, likeliest first.
+def _sample(candidates: Candidates, rows: Rows) -> list[_SampledToken]:
+    """Sample from each row: find where its random number falls in the cumulative distribution.
 
-    Where many remain, only the likeliest are put in order, as long as every number falls on them.
+    If many candidates remain, only the most likely are sorted, as long as that is enough.
     """
     host = candidates.ops.host
     width = candidates.logits.shape[-1]
-    # Summed before anything is put in order: whether that happens depends on the widest row.
-    whole = candidates.measure()
-    total = host(whole.total)[:, 0]
-    drawn = rows.uniform(TOKEN_STREAM)
-    target = drawn * total
-    look = width if candidates.ordered or width <= _SORT_WHOLE else _FIRST_LOOK
+    # Summed before sorting, because how many are sorted depends on the widest row.
+    total = host(candidates.softmax_stats().total)[:, 0]
+    random = rows.uniform(TOKEN_STREAM)
+    target = random * total
+    count = width if candidates.is_sorted or width <= _MAX_SORT else _FIRST_CANDIDATES
     while True:
-        line, weights, running = candidates.line(look)
-        if look >= width or bool((host(running)[:, -1] > target).all()):
+        sorted_part, weights, running = candidates.cumulative(count)
+        if count >= width or bool((host(running)[:, -1] > target).all()):
             break
-        look *= _WIDER
-    ids, weights, running = host(line.ids), host(weights), host(running)
-    fallen = []
-    numbers = zip(drawn.tolist(), target.tolist(), total.tolist(), strict=True)
-    for row, (u, at, whole_mass) in enumerate(numbers):
-        column = landing(at, running[row], weights[row])
-        chance = float(weights[row, column]) / whole_mass
-        high = float(running[row, column]) / whole_mass
-        draw = Draw(u, max(high - chance, 0.0), min(high, 1.0))
-        fallen.append(_Fallen(int(ids[row, column]), min(chance, 1.0), draw))
-    return fallen
+        count *= _GROWTH
+    ids, weights, running = host(sorted_part.ids), host(weights), host(running)
+    sampled = []
+    row_values = zip(random.tolist(), target.tolist(), total.tolist(), strict=True)
+    for row, (u, target_mass, total_mass) in enumerate(row_values):
+        column = sample_index(target_mass, running[row], weights[row])
+        probability = float(weights[row, column]) / total_mass
+        high = float(running[row, column]) / total_mass
+        draw = Draw(u, max(high - probability, 0.0), min(high, 1.0))
+        sampled.append(_SampledToken(int(ids[row, column]), min(probability, 1.0), draw))
+    return sampled
 
 
 def next_state(
     settings: SamplingSettings, state: StageState | None, probability: float
 ) -> StageState | None:
-    """What the stages carry on from a token that was picked with this probability."""
+    """State of the stages after a token with this probability was picked."""
     if settings.mirostat_tau == 0 or settings.greedy:
         return state
     mu = state.mirostat_mu if state else 2.0 * settings.mirostat_tau
     return StageState(mirostat_next(mu, probability, settings.mirostat_tau, settings.mirostat_eta))
 
 
-def _likely(
-    model: Candidates, final: Candidates, fallen: list[_Fallen], greedy: bool, top: int
+def _top_candidates(
+    model: Candidates, final: Candidates, sampled: list[_SampledToken], greedy: bool, top: int
 ) -> list[tuple[Candidate, ...]]:
-    """The model's likeliest of each row, and their probabilities after all stages."""
-    best = model.lead(top)
-    own = model.measure()
+    """Most likely tokens of each row, and their probabilities after all stages."""
+    most_likely = model.top(top)
+    stats = model.softmax_stats()
     host = model.ops.host
     if greedy:
-        chances = (host(best.ids) == [[one.token] for one in fallen]).astype(np.float64)
+        picked = [[choice.token] for choice in sampled]
+        probabilities = (host(most_likely.ids) == picked).astype(np.float64)
     else:
-        chances = final_probabilities(final, best.ids)
-    logprobs = host(best.logits - own.peak - model.ops.log(own.total))
-    numbers = host(best.ids).tolist(), logprobs.tolist(), chances.tolist()
-    return [tuple(map(Candidate, *columns)) for columns in zip(*numbers, strict=True)]
+        probabilities = final_probabilities(final, most_likely.ids)
+    logprobs = host(most_likely.logits - stats.peak - model.ops.log(stats.total))
+    row_values = host(most_likely.ids).tolist(), logprobs.tolist(), probabilities.tolist()
+    return [tuple(map(Candidate, *columns)) for columns in zip(*row_values, strict=True)]

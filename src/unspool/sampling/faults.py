@@ -1,7 +1,7 @@
-"""What can go wrong while a token is picked, and for which rows of the batch.
+"""Errors while picking tokens.
 
-All errors carry `rows`, the numbers of the rows at fault, so that an engine can fail those
-requests alone and pick again for the others.
+Each carries `rows`, the rows of the batch that caused it, so that the engine can fail these
+requests only and pick again for the others.
 """
 
 from __future__ import annotations
@@ -11,29 +11,25 @@ from collections.abc import Sequence
 from unspool.errors import SettingsError, UnspoolError
 
 
-class BadLogitsError(UnspoolError):
-    """The model gave no usable distribution: NaN, or no token at all."""
+class RowError(Exception):
+    """Base of errors that concern some rows of a batch only."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.rows = tuple(rows)
 
 
-class StageError(SettingsError):
-    """A stage that a caller wrote went wrong."""
-
-    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.rows = tuple(rows)
+class BadLogitsError(RowError, UnspoolError):
+    """The model's logits are not usable: NaN, or all -inf."""
 
 
-class NoCandidateError(SettingsError):
+class StageError(RowError, SettingsError):
+    """A caller's stage function failed."""
+
+
+class NoCandidateError(RowError, SettingsError):
     """The settings forbid every token of the vocabulary."""
-
-    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.rows = tuple(rows)
 
 
 ROW_FAULTS = (BadLogitsError, StageError, NoCandidateError)
-"""What concerns some rows alone."""
+"""Errors that concern some rows only."""

@@ -1,14 +1,14 @@
-"""Constrained text: at each step, which tokens keep the text inside a grammar. (llguidance)
+"""Constrained decoding: the tokens that a grammar allows at each step. (llguidance)
 
     vocabulary = GrammarVocabulary(token_bytes, end_ids, encode=tokenizer.encode)  # once per model
     grammar = Grammar.compile(GrammarSpec.regex(r"\\d+ apples?"), vocabulary)       # shared
-    state = grammar.start()                                                        # one per text
+    state = grammar.start()                                                        # per sequence
     pick = chain.pick(logits, [RowInput(history, allowed=state.mask())])
     state.advance(pick.token)
 
-A grammar is about text, not about tokens: any spelling of an allowed text is allowed, so a mask
-depends only on the text before it. `mask`, `advance` and `accepts` agree about every token. The end
-tokens are allowed exactly where the text may end.
+A grammar constrains text, not tokens: any tokenization of an allowed text is allowed, so a mask
+depends only on the text before it. `mask`, `advance` and `accepts` agree on every token. End tokens
+are allowed exactly where the text may end.
 """
 
 from __future__ import annotations
@@ -24,26 +24,29 @@ import numpy as np
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.grammar_spec import GrammarSpec
 
-if TYPE_CHECKING:  # imported when a grammar is first used: nothing else needs it
+if TYPE_CHECKING:  # imported on first use of a grammar
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-_END = b"\xff<|unspool-end|>"
-"""A token of our own that stands for every end token: llguidance wants one, and knows no others, so
-that no grammar can name one as if it were text. 0xff marks a token that is no text."""
+_END_TOKEN = b"\xff<|unspool-end|>"
+"""An extra token that represents all end tokens: llguidance needs one, and does not know the
+others, so that no grammar can use them as text. 0xff marks a token that is not text."""
 
-_DEAD_END = "NoExtensionBias"  # how llguidance says that no token can follow
-_KEPT = 32  # compiled grammars kept per vocabulary
-_PROBE = 16  # steps tried when compiling
+_DEAD_END = "NoExtensionBias"  # llguidance's error if no token can follow
+_CACHE_SIZE = 32  # compiled grammars per vocabulary
+_PROBE_STEPS = 16  # steps that are tried after compiling
 
 
 class GrammarVocabulary:
-    """A model's tokens as bytes, ready for grammars. Build one per model: it takes a while.
+    """A model's tokens as bytes, for grammars. Build one per model: it is slow to build.
 
-    `token_bytes[id]` are the bytes a token adds to a text. `end_ids` end it. `control_ids` are no
-    text; only a Lark grammar that names one (`<|tool|>`) allows it. `encode` spells a text in
-    tokens, for `GrammarState.forced`; without it the longest token that fits is taken each time.
+    Args:
+        token_bytes: bytes of each token id.
+        end_ids: end tokens.
+        control_ids: tokens that are not text; only a Lark grammar that names one (`<|tool|>`)
+            allows it.
+        encode: tokenizes text for `GrammarState.forced`; None: greedily by longest token.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class GrammarVocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any) -> GrammarVocabulary:
-        """From anything with `vocab_size`, `token_bytes`, `end_ids`, `special_ids`, `encode`."""
+        """From a tokenizer: `vocab_size`, `token_bytes`, `end_ids`, `special_ids`, `encode`."""
         return cls(
             [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
             tokenizer.end_ids,
@@ -81,18 +84,18 @@ class GrammarVocabulary:
         )
 
     def spell(self, text: bytes) -> list[int]:
-        """Tokens whose bytes are exactly this text; of a half character at the end, none."""
-        whole = text.decode("utf-8", "ignore")
+        """Tokenize text exactly; an incomplete character at the end is dropped."""
+        complete = text.decode("utf-8", "ignore")
         if self.encode is not None:
             try:
-                ids = self.encode(whole)
-            except UnspoolError:  # a character that the vocabulary lacks
+                ids = self.encode(complete)
+            except UnspoolError:  # a character that is not in the vocabulary
                 ids = []
-            if b"".join(self.tokens[token] for token in ids) == whole.encode("utf-8"):
-                return ids  # else it begins with a space of the tokenizer's own
-        return self._ready()[0].greedy_tokenize(whole)
+            if b"".join(self.tokens[token] for token in ids) == complete.encode("utf-8"):
+                return ids  # otherwise the tokenizer added a space
+        return self._load_tokenizer()[0].greedy_tokenize(complete)
 
-    def _ready(self) -> tuple[LLTokenizer, LLParserLimits]:
+    def _load_tokenizer(self) -> tuple[LLTokenizer, LLParserLimits]:
         with self._lock:
             if self._tokenizer is None or self._limits is None:
                 try:
@@ -101,44 +104,44 @@ class GrammarVocabulary:
                     raise SettingsError(
                         "a grammar needs the package llguidance: pip install llguidance"
                     ) from None
-                # A state takes 1 to 2 kB, so this bounds the memory to about 100 MB a grammar.
+                # A state takes 1 to 2 kB, so a grammar takes at most about 100 MB.
                 self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-                self._tokenizer = LLTokenizer(_Wrapper(self))  # type: ignore[arg-type]
+                self._tokenizer = LLTokenizer(_TokenizerWrapper(self))  # type: ignore[arg-type]
             return self._tokenizer, self._limits
 
-    def _compiled(self, spec: GrammarSpec) -> Grammar:
+    def _get_or_compile(self, spec: GrammarSpec) -> Grammar:
         with self._lock:
-            found = self._grammars.get(spec)
-        if found is None:  # not under the lock: a large one may take a second
-            found = Grammar(spec, self, self._matcher(spec))
-            found.probe()
+            grammar = self._grammars.get(spec)
+        if grammar is None:  # without the lock: a large one may take a second
+            grammar = Grammar(spec, self, self._matcher(spec))
+            grammar.probe()
         with self._lock:
-            found = self._grammars.setdefault(spec, found)
+            grammar = self._grammars.setdefault(spec, grammar)
             self._grammars.move_to_end(spec)
-            while len(self._grammars) > _KEPT:
+            while len(self._grammars) > _CACHE_SIZE:
                 self._grammars.popitem(last=False)
-            return found
+            return grammar
 
     def _matcher(self, spec: GrammarSpec) -> LLMatcher:
-        tokenizer, limits = self._ready()
+        tokenizer, limits = self._load_tokenizer()
         from llguidance import LLMatcher
 
         text = LLMatcher.grammar_from_lark(spec.to_lark())
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise spec.refuse_as(matcher.get_error())
+            raise spec.error_from(matcher.get_error())
         return matcher
 
 
-class _Wrapper:
-    """The vocabulary as `LLTokenizer` wants to see it."""
+class _TokenizerWrapper:
+    """The vocabulary with the interface that `LLTokenizer` expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
     special_token_ids = ()
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        self.tokens = [*vocabulary.tokens, _END]
+        self.tokens = [*vocabulary.tokens, _END_TOKEN]
         self.eos_token_id = vocabulary.size
 
     def __call__(self, text: str) -> list[int]:
@@ -146,7 +149,7 @@ class _Wrapper:
 
 
 class Grammar:
-    """A compiled grammar: shared by all texts that follow it, and never changed."""
+    """A compiled grammar, immutable, shared by all sequences that use it."""
 
     def __init__(self, spec: GrammarSpec, vocabulary: GrammarVocabulary, root: LLMatcher) -> None:
         self.spec = spec
@@ -155,11 +158,15 @@ class Grammar:
 
     @classmethod
     def compile(cls, spec: GrammarSpec, vocabulary: GrammarVocabulary) -> Grammar:
-        """SettingsError, in one line, where it cannot be used; the same one for an equal spec."""
-        return vocabulary._compiled(spec)
+        """Compile, or return the cached grammar of an equal spec.
+
+        Raises:
+            SettingsError: The grammar cannot be used.
+        """
+        return vocabulary._get_or_compile(spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds what was asked for; it can be compiled again where the vocabulary is."""
+        """Pickling keeps the spec only; it must be compiled again with a vocabulary."""
         return _not_compiled, (self.spec,)
 
     def start(self) -> GrammarState:
@@ -167,138 +174,140 @@ class Grammar:
         return GrammarState(self, self._root.deep_copy())
 
     def probe(self) -> None:
-        """Tries the first steps: what is impossible or explodes shows before anything runs."""
+        """Try the first steps, so that impossible or exploding grammars fail early."""
         state = self.start()
         if state.is_dead_end:
-            raise self.spec.refuse("no text of this model's tokens can satisfy it")
-        for _ in range(_PROBE):
-            likely = np.flatnonzero(state.mask())
-            if state.must_end or not likely.size:
+            raise self.spec.error("no sequence of this model's tokens can satisfy it")
+        for _ in range(_PROBE_STEPS):
+            allowed = np.flatnonzero(state.mask())
+            if state.must_end or not allowed.size:
                 return
-            state.advance(int(likely[likely.size // 2]))
+            state.advance(int(allowed[allowed.size // 2]))
 
 
 def _not_compiled(spec: GrammarSpec) -> Grammar:
-    found = Grammar.__new__(Grammar)
-    found.spec = spec
-    return found
+    grammar = Grammar.__new__(Grammar)
+    grammar.spec = spec
+    return grammar
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """What is known about a state, once looked at."""
+class _Position:
+    """Cached properties of a state."""
 
     mask: Mask
     is_complete: bool
-    goes_on: bool  # some token other than an end may follow
+    can_continue: bool  # a token other than an end token may follow
 
 
 class GrammarState:
-    """Where one text stands in its grammar. Not to be used by two threads at once."""
+    """State of one sequence in its grammar. Not thread-safe."""
 
-    __slots__ = ("_ended", "_matcher", "_tokens", "_view", "grammar")
+    __slots__ = ("_ended", "_matcher", "_position", "_tokens", "grammar")
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
         self.grammar = grammar
         self._matcher = matcher
         self._tokens: list[int] = []
         self._ended = False
-        self._view: _View | None = None
+        self._position: _Position | None = None
 
     def __len__(self) -> int:
-        """How many tokens it has taken."""
+        """Number of tokens so far."""
         return len(self._tokens)
 
     def mask(self) -> Mask:
-        """Which tokens may come next, [vocabulary]; not to be written to. Kept until it moves."""
-        return self._look().mask
+        """Allowed next tokens, [vocabulary], read-only. Cached until the state changes."""
+        return self._compute().mask
 
     @property
     def is_complete(self) -> bool:
         """Whether the text may end here."""
-        return self._look().is_complete
+        return self._compute().is_complete
 
     @property
     def must_end(self) -> bool:
-        """Whether the text can only end here: also where the model has no end token to say so."""
-        view = self._look()
-        return view.is_complete and not view.goes_on
+        """Whether the text can only end here, even if the model has no end token."""
+        position = self._compute()
+        return position.is_complete and not position.can_continue
 
     @property
     def is_dead_end(self) -> bool:
-        """Whether the text can neither end nor go on. Rewind."""
-        view = self._look()
-        return not view.is_complete and not view.goes_on
+        """Whether the text can neither end nor continue; the caller must rewind."""
+        position = self._compute()
+        return not position.is_complete and not position.can_continue
 
     def advance(self, token: int) -> None:
-        """Takes a token; SettingsError, and no change, where the grammar does not allow it."""
-        if not self._take(token):
-            known = 0 <= token < self.grammar.vocabulary.size
-            data = self.grammar.vocabulary.tokens[token] if known else b""
-            said = f" ({data.decode('utf-8', 'replace')!r})" if data else ""
+        """Add a token. Raises SettingsError, without a change, if it is not allowed."""
+        if not self._try_advance(token):
+            is_valid = 0 <= token < self.grammar.vocabulary.size
+            data = self.grammar.vocabulary.tokens[token] if is_valid else b""
+            text = f" ({data.decode('utf-8', 'replace')!r})" if data else ""
             raise SettingsError(
-                f"the grammar does not allow token {token}{said} after {len(self)} tokens"
+                f"the grammar does not allow token {token}{text} after {len(self)} tokens"
             )
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of a draft's tokens, from the first on, could be taken. Changes nothing."""
-        return self.copy()._follow(tokens) if len(tokens) else 0
+        """Number of a draft's tokens, from the first on, that are allowed. Changes nothing."""
+        return self.copy()._advance_many(tokens) if len(tokens) else 0
 
     def rewind(self, count: int) -> None:
-        """Takes the last `count` tokens back."""
+        """Drop the last `count` tokens."""
         if not 0 <= count <= len(self._tokens):
-            raise ValueError(f"cannot take back {count} of {len(self._tokens)} tokens")
+            raise ValueError(f"cannot rewind {count} of {len(self._tokens)} tokens")
         if count == 0:
             return
-        behind = count - self._ended  # an end token never reached the matcher
+        matcher_tokens = count - self._ended  # the matcher never sees end tokens
         del self._tokens[len(self._tokens) - count :]
         self._ended = False
-        self._view = None
-        # A matcher that met a dead end or a limit does not come back from it.
-        if behind and (self._matcher.is_error() or not self._matcher.rollback(behind)):
+        self._position = None
+        # A matcher cannot roll back after a dead end or a limit.
+        if matcher_tokens and (
+            self._matcher.is_error() or not self._matcher.rollback(matcher_tokens)
+        ):
             self._matcher = self.grammar._root.deep_copy()
             self._matcher.consume_tokens(self._tokens)
 
     def copy(self) -> GrammarState:
-        """Another state at the same place: for a fork."""
+        """Copy the state, for a fork."""
         other = GrammarState(self.grammar, self._matcher.deep_copy())
         other._tokens = self._tokens.copy()
         other._ended = self._ended
-        other._view = self._view
+        other._position = self._position
         return other
 
     def forced(self) -> list[int]:
-        """Where only one text can follow: that text, in the tokens it is usually spelled with.
+        """Tokens of the only text that can follow, in its usual tokenization; for drafts.
 
-        Good as a draft. Other spellings are allowed too. Tokens at the end that might be part of
-        a longer one are left out, and so are end tokens.
+        Other tokenizations are allowed too. Trailing tokens that might be part of a longer token
+        are omitted, and so are end tokens.
         """
         if self._ended:
             return []
-        # Of a copy: before a control token the matcher does not come back from being asked.
+        # On a copy: before a control token this call breaks the matcher.
         text = self._matcher.deep_copy().compute_ff_bytes()
         vocabulary = self.grammar.vocabulary
         ids = vocabulary.spell(text) if text else []
         trial = self.copy()
-        ids = ids[: trial._follow(ids)]
+        ids = ids[: trial._advance_many(ids)]
         length = sum(len(vocabulary.tokens[token]) for token in ids)
-        rest = len(text) - length
+        remaining = len(text) - length
         while ids:
             trial.rewind(1)
-            rest += len(vocabulary.tokens[ids[-1]])
-            if int(vocabulary.lengths[trial.mask()].max()) <= rest:
-                break  # no token here reaches beyond what is certain
+            remaining += len(vocabulary.tokens[ids[-1]])
+            if int(vocabulary.lengths[trial.mask()].max()) <= remaining:
+                break  # no allowed token extends beyond the forced text
             ids.pop()
         return ids
 
-    def _follow(self, tokens: Sequence[int]) -> int:
+    def _advance_many(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens):
-            if not self._take(token):
+            if not self._try_advance(token):
                 return count
         return len(tokens)
 
-    def _take(self, token: int) -> bool:
-        """Advances if it may; says whether it did."""
+    def _try_advance(self, token: int) -> bool:
+        """Add a token if it is allowed; return whether it was."""
         vocabulary = self.grammar.vocabulary
         if self._ended or not 0 <= token < vocabulary.size:
             return False
@@ -310,30 +319,30 @@ class GrammarState:
             self._check()
             return False
         self._tokens.append(token)
-        self._view = None
+        self._position = None
         return True
 
-    def _look(self) -> _View:
-        if self._view is None:
+    def _compute(self) -> _Position:
+        if self._position is None:
             vocabulary = self.grammar.vocabulary
             if self._ended:
-                self._view = _View(np.zeros(vocabulary.size, bool), True, False)
-                return self._view
-            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+                self._position = _Position(np.zeros(vocabulary.size, bool), True, False)
+                return self._position
+            bitmask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             self._check()
             complete = self._matcher.is_accepting()
-            bits = np.unpackbits(packed, count=vocabulary.size, bitorder="little").view(np.bool_)
+            mask = np.unpackbits(bitmask, count=vocabulary.size, bitorder="little").view(np.bool_)
             ends = list(vocabulary.end_ids)
-            bits[ends] = False
-            goes_on = bool(bits.any())
-            bits[ends] = complete
-            bits.flags.writeable = False
-            self._view = _View(bits, complete, goes_on)
-        return self._view
+            mask[ends] = False
+            can_continue = bool(mask.any())
+            mask[ends] = complete
+            mask.flags.writeable = False
+            self._position = _Position(mask, complete, can_continue)
+        return self._position
 
     def _check(self) -> None:
-        """Raises where the matcher gave up: a limit was reached."""
+        """Raise if the matcher reached a limit."""
         if self._matcher.is_error():
-            why = self._matcher.get_error()
-            if not why.startswith(_DEAD_END):
-                raise self.grammar.spec.refuse_as(why)
+            message = self._matcher.get_error()
+            if not message.startswith(_DEAD_END):
+                raise self.grammar.spec.error_from(message)

@@ -1,13 +1,13 @@
-"""Guards: watch the text as it grows; at trouble stop, or rewind, forbid, and go on.
+"""Guards: monitor generated text; on a violation stop, or rewind, ban a token and continue.
 
     run = GuardRun(GuardPolicy.parse(["loop", "ban=foo|bar"]))
     verdict = run.push(token, piece, logprob, entropy)     # after every token
-    # verdict.kind is keep, stop, or rewind: then go back to verdict.to, and let no token of
-    # verdict.forbid be picked there.
+    # verdict.kind is keep, stop or rewind: then rewind to verdict.to and ban the tokens
+    # verdict.forbid there.
 
-Penalties forbid forms: a token that occurred gets less likely, wherever it stands. A guard forbids
-a behaviour: only when the text has gone wrong is it taken back, to where that began, and only the
-one continuation that led there is closed. `GuardRun` does all the bookkeeping; an engine obeys.
+Penalties act on tokens: any token that occurred becomes less likely. A guard acts on behaviour: the
+text is rewound only when something went wrong, to where that started, and only the continuation
+that led there is banned. `GuardRun` does the bookkeeping; the engine acts on its verdicts.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from unspool.sampling.watches import (
     BannedGuard,
     Guard,
     GuardError,
+    GuardMonitor,
+    MonitoredText,
     PredicateGuard,
     SurpriseGuard,
-    Trouble,
-    Watch,
-    Watched,
-    whole_number,
+    Violation,
+    check_int,
 )
 
 __all__ = [
     "BannedGuard",
     "Guard",
     "GuardError",
+    "GuardMonitor",
     "GuardPolicy",
     "GuardRun",
     "LoopGuard",
+    "MonitoredText",
     "PredicateGuard",
     "SurpriseGuard",
-    "Trouble",
     "Verdict",
-    "Watch",
-    "Watched",
+    "Violation",
     "repetition_rate",
 ]
 
 Action = Literal["stop", "rewind"]
 Exhausted = Literal["stop", "go on"]
 RETRIES = 16
-_MOST_GUARDS = 64  # each of them works on every token
-_FORMS = "loop, ban=word|another, pattern=regex, surprise=nats"
+_MAX_GUARDS = 64  # each runs on every token
+_SYNTAX = "loop, ban=word|another, pattern=regex, surprise=nats"
 
 
 @dataclass(frozen=True)
 class GuardPolicy:
-    """What to watch for in a text, and what to do about it.
+    """Guards of a text and the action on a violation.
 
-    With the action `rewind` a text is repaired at most `retries` times; at the next trouble it is
-    stopped, or goes on unguarded, as `exhausted` says.
+    With the action `rewind` a text is repaired at most `retries` times; at the next violation it
+    stops, or continues without guards, depending on `exhausted`.
     """
 
     guards: tuple[Guard, ...]
@@ -70,17 +70,15 @@ class GuardPolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "guards", tuple(self.guards))
-        if len(self.guards) > _MOST_GUARDS:
-            raise SettingsError(
-                f"a text has {len(self.guards):,} guards; at most {_MOST_GUARDS} are allowed"
-            )
+        if len(self.guards) > _MAX_GUARDS:
+            raise SettingsError(f"got {len(self.guards):,} guards; the maximum is {_MAX_GUARDS}")
         for name, kind in (("action", Action), ("exhausted", Exhausted)):
             if getattr(self, name) not in get_args(kind):
                 raise SettingsError(
-                    f"{name} of a guard was {getattr(self, name)!r}; it may be "
-                    + " or ".join(get_args(kind))
+                    f"{name} of a guard must be {' or '.join(get_args(kind))}, got "
+                    f"{getattr(self, name)!r}"
                 )
-        whole_number("retries of a guard", self.retries, 0)
+        check_int("retries of a guard", self.retries, 0)
         bans = [guard for guard in self.guards if isinstance(guard, BannedGuard)]
         check_size(sum(guard.instructions for guard in bans))
 
@@ -88,7 +86,7 @@ class GuardPolicy:
     def parse(
         cls, items: Iterable[str], *, retries: int = RETRIES, exhausted: Exhausted = "stop"
     ) -> GuardPolicy:
-        """From words such as `loop`, `ban=foo|bar`, `surprise=8`, each also with `:stop`."""
+        """Parse items such as `loop`, `ban=foo|bar`, `surprise=8`, optionally with `:stop`."""
         guards: list[Guard] = []
         actions: dict[str, str] = {}
         for item in items:
@@ -97,12 +95,12 @@ class GuardPolicy:
             if action:
                 actions.setdefault(action, item)
         if not guards:
-            raise SettingsError(f"no guard was named; there are {_FORMS}")
+            raise SettingsError(f"no guard given; there are {_SYNTAX}")
         if len(actions) > 1:
-            both = " and ".join(repr(item) for item in actions.values())
-            raise SettingsError(f"{both} ask for two actions; all guards of a text share one")
-        chosen: Action = "stop" if "stop" in actions else "rewind"
-        return cls(tuple(guards), chosen, retries, exhausted)
+            conflict = " and ".join(repr(item) for item in actions.values())
+            raise SettingsError(f"{conflict} have different actions; all guards share one action")
+        shared: Action = "stop" if "stop" in actions else "rewind"
+        return cls(tuple(guards), shared, retries, exhausted)
 
     def start(self) -> GuardRun:
         return GuardRun(self)
@@ -110,19 +108,19 @@ class GuardPolicy:
 
 def _parse_item(item: str) -> tuple[Guard, str | None]:
     body, colon, action = item.rpartition(":")
-    named, equals, value = item.partition("=")
+    kind_name, equals, value = item.partition("=")
     if not colon or (equals and action not in get_args(Action)):
-        body, action = item, ""  # a colon in a value may stand for itself
+        body, action = item, ""  # the colon belongs to the value
     elif action not in get_args(Action):
-        raise SettingsError(f"{item!r} names the action {action!r}; it may be stop or rewind")
-    named, equals, value = body.partition("=")
-    if named not in _KINDS:
-        near = difflib.get_close_matches(named, _KINDS, 1)
-        hint = f"; did you mean {near[0]!r}? There are" if near else "; there are"
-        raise SettingsError(f"there is no guard {named!r}{hint} {_FORMS}")
-    if bool(equals and value) != (named != "loop"):
-        raise SettingsError(f"{item!r} cannot be read as a guard; there are {_FORMS}")
-    return _KINDS[named](value), action or None
+        raise SettingsError(f"the action of {item!r} must be stop or rewind, got {action!r}")
+    kind_name, equals, value = body.partition("=")
+    if kind_name not in _PARSERS:
+        suggestions = difflib.get_close_matches(kind_name, _PARSERS, 1)
+        hint = f"; did you mean {suggestions[0]!r}? There are" if suggestions else "; there are"
+        raise SettingsError(f"unknown guard {kind_name!r}{hint} {_SYNTAX}")
+    if bool(equals and value) != (kind_name != "loop"):
+        raise SettingsError(f"{item!r} is not a valid guard; there are {_SYNTAX}")
+    return _PARSERS[kind_name](value), action or None
 
 
 def _parse_surprise(value: str) -> Guard:
@@ -131,10 +129,10 @@ def _parse_surprise(value: str) -> Guard:
     except ValueError as error:
         if isinstance(error, SettingsError):
             raise
-        raise SettingsError(f"surprise was {value!r}; it may be a number of nats") from error
+        raise SettingsError(f"surprise must be a number of nats, got {value!r}") from error
 
 
-_KINDS: dict[str, Callable[[str], Guard]] = {
+_PARSERS: dict[str, Callable[[str], Guard]] = {
     "loop": lambda value: LoopGuard(),
     "ban": lambda value: BannedGuard(words=tuple(filter(None, value.split("|")))),
     "pattern": lambda value: BannedGuard(patterns=(value,), name="pattern"),
@@ -146,9 +144,9 @@ _KINDS: dict[str, Callable[[str], Guard]] = {
 class Verdict:
     """What to do after a token.
 
-    keep     go on.
-    stop     the text ends here; the trouble began at token `to`.
-    rewind   take back every token from `to` on, and pick another there, none of `forbid`.
+    keep     continue.
+    stop     end the text; the violation started at token `to`.
+    rewind   drop all tokens from `to` on and pick another one there, none of `forbid`.
     """
 
     kind: Literal["keep", "stop", "rewind"] = "keep"
@@ -158,65 +156,70 @@ class Verdict:
 
 
 _KEEP = Verdict()
-_NOTHING: frozenset[int] = frozenset()
+_NO_TOKENS: frozenset[int] = frozenset()
 
 
 class GuardRun:
-    """A policy at work on one text: told every token, it says what to do.
+    """Applies a policy to one text. Not thread-safe.
 
-    When it says rewind, it has gone back itself already. What is forbidden at a position holds as
-    long as everything before that position stands.
+    When a verdict says rewind, this object is rewound already. Tokens stay forbidden at a position
+    as long as the text before that position does not change.
     """
 
     def __init__(self, policy: GuardPolicy) -> None:
         self.policy = policy
-        self.repairs: list[Trouble] = []
-        self._watches: list[Watch] = [guard.start() for guard in policy.guards]
+        self.repairs: list[Violation] = []
+        self._monitors: list[GuardMonitor] = [guard.start() for guard in policy.guards]
         self._tokens: list[int] = []
         self._forbidden: dict[int, frozenset[int]] = {}
-        self._off = False  # no retries were left, and the text goes on unguarded
+        self._is_disabled = False  # out of retries: the text continues without guards
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def forbidden(self, index: int) -> frozenset[int]:
-        """Tokens that may not be picked as the index-th of the text."""
-        return self._forbidden.get(index, _NOTHING)
+        """Tokens that must not be picked at this index of the generated text."""
+        return self._forbidden.get(index, _NO_TOKENS)
 
     def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Verdict:
-        """The next token of the text. A `GuardError` means that this text cannot go on."""
+        """Add a token. A `GuardError` means that this text must fail."""
         self._tokens.append(token)
-        if self._off:
+        if self._is_disabled:
             return _KEEP
-        found = [watch.push(token, piece, logprob, entropy) for watch in self._watches]
-        return self._judge(found)
+        return self._decide(
+            [monitor.push(token, piece, logprob, entropy) for monitor in self._monitors]
+        )
 
     def finish(self) -> Verdict:
-        """The text is at its end: to be asked once, after an end token or the last one allowed."""
-        return _KEEP if self._off else self._judge([watch.finish() for watch in self._watches])
+        """Check the finished text. Call once, after an end token or at the token limit."""
+        return (
+            _KEEP
+            if self._is_disabled
+            else self._decide([monitor.finish() for monitor in self._monitors])
+        )
 
-    def _judge(self, found: Sequence[Trouble | None]) -> Verdict:
-        troubles = [trouble for trouble in found if trouble is not None]
-        if not troubles:
+    def _decide(self, reports: Sequence[Violation | None]) -> Verdict:
+        violations = [violation for violation in reports if violation is not None]
+        if not violations:
             return _KEEP
-        first = min(troubles, key=lambda trouble: trouble.start)
+        first = min(violations, key=lambda violation: violation.start)
         if self.policy.action == "stop":
             return Verdict("stop", first.start, reason=first.reason)
         if len(self.repairs) >= self.policy.retries:
             if self.policy.exhausted == "stop":
                 reason = f"{first.reason}, after {len(self.repairs)} repairs"
                 return Verdict("stop", first.start, reason=reason)
-            self._off = True
+            self._is_disabled = True
             return _KEEP
         self.repairs.append(first)
-        closed = self.forbidden(first.start) | {self._tokens[first.start]}
+        banned = self.forbidden(first.start) | {self._tokens[first.start]}
         self.rewind(first.start)
-        self._forbidden[first.start] = closed
-        return Verdict("rewind", first.start, closed, first.reason)
+        self._forbidden[first.start] = banned
+        return Verdict("rewind", first.start, banned, first.reason)
 
     def rewind(self, length: int) -> None:
-        """Forget every token from index `length` on, and what was forbidden after it."""
+        """Drop all tokens from index `length` on, and bans after it."""
         del self._tokens[length:]
-        for watch in self._watches:
-            watch.rewind(length)
+        for monitor in self._monitors:
+            monitor.rewind(length)
         self._forbidden = {at: ids for at, ids in self._forbidden.items() if at <= length}

@@ -1,17 +1,19 @@
-"""A JSON schema made ready for a grammar: objects are closed, and what cannot be kept to is said.
+"""Preparation of a JSON schema for a grammar: objects are closed, unsupported keywords are removed.
 
-    ready, notes = prepare_schema({"properties": {"name": {"type": "string"}}})
-    ready    # {"properties": {"name": {"type": "string"}}, "additionalProperties": False}
+    prepared, notes = prepare_schema({"properties": {"name": {"type": "string"}}})
+    prepared    # {"properties": {"name": {"type": "string"}}, "additionalProperties": False}
 
-JSON Schema lets an object have any further properties unless it says otherwise, and a small model
-then adds properties until its tokens run out. Here an object that names properties has no others.
-`"additionalProperties": true` opens it, `"x-unspool": {"open_objects": true}` at the root all.
+In JSON Schema an object may have further properties by default, and a small model then adds
+properties until it reaches the token limit. Here an object that names properties has no others.
+`"additionalProperties": true` opens it; `"x-unspool": {"open_objects": true}` at the root opens
+all.
 
-Closing means what `unevaluatedProperties: false` means: the parts of an `allOf` are closed as one,
-for if each were closed by itself nothing could fit. A `$ref` in such a part is written out first.
+Closing has the meaning of `unevaluatedProperties: false`: the parts of an `allOf` are closed
+together, because nothing could satisfy them if each were closed separately. A `$ref` in such a part
+is inlined first.
 
-A grammar knows no `not`, no `if`, no `uniqueItems`. They are left out, so that more texts fit than
-the schema says, and a note names them.
+Grammars do not support `not`, `if` or `uniqueItems`. They are removed, so the grammar accepts more
+than the schema, and a note names them.
 """
 
 from __future__ import annotations
@@ -22,240 +24,252 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
-_UNKEPT = (
+_UNSUPPORTED = (
     "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas",
     "uniqueItems", "contains", "minContains", "maxContains", "propertyNames",
     "unevaluatedItems",
 )  # fmt: skip
 _FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri",
             "uuid"}  # fmt: skip
-_PLAIN_FORMATS = {"int32", "int64", "float", "double", "password"}  # OpenAPI's: they bind no text
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")  # hold schemas by name
-_INSIDE = ("items", "prefixItems", "additionalItems", "additionalProperties")  # schema, or several
+_PLAIN_FORMATS = {"int32", "int64", "float", "double", "password"}  # OpenAPI: no constraint
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # maps of schemas
+# Keywords with a schema or a list of schemas.
+_SCHEMA_KEYWORDS = ("items", "prefixItems", "additionalItems", "additionalProperties")
 _ALTERNATIVES = ("anyOf", "oneOf")
-_MOST_NODES = 20_000  # schemas that a schema comes to once its references are written out
+_MAX_NODES = 20_000  # after references are inlined
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be used; the text completes "it ..."."""
+    """A schema cannot be used; the message completes "it ..."."""
 
 
 def prepare_schema(schema: Any) -> tuple[Any, list[str]]:
-    """The schema as a grammar can keep to it, and what must be said about the difference."""
+    """Return the schema that a grammar can enforce, and notes about the differences."""
     if not isinstance(schema, dict):
         return schema, []
-    preparer = _Preparer(schema)
-    ready = preparer.prepare(schema)
-    return ready, preparer.notes()
+    preparer = _SchemaPreparer(schema)
+    prepared = preparer.prepare(schema)
+    return prepared, preparer.notes()
 
 
-class _Preparer:
+class _SchemaPreparer:
     def __init__(self, root: Schema) -> None:
         self.root = root
         self.ids = {node["$id"] for node in _nodes(root) if isinstance(node.get("$id"), str)}
-        self.opens_all = _mapping(root, "x-unspool").get("open_objects") is True
-        self.unkept: dict[str, None] = {}
+        self.open_objects = _mapping(root, "x-unspool").get("open_objects") is True
+        self.unsupported: dict[str, None] = {}
         self.formats: dict[str, None] = {}
-        self.loose_one_of = False
+        self.has_loose_one_of = False
         self.count = 0
-        self.written_out: list[str] = []  # the references that are being written out
+        self.inlining: list[str] = []  # references that are being inlined
 
     def notes(self) -> list[str]:
-        found = []
-        if self.unkept:
-            names = ", ".join(f"'{name}'" for name in self.unkept)
-            found.append(f"the JSON schema's {names} cannot be kept to: check the answer for it")
+        result = []
+        if self.unsupported:
+            names = ", ".join(f"'{name}'" for name in self.unsupported)
+            result.append(f"the JSON schema's {names} is not enforced: check the output")
         if self.formats:
             names = ", ".join(f"{name[:40]!r}" for name in self.formats)
-            found.append(f"the JSON schema's format {names} is not known: any text is taken")
-        if self.loose_one_of:
-            found.append("the JSON schema's 'oneOf' is read as 'anyOf': a text may fit several")
-        return found
+            result.append(f"the JSON schema's format {names} is unknown: any string is accepted")
+        if self.has_loose_one_of:
+            result.append("the JSON schema's 'oneOf' is treated as 'anyOf': several may match")
+        return result
 
     # -- one schema --------------------------------------------------------------------------
 
-    def prepare(self, node: Any, *, closes: bool = True, also: Iterable[str] = ()) -> Any:
-        """A schema, ready. `closes`: not a part of another one, so that its object is closed here;
-        `also` are properties that are named around it."""
+    def prepare(self, node: Any, *, closes: bool = True, enclosing: Iterable[str] = ()) -> Any:
+        """Prepare a schema.
+
+        Args:
+            closes: whether its object is closed here (it is not part of another schema).
+            enclosing: properties that the enclosing schemas name.
+        """
         if not isinstance(node, dict):
             return node
         self.count += 1
-        if self.count > _MOST_NODES:
-            raise SchemaError("is too large once its $refs are written out")
+        if self.count > _MAX_NODES:
+            raise SchemaError("is too large after its $refs are inlined")
         self._check_reference(node)
-        target = self._target_to_join(node, closes, also)
+        target = self._target_to_inline(node, closes, enclosing)
         if target is not None:
-            return self._written_out(node, target, closes, also)
-        found = self._with_inner(node)
-        closes = closes and not self._says_what_else(node)
+            return self._inline(node, target, closes, enclosing)
+        result = self._prepare_inner(node)
+        closes = closes and not self._has_additional_rule(node)
         if isinstance(node.get("allOf"), list):
-            found["allOf"] = [self.prepare(each, closes=False) for each in node["allOf"]]
-        alternatives = [word for word in _ALTERNATIVES if isinstance(node.get(word), list)]
-        for word in alternatives:
-            around = [*also, *self._names({**node, word: None})] if closes else []
-            found[word] = [self.prepare(each, closes=closes, also=around) for each in node[word]]
-        if closes and not alternatives and "$ref" not in node and not self.opens_all:
-            self._close(found, dict.fromkeys([*self._names(node), *also]))
-        return found
+            result["allOf"] = [self.prepare(inner, closes=False) for inner in node["allOf"]]
+        alternatives = [keyword for keyword in _ALTERNATIVES if isinstance(node.get(keyword), list)]
+        for keyword in alternatives:
+            enclosing_names = [*enclosing, *self._names({**node, keyword: None})] if closes else []
+            result[keyword] = [
+                self.prepare(inner, closes=closes, enclosing=enclosing_names)
+                for inner in node[keyword]
+            ]
+        if closes and not alternatives and "$ref" not in node and not self.open_objects:
+            self._close(result, dict.fromkeys([*self._names(node), *enclosing]))
+        return result
 
-    def _close(self, found: Schema, names: Iterable[str]) -> None:
-        known = _mapping(found, "properties")
-        if "properties" in found:
-            found.setdefault("type", "object")  # who names properties means no number or list
-        if names or "properties" in found or "patternProperties" in found:
-            found["properties"] = known | {name: True for name in names if name not in known}
-            found["additionalProperties"] = False
+    def _close(self, result: Schema, names: Iterable[str]) -> None:
+        properties = _mapping(result, "properties")
+        if "properties" in result:
+            result.setdefault("type", "object")  # naming properties implies an object
+        if names or "properties" in result or "patternProperties" in result:
+            result["properties"] = properties | {
+                name: True for name in names if name not in properties
+            }
+            result["additionalProperties"] = False
 
-    def _with_inner(self, node: Schema) -> Schema:
-        """The schemas inside it ready, what a grammar does not know left out."""
-        found: Schema = {}
-        for word, value in node.items():
-            if word in _UNKEPT:
-                if value not in (False, {}, []) or word == "not":
-                    self.unkept[word] = None
-            elif word == "unevaluatedProperties":  # closing does what its `false` asks for
+    def _prepare_inner(self, node: Schema) -> Schema:
+        """Prepare the inner schemas; remove unsupported keywords."""
+        result: Schema = {}
+        for keyword, value in node.items():
+            if keyword in _UNSUPPORTED:
+                if value not in (False, {}, []) or keyword == "not":
+                    self.unsupported[keyword] = None
+            elif keyword == "unevaluatedProperties":  # closing implements `false`
                 if isinstance(value, dict):
-                    self.unkept[word] = None
-            elif word == "format" and not (isinstance(value, str) and value in _FORMATS):
+                    self.unsupported[keyword] = None
+            elif keyword == "format" and not (isinstance(value, str) and value in _FORMATS):
                 if isinstance(value, str) and value not in _PLAIN_FORMATS:
                     self.formats[value] = None
-            elif word in _BY_NAME and isinstance(value, dict):
-                found[word] = {name: self.prepare(each) for name, each in value.items()}
-            elif word in _INSIDE and isinstance(value, list):
-                found[word] = [self.prepare(each) for each in value]
-            elif word in _INSIDE:
-                found[word] = self.prepare(value)
+            elif keyword in _SCHEMA_MAPS and isinstance(value, dict):
+                result[keyword] = {name: self.prepare(inner) for name, inner in value.items()}
+            elif keyword in _SCHEMA_KEYWORDS and isinstance(value, list):
+                result[keyword] = [self.prepare(inner) for inner in value]
+            elif keyword in _SCHEMA_KEYWORDS:
+                result[keyword] = self.prepare(value)
             else:
-                found[word] = value
-        for name, each in _conditional(node).items():
-            found["properties"] = {name: self.prepare(each)} | found.get("properties", {})
-        if isinstance(node.get("oneOf"), list) and not self._exclude_each_other(node["oneOf"]):
-            self.loose_one_of = True
-        return found
+                result[keyword] = value
+        for name, inner in _conditional(node).items():
+            result["properties"] = {name: self.prepare(inner)} | result.get("properties", {})
+        if isinstance(node.get("oneOf"), list) and not self._are_exclusive(node["oneOf"]):
+            self.has_loose_one_of = True
+        return result
 
     # -- properties and references -----------------------------------------------------------
 
-    def _names(self, node: Any, seen: set[str] | None = None) -> list[str]:
-        """The properties that a schema and those it is made of speak of."""
-        seen = set() if seen is None else seen  # references, each followed once
+    def _names(self, node: Any, visited: set[str] | None = None) -> list[str]:
+        """Properties that a schema and its parts name."""
+        visited = set() if visited is None else visited  # references that were followed
         if not isinstance(node, dict):
             return []
-        found = [*_mapping(node, "properties"), *_conditional(node)]
+        result = [*_mapping(node, "properties"), *_conditional(node)]
         if "properties" in node:
-            found += [name for name in _several(node, "required") if isinstance(name, str)]
+            result += [name for name in _list(node, "required") if isinstance(name, str)]
         reference = node.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
-            seen.add(reference)
-            found += self._names(self._resolved(reference), seen)
-        for word in ("allOf", *_ALTERNATIVES):
-            for each in _several(node, word):
-                found += self._names(each, seen)
-        return found
+        if isinstance(reference, str) and reference not in visited:
+            visited.add(reference)
+            result += self._names(self._resolve(reference), visited)
+        for keyword in ("allOf", *_ALTERNATIVES):
+            for inner in _list(node, keyword):
+                result += self._names(inner, visited)
+        return result
 
-    def _says_what_else(self, node: Any, seen: set[str] | None = None) -> bool:
-        """Whether it says itself which further properties there may be."""
-        seen = set() if seen is None else seen
+    def _has_additional_rule(self, node: Any, visited: set[str] | None = None) -> bool:
+        """Whether the schema specifies additional properties."""
+        visited = set() if visited is None else visited
         if not isinstance(node, dict):
             return False
         if "additionalProperties" in node or node.get("unevaluatedProperties", False) is not False:
             return True
         reference = node.get("$ref")
-        if isinstance(reference, str) and reference not in seen:
-            seen.add(reference)
-            target = self._resolved(reference)
-            if target is None or self._says_what_else(target, seen):
+        if isinstance(reference, str) and reference not in visited:
+            visited.add(reference)
+            target = self._resolve(reference)
+            if target is None or self._has_additional_rule(target, visited):
                 return True
-        return any(self._says_what_else(each, seen) for each in _several(node, "allOf"))
+        return any(self._has_additional_rule(inner, visited) for inner in _list(node, "allOf"))
 
-    def _target_to_join(self, node: Schema, closes: bool, also: Iterable[str]) -> Schema | None:
-        """What a reference leads to, where that must be closed together with what is around it."""
+    def _target_to_inline(
+        self, node: Schema, closes: bool, enclosing: Iterable[str]
+    ) -> Schema | None:
+        """Target of a reference that must be closed together with the enclosing schema."""
         reference = node.get("$ref")
-        if not isinstance(reference, str) or reference in self.written_out:
+        if not isinstance(reference, str) or reference in self.inlining:
             return None
-        stands_alone = closes and not [*also] and not self._names({**node, "$ref": None})
-        target = self._resolved(reference)
-        if stands_alone or target is None or not self._names(target):
+        is_standalone = closes and not [*enclosing] and not self._names({**node, "$ref": None})
+        target = self._resolve(reference)
+        if is_standalone or target is None or not self._names(target):
             return None
         return target
 
-    def _written_out(self, node: Schema, target: Schema, closes: bool, also: Iterable[str]) -> Any:
+    def _inline(self, node: Schema, target: Schema, closes: bool, enclosing: Iterable[str]) -> Any:
         reference = str(node["$ref"])
-        rest = {word: value for word, value in node.items() if word != "$ref"}
+        inlined = {keyword: value for keyword, value in node.items() if keyword != "$ref"}
         if isinstance(node.get("allOf", []), list):
-            rest["allOf"] = [target, *rest.get("allOf", [])]
-        self.written_out.append(reference)
+            inlined["allOf"] = [target, *inlined.get("allOf", [])]
+        self.inlining.append(reference)
         try:
-            return self.prepare(rest, closes=closes, also=also)
+            return self.prepare(inlined, closes=closes, enclosing=enclosing)
         finally:
-            self.written_out.pop()
+            self.inlining.pop()
 
-    def _resolved(self, reference: str) -> Schema | None:
-        """The schema that `#/...` means; None where it is something else."""
-        found = _at(self.root, reference)
-        return found if isinstance(found, dict) else None
+    def _resolve(self, reference: str) -> Schema | None:
+        """Schema at `#/...`; None if it is not a schema."""
+        target = _resolve_pointer(self.root, reference)
+        return target if isinstance(target, dict) else None
 
     def _check_reference(self, node: Schema) -> None:
         reference = node.get("$ref")
-        if not isinstance(reference, str) or self.ids:  # with ids, names may mean anything
+        if not isinstance(reference, str) or self.ids:  # with $id, references may be relative to it
             return
         if not reference.startswith("#"):
             raise SchemaError(
-                f"refers to {reference[:100]!r}, and nothing is fetched from elsewhere: put that"
-                " schema under $defs and write #/$defs/NAME"
+                f"refers to {reference[:100]!r}, but remote schemas are not fetched: put it under"
+                " $defs and refer to #/$defs/NAME"
             )
-        if reference.startswith("#/") and _at(self.root, reference) is None:
-            raise SchemaError(f"refers to {reference[:100]!r}, which is not in it")
+        if reference.startswith("#/") and _resolve_pointer(self.root, reference) is None:
+            raise SchemaError(f"refers to {reference[:100]!r}, which does not exist")
 
-    def _exclude_each_other(self, branches: list[Any]) -> bool:
-        """Whether no value can fit two of them, as far as that is easily seen."""
-        told = [self._told_apart_by(branch) for branch in branches]
-        if any(each is None for each in told):
+    def _are_exclusive(self, branches: list[Any]) -> bool:
+        """Whether provably no value matches two of the branches."""
+        features = [self._branch_features(branch) for branch in branches]
+        if any(feature is None for feature in features):
             return False
         return all(
-            _differ(one, other)
-            for i, one in enumerate(told)
-            for other in told[i + 1 :]
-            if one is not None and other is not None
+            _differ(feature, other)
+            for i, feature in enumerate(features)
+            for other in features[i + 1 :]
+            if feature is not None and other is not None
         )
 
-    def _told_apart_by(self, branch: Any) -> tuple[set[str], dict[str, list[Any]]] | None:
-        """The types of a branch, and the values of its properties that are always there."""
+    def _branch_features(self, branch: Any) -> tuple[set[str], dict[str, list[Any]]] | None:
+        """Types of a branch, and the allowed values of its required properties."""
         if not isinstance(branch, dict):
             return None
         reference = branch.get("$ref")
         if isinstance(reference, str):
-            target = self._resolved(reference)
-            return None if target is None or "$ref" in target else self._told_apart_by(target)
+            target = self._resolve(reference)
+            return None if target is None or "$ref" in target else self._branch_features(target)
         kinds = branch.get("type")
-        types = {kinds} if isinstance(kinds, str) else {*map(str, _several(branch, "type"))}
+        types = {kinds} if isinstance(kinds, str) else {*map(str, _list(branch, "type"))}
         if "number" in types:
             types.add("integer")
         values = _values(branch)
         if not types and values is not None:
             types = {repr(value) for value in values}
-        required = _several(branch, "required")
-        fixed = {
+        required = _list(branch, "required")
+        fixed_values = {
             name: allowed
-            for name, each in _mapping(branch, "properties").items()
-            if name in required and (allowed := _values(each)) is not None
+            for name, inner in _mapping(branch, "properties").items()
+            if name in required and (allowed := _values(inner)) is not None
         }
-        return types, fixed if values is None else {"": values}
+        return types, fixed_values if values is None else {"": values}
 
 
 def _differ(
-    one: tuple[set[str], dict[str, list[Any]]], other: tuple[set[str], dict[str, list[Any]]]
+    first: tuple[set[str], dict[str, list[Any]]], other: tuple[set[str], dict[str, list[Any]]]
 ) -> bool:
-    if one[0] and other[0] and not one[0] & other[0]:
+    if first[0] and other[0] and not first[0] & other[0]:
         return True
     return any(
         not any(value in other[1][name] for value in values)
-        for name, values in one[1].items()
+        for name, values in first[1].items()
         if name in other[1]
     )
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """The values that a schema lists, if it does."""
+    """Values of `const` or `enum`; None if the schema has neither."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -264,45 +278,46 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _conditional(node: Schema) -> Mapping[str, Any]:
-    """Properties that only a condition speaks of: it is not kept to, they must be allowed."""
-    found: dict[str, Any] = {}
+    """Properties that only a condition names: conditions are not enforced, so allow them."""
+    result: dict[str, Any] = {}
     conditions = [node.get("then"), node.get("else")]
-    for word in ("dependentSchemas", "dependencies"):
-        conditions += _mapping(node, word).values()
+    for keyword in ("dependentSchemas", "dependencies"):
+        conditions += _mapping(node, keyword).values()
     for condition in conditions:
         if isinstance(condition, dict):
-            found |= _mapping(condition, "properties")
-    return {name: each for name, each in found.items() if name not in _mapping(node, "properties")}
+            result |= _mapping(condition, "properties")
+    properties = _mapping(node, "properties")
+    return {name: inner for name, inner in result.items() if name not in properties}
 
 
-def _mapping(node: Schema, word: str) -> dict[str, Any]:
-    value = node.get(word)
+def _mapping(node: Schema, keyword: str) -> dict[str, Any]:
+    value = node.get(keyword)
     return value if isinstance(value, dict) else {}
 
 
-def _several(node: Schema, word: str) -> list[Any]:
-    value = node.get(word)
+def _list(node: Schema, keyword: str) -> list[Any]:
+    value = node.get(keyword)
     return value if isinstance(value, list) else []
 
 
-def _at(root: Schema, reference: str) -> Any:
-    """What stands at a JSON pointer (`#/$defs/name`); None where nothing does."""
+def _resolve_pointer(root: Schema, reference: str) -> Any:
+    """Value at a JSON pointer (`#/$defs/name`); None if there is none."""
     head, *parts = unquote(reference).split("/")
-    found: Any = root if head == "#" else None
+    value: Any = root if head == "#" else None
     for part in parts:
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
         else:
-            found = found.get(name) if isinstance(found, dict) else None
-    return found
+            value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _nodes(value: Any) -> Iterable[Schema]:
     if isinstance(value, dict):
         yield value
-        for each in value.values():
-            yield from _nodes(each)
+        for inner in value.values():
+            yield from _nodes(inner)
     elif isinstance(value, list):
-        for each in value:
-            yield from _nodes(each)
+        for inner in value:
+            yield from _nodes(inner)

@@ -1,7 +1,4 @@
-"""Which operations a kind of array has.
-
-Torch is never imported here: when a tensor arrives, someone already has.
-"""
+"""The operations for an array. Never imports torch: a tensor implies that it is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _torch: TorchOperations | None = None
 
 
 def operations(array: Array) -> Operations:
-    """The operations for this kind of array."""
+    """Operations for a numpy array or a torch tensor."""
     global _torch
     if isinstance(array, np.ndarray):
         return on_host()
@@ -33,7 +30,7 @@ def operations(array: Array) -> Operations:
 
 
 def on_host() -> NumpyOperations:
-    """Those for numpy: with the compiled kernels where they are."""
+    """Operations for numpy, with the compiled library if it is there."""
     global _numpy
     if _numpy is None:
         _numpy = NativeOperations() if native.missing() is None else NumpyOperations()

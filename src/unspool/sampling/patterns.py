@@ -1,11 +1,10 @@
-r"""Regular expressions from a caller, run in linear time on the engine's thread.
+r"""Regular expressions from a caller, matched in linear time on the engine thread.
 
-Python's `re` tries one way after another and cannot be interrupted, so one pattern could freeze
-every request. RE2 reads each character once, whatever the pattern is; its memory and the size of
-its programs are bounded here.
+Python's `re` backtracks and cannot be interrupted, so one pattern could block every request. RE2
+reads each character once for any pattern; its memory and program size are bounded here.
 
 The syntax is RE2's: https://github.com/google/re2/wiki/Syntax. It differs from Python's `re`:
-no look-around, back references, atomic groups or possessive repeats; `\d`, `\w`, `\s` and `\b` know
+no look-around, back references, atomic groups or possessive repeats; `\d`, `\w`, `\s` and `\b` are
 ASCII only (`\pL` is a letter of any script); `$` without `(?m)` and `\z` mean the end of the text.
 """
 
@@ -17,13 +16,13 @@ from typing import Protocol
 
 from unspool.errors import SettingsError
 
-MOST_INSTRUCTIONS = 8192  # of all programs of one text together: a few milliseconds a token
-_LONGEST = 1000  # characters in a pattern
-_MEMORY = 1 << 19  # bytes for a pattern's program and its automaton
+MAX_INSTRUCTIONS = 8192  # of all patterns of a sequence: a few milliseconds per token
+_MAX_PATTERN_LENGTH = 1000  # characters in a pattern
+_MAX_PATTERN_BYTES = 1 << 19  # bytes for a pattern's program and its automaton
 
 
 class PatternMatch(Protocol):
-    """What is read of a match."""
+    """The part of RE2's match that is used here."""
 
     def start(self) -> int: ...
 
@@ -48,56 +47,63 @@ def compile_linear(pattern: str, *, ignore_case: bool = False) -> LinearPattern:
     """Compile a pattern in RE2's syntax.
 
     Raises:
-        SettingsError: It is not valid, not supported, too large, or matches the empty text.
+        SettingsError: It is invalid, not supported, too large, or matches the empty string.
     """
-    import re2  # only a text with a pattern needs it
+    import re2  # only needed for patterns
 
-    shown = repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
-    if len(pattern) > _LONGEST:
+    short_pattern = repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
+    if len(pattern) > _MAX_PATTERN_LENGTH:
         raise SettingsError(
-            f"the pattern {shown} has {len(pattern):,} characters; at most {_LONGEST:,} are allowed"
+            f"the pattern {short_pattern} has {len(pattern):,} characters; the maximum is "
+            f"{_MAX_PATTERN_LENGTH:,}"
         )
     if not pattern.isascii() and re.search(r"\\[bB]", pattern):
         raise SettingsError(
-            f"the pattern {shown} has \\b beside letters that are not ASCII, which \\b does not "
-            r"know; use [^\pL] or $ for the border"
+            f"the pattern {short_pattern} uses \\b with non-ASCII letters, which it does not match;"
+            r" use [^\pL] or $ instead"
         )
     options = re2.Options()
-    options.max_mem, options.case_sensitive, options.log_errors = _MEMORY, not ignore_case, False
+    options.max_mem, options.case_sensitive, options.log_errors = (
+        _MAX_PATTERN_BYTES,
+        not ignore_case,
+        False,
+    )
     try:
         compiled: LinearPattern = re2.compile(pattern, options)
     except (re2.error, UnicodeEncodeError) as error:
         raise SettingsError(
-            f"the pattern {shown} is not a regular expression that can be used: {_reason(error)}"
+            f"the pattern {short_pattern} is not a valid regular expression: {_reason(error)}"
         ) from error
     finally:
-        re2.purge()  # its cache would keep the memory of 128 patterns
+        re2.purge()  # its cache would hold 128 patterns
     if compiled.match("") is not None:
-        raise SettingsError(f"the pattern {shown} matches the empty text; it would ban everything")
+        raise SettingsError(
+            f"the pattern {short_pattern} matches the empty string, so it would ban everything"
+        )
     check_size(compiled.programsize)
     return compiled
 
 
 def check_size(instructions: int) -> None:
-    """Refuse programs that would take too long on every token."""
-    if instructions > MOST_INSTRUCTIONS:
+    """Raise if the patterns would take too long per token."""
+    if instructions > MAX_INSTRUCTIONS:
         raise SettingsError(
-            f"the patterns of one text compile to {instructions:,} instructions; at most "
-            f"{MOST_INSTRUCTIONS:,} are allowed: use fewer, or smaller repeats"
+            f"the patterns compile to {instructions:,} instructions; the maximum is "
+            f"{MAX_INSTRUCTIONS:,}: use fewer patterns or smaller repeats"
         )
 
 
 def waits_for_more(pattern: str) -> bool:
-    r"""Whether a match at the end of the text may be undone by the next character (\b, \z, $)."""
+    r"""Whether the next character may invalidate a match at the end of the text (\b, \z, $)."""
     return re.search(r"\\[bBz]|\$", pattern) is not None
 
 
 def _reason(error: Exception) -> str:
-    """RE2's own words, and what to write instead of what it does not support."""
+    """RE2's message, with a hint for unsupported syntax."""
     if isinstance(error, UnicodeEncodeError):
-        return "it has half a character (a lone surrogate)"
-    words = error.args[0] if error.args else b""
-    text = words.decode("utf-8", "replace") if isinstance(words, bytes) else str(words)
+        return "it contains a lone surrogate"
+    message = error.args[0] if error.args else b""
+    text = message.decode("utf-8", "replace") if isinstance(message, bytes) else str(message)
     if "too large" in text:
         return "it is too large; use smaller repeats"
     if text.endswith("\\Z"):

@@ -1,7 +1,6 @@
-"""Stages that count what was written: repetition, frequency and presence penalties; bias and bans.
+"""Stages that change single tokens: repetition, frequency and presence penalties; bias and bans.
 
-Each changes the logits of single tokens only, in the order (row, token): the vocabulary is copied
-once and never walked through. (But for the mask of a grammar, which is about every token.)
+The vocabulary is copied once and not iterated over, except for the mask of a grammar.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from unspool.sampling.rows import Rows
 
 
 class RepetitionPenalty:
-    """Divides a positive logit of a token that occurred by the penalty, multiplies a negative one.
+    """Divides positive logits of tokens that occurred by the penalty, multiplies negative ones.
 
-    (Keskar et al. 2019, with the sign put right as everyone does.)
+    (Keskar et al. 2019, with the usual correction for negative logits.)
     """
 
     name = "repetition_penalty"
@@ -28,33 +27,33 @@ class RepetitionPenalty:
         row, token, _ = rows.counts(candidates.vocabulary)
         penalty = np.array([s.repetition_penalty for s in rows.settings])[row]
         where = candidates.ops.where
-        return candidates.revise(row, token, (penalty,), lambda x, by: where(x > 0, x / by, x * by))
+        return candidates.revise(row, token, (penalty,), lambda x, p: where(x > 0, x / p, x * p))
 
 
 class FrequencyPenalty:
-    """Subtracts the penalty from a token's logit once for each time it occurred."""
+    """Subtracts the penalty from a token's logit for each occurrence."""
 
     name = "frequency_penalty"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         row, token, count = rows.counts(candidates.vocabulary)
         amount = np.array([s.frequency_penalty for s in rows.settings])[row] * count
-        return candidates.revise(row, token, (amount,), lambda x, by: x - by)
+        return candidates.revise(row, token, (amount,), lambda x, p: x - p)
 
 
 class PresencePenalty:
-    """Subtracts the penalty once from the logit of every token that occurred."""
+    """Subtracts the penalty once from the logit of each token that occurred."""
 
     name = "presence_penalty"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         row, token, _ = rows.counts(candidates.vocabulary)
         amount = np.array([s.presence_penalty for s in rows.settings])[row]
-        return candidates.revise(row, token, (amount,), lambda x, by: x - by)
+        return candidates.revise(row, token, (amount,), lambda x, p: x - p)
 
 
 class LogitBias:
-    """Adds to the logits of given tokens. -inf bans one; where any is +inf, only those remain."""
+    """Adds to the logits of chosen tokens. -inf bans a token; with +inf only these remain."""
 
     name = "logit_bias"
 
@@ -65,25 +64,25 @@ class LogitBias:
         bias: list[float] = []
         forced: list[tuple[int, int]] = []
         for number, settings in enumerate(rows.settings):
-            for named, amount in settings.logit_bias.items():
-                if named >= size:
+            for token_id, amount in settings.logit_bias.items():
+                if token_id >= size:
                     raise SettingsError(
-                        f"logit_bias named token {named}; the vocabulary ends at {size - 1}"
+                        f"logit_bias has token {token_id}; the largest token id is {size - 1}"
                     )
                 if amount == math.inf:
-                    forced.append((number, named))
+                    forced.append((number, token_id))
                 else:
                     row.append(number)
-                    token.append(named)
+                    token.append(token_id)
                     bias.append(amount)
         if forced:
-            candidates = only(candidates, forced)
-        place = np.array(row, np.int64), np.array(token, np.int64)
-        return candidates.revise(*place, (np.array(bias),), lambda x, by: x + by)
+            candidates = keep_only(candidates, forced)
+        row_index = np.array(row, np.int64), np.array(token, np.int64)
+        return candidates.revise(*row_index, (np.array(bias),), lambda x, b: x + b)
 
 
 class Forbidden:
-    """Bans the tokens that the caller forbade at this step (`RowInput.forbidden`)."""
+    """Bans `RowInput.forbidden`."""
 
     name = "forbidden"
 
@@ -93,48 +92,48 @@ class Forbidden:
 
 
 class Allowed:
-    """Keeps the tokens that the row's grammar allows at this step (`RowInput.allowed`)."""
+    """Keeps only the tokens that the grammar allows (`RowInput.allowed`)."""
 
     name = "grammar"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         ops, width = candidates.ops, candidates.vocabulary
         masks = {n: row.allowed for n, row in enumerate(rows.inputs) if row.allowed is not None}
-        kept = np.zeros((len(masks), width), bool)
-        for line, mask in zip(kept, masks.values(), strict=True):
-            line[: mask.size] = mask[:width]
-        place = np.array(list(masks), np.int64)
+        padded = np.zeros((len(masks), width), bool)
+        for padded_row, mask in zip(padded, masks.values(), strict=True):
+            padded_row[: mask.size] = mask[:width]
+        row_index = np.array(list(masks), np.int64)
         if candidates.ids is not None:
-            kept = np.take_along_axis(kept, ops.host(candidates.ids)[place], axis=-1)
-        allowed = ops.like(kept, candidates.logits)
+            padded = np.take_along_axis(padded, ops.host(candidates.ids)[row_index], axis=-1)
+        allowed = ops.to_array_like(padded, candidates.logits)
         if len(masks) == candidates.rows:
             return candidates.with_logits(ops.where(allowed, candidates.logits, -INF))
-        logits = ops.copy(candidates.logits)  # the other rows stay as they are
-        where = ops.like(place, logits)
+        logits = ops.copy(candidates.logits)  # other rows do not change
+        where = ops.to_array_like(row_index, logits)
         logits[where] = ops.where(allowed, logits[where], -INF)
         return candidates.with_logits(logits)
 
 
-def _banned(logits: Array) -> Array:
+def _set_minus_inf(logits: Array) -> Array:
     logits[:] = -INF
     return logits
 
 
 def ban(candidates: Candidates, pairs: list[tuple[int, int]]) -> Candidates:
-    """Removes single tokens, given as (row, token), each once; unknown ones are passed over."""
-    place = np.array(pairs, np.int64).reshape(-1, 2)
-    place = place[(place[:, 1] >= 0) & (place[:, 1] < candidates.vocabulary)]
-    return candidates.revise(place[:, 0], place[:, 1], (), _banned)
+    """Remove distinct (row, token) pairs; tokens outside the vocabulary are ignored."""
+    row_index = np.array(pairs, np.int64).reshape(-1, 2)
+    row_index = row_index[(row_index[:, 1] >= 0) & (row_index[:, 1] < candidates.vocabulary)]
+    return candidates.revise(row_index[:, 0], row_index[:, 1], (), _set_minus_inf)
 
 
-def only(candidates: Candidates, pairs: list[tuple[int, int]]) -> Candidates:
-    """In the rows named, removes every token but those given as (row, token)."""
-    place = np.array(pairs, np.int64).reshape(-1, 2)
+def keep_only(candidates: Candidates, pairs: list[tuple[int, int]]) -> Candidates:
+    """Remove all tokens but these (row, token) pairs, in the rows that occur in them."""
+    row_index = np.array(pairs, np.int64).reshape(-1, 2)
     rows = np.zeros((candidates.rows, 1), bool)
-    rows[place[:, 0]] = True
+    rows[row_index[:, 0]] = True
     allowed = np.zeros((candidates.rows, candidates.vocabulary), bool)
-    allowed[place[:, 0], place[:, 1]] = True
+    allowed[row_index[:, 0], row_index[:, 1]] = True
     if candidates.ids is not None:
         allowed = np.take_along_axis(allowed, candidates.ops.host(candidates.ids), axis=-1)
-    kept = candidates.ops.like(allowed | ~rows, candidates.logits)
-    return candidates.with_logits(candidates.ops.where(kept, candidates.logits, -INF))
+    mask = candidates.ops.to_array_like(allowed | ~rows, candidates.logits)
+    return candidates.with_logits(candidates.ops.where(mask, candidates.logits, -INF))

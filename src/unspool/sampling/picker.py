@@ -1,11 +1,10 @@
-"""Tokens for many rows at once, with the settings that most texts have.
+"""Batched sampling with ordinary settings, as a backend does it inside the step.
 
-Penalties, top-k, top-p, min-p and temperature in the usual order: this is what a backend can do by
-itself, right where the logits are. It gives the token that the chain of stages gives, and its
-log-probability, and tells nothing else. What a row needs travels as two small arrays, so that it
-can be part of a step that is sent elsewhere.
+Penalties, top-k, top-p, min-p and temperature in the default order. The result is the token of the
+sampling chain and its log-probability, without further details. The settings of a row are encoded
+as two small arrays, so that they can be part of a `StepBatch`.
 
-The compiled library does it where it is; otherwise, and for tensors, the chain does.
+Uses the compiled library if it is there; otherwise, and for tensors, the chain.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from unspool.sampling.arrays import Array
 from unspool.sampling.chain import Chain, active_stages
 from unspool.sampling.draw import seed_bits
 from unspool.sampling.faults import ROW_FAULTS
-from unspool.sampling.native_arrays import WIDE
+from unspool.sampling.native_arrays import MIN_NATIVE_WIDTH
 from unspool.sampling.operations import operations
 from unspool.sampling.rows import RowInput
 from unspool.sampling.settings import SamplingSettings
@@ -32,9 +31,9 @@ from unspool.sampling.settings import SamplingSettings
 FLOATS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
 )  # fmt: skip
-"""What a row's floats are."""
+"""Columns of `PickRows.floats`."""
 TOP_K, SEED, SAMPLE, POSITION, HISTORY_START, HISTORY_END = range(6)
-"""What a row's whole numbers are. The history is what the penalties see."""
+"""Columns of `PickRows.ints`. The history is the tokens that penalties count."""
 
 _ORDER = ("repetition_penalty", "frequency_penalty", "presence_penalty", "top_k", "top_p", "min_p",
           "temperature")  # fmt: skip
@@ -45,16 +44,16 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class PickRows:
-    """How each of several rows is to be picked from."""
+    """Sampling settings of several rows."""
 
     floats: npt.NDArray[np.float64]  # [rows, 6]
     ints: Ints  # [rows, 6]
-    history: Ints  # tokens; a row's are history[start:end]
+    history: Ints  # tokens of all rows; a row's are history[start:end]
 
     def settings(self, row: int) -> SamplingSettings:
-        named = dict(zip(FLOATS, self.floats[row].tolist(), strict=True))
+        values = dict(zip(FLOATS, self.floats[row].tolist(), strict=True))
         top_k, seed = self.ints[row, TOP_K], self.ints[row, SEED]
-        return SamplingSettings(top_k=int(top_k), seed=int(seed), **named)
+        return SamplingSettings(top_k=int(top_k), seed=int(seed), **values)
 
     def row_input(self, row: int) -> RowInput:
         start, end = self.ints[row, HISTORY_START], self.ints[row, HISTORY_END]
@@ -66,8 +65,8 @@ class PickRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
-    """The tokens, -1 where there is none, and why not."""
+class PickedTokens:
+    """Picked tokens; -1 and an entry in `failures` where that failed."""
 
     tokens: Ints
     logprobs: npt.NDArray[np.float64]
@@ -75,7 +74,7 @@ class Picked:
 
 
 def is_ordinary(settings: SamplingSettings) -> bool:
-    """Whether these settings can be picked with here: no unusual stage, and the usual order."""
+    """Whether a backend can sample with these settings: only common stages in the default order."""
     stages = active_stages(settings)
     return list(stages) == [name for name in _ORDER if name in stages]
 
@@ -85,68 +84,71 @@ def sees_history(settings: SamplingSettings) -> bool:
 
 
 def row_numbers(settings: SamplingSettings, sample: int) -> tuple[list[float], list[int]]:
-    """The two lines of a row that stay the same from token to token."""
+    """Encode the settings of a row that do not change from token to token: floats, ints."""
     floats = [float(getattr(settings, name)) for name in FLOATS]
     bits = seed_bits(settings.seed)
-    signed = bits - (1 << 64) if bits >> 63 else bits
-    wrapped = sample & 0xFFFFFFFFFFFFFFFF
-    wrapped = wrapped - (1 << 64) if wrapped >> 63 else wrapped
-    return floats, [settings.top_k, signed, wrapped, 0, 0, 0]
+    signed_seed = bits - (1 << 64) if bits >> 63 else bits
+    wrapped_sample = sample & 0xFFFFFFFFFFFFFFFF
+    wrapped_sample = wrapped_sample - (1 << 64) if wrapped_sample >> 63 else wrapped_sample
+    return floats, [settings.top_k, signed_seed, wrapped_sample, 0, 0, 0]
 
 
 def history_range(settings: SamplingSettings, prompt_length: int, length: int) -> tuple[int, int]:
-    """Which part of a text of so many tokens its penalties see."""
+    """Range of a sequence's tokens that penalties count."""
     start = 0 if settings.penalize_prompt else prompt_length
     if settings.penalty_window >= 0:
         start = max(start, length - settings.penalty_window)
     return start, length
 
 
-def pick(logits: Array, rows: PickRows, threads: int = 1) -> Picked:
-    """A token for each row of logits [rows, vocabulary], numpy or torch."""
-    plain = isinstance(logits, np.ndarray) and logits.dtype == np.float32
-    # Over a few tokens the chain sums with numpy, whose last digit is another than the kernels'.
-    if not plain or logits.shape[-1] < WIDE or native.missing() is not None:
-        return _by_chain(logits, rows, range(len(rows.ints)))
+def pick(logits: Array, rows: PickRows, threads: int = 1) -> PickedTokens:
+    """Pick a token for each row of logits [rows, vocabulary], numpy or torch."""
+    is_float32 = isinstance(logits, np.ndarray) and logits.dtype == np.float32
+    # For narrow rows the chain uses numpy, which rounds sums differently from the kernels.
+    if not is_float32 or logits.shape[-1] < MIN_NATIVE_WIDTH or native.missing() is not None:
+        return _pick_with_chain(logits, rows, range(len(rows.ints)))
     logits = np.ascontiguousarray(logits)
     count = len(rows.ints)
     tokens, logprobs = np.empty(count, np.int64), np.zeros(count)
-    _compiled()(
-        _address(logits), count, logits.shape[-1], _address(rows.floats), _address(rows.ints),
-        _address(rows.history), threads, _address(tokens), _address(logprobs),
+    _native_pick()(
+        _data_address(logits), count, logits.shape[-1], _data_address(rows.floats),
+        _data_address(rows.ints), _data_address(rows.history), threads, _data_address(tokens),
+        _data_address(logprobs),
     )  # fmt: skip
-    odd = np.flatnonzero(tokens < 0)  # NaN, infinite, or nothing left: the chain says what it is
-    if not len(odd):
-        return Picked(tokens, logprobs, {})
-    by_chain = _by_chain(logits[odd], rows, odd.tolist())
-    tokens[odd], logprobs[odd] = by_chain.tokens, by_chain.logprobs
-    return Picked(tokens, logprobs, {int(odd[n]): error for n, error in by_chain.failures.items()})
+    failed = np.flatnonzero(tokens < 0)  # NaN, infinite or no candidate: the chain finds out
+    if not len(failed):
+        return PickedTokens(tokens, logprobs, {})
+    fallback = _pick_with_chain(logits[failed], rows, failed.tolist())
+    tokens[failed], logprobs[failed] = fallback.tokens, fallback.logprobs
+    return PickedTokens(
+        tokens, logprobs, {int(failed[n]): error for n, error in fallback.failures.items()}
+    )
 
 
-def _by_chain(logits: Array, rows: PickRows, numbers: Sequence[int]) -> Picked:
-    """The same by the chain of stages. `logits` has a row for each of the numbered rows."""
-    tokens, logprobs = np.full(len(numbers), -1, np.int64), np.zeros(len(numbers))
+def _pick_with_chain(logits: Array, rows: PickRows, row_index: Sequence[int]) -> PickedTokens:
+    """Pick with the chain. Row n of `logits` belongs to row `row_index[n]` of `rows`."""
+    tokens, logprobs = np.full(len(row_index), -1, np.int64), np.zeros(len(row_index))
     failures: dict[int, Exception] = {}
-    left = list(range(len(numbers)))
+    pending = list(range(len(row_index)))
     logits = operations(logits).prepare(logits)
-    while left:
-        chain = Chain([rows.settings(numbers[n]) for n in left])
-        part = logits if len(left) == len(numbers) else logits[left]
+    while pending:
+        chain = Chain([rows.settings(row_index[n]) for n in pending])
+        part = logits if len(pending) == len(row_index) else logits[pending]
         try:
-            picks = chain.pick(part, [rows.row_input(numbers[n]) for n in left])
+            picks = chain.pick(part, [rows.row_input(row_index[n]) for n in pending])
         except ROW_FAULTS as error:
             for row in error.rows:
-                failures[left[row]] = error
-            left = [n for n in left if n not in failures]
+                failures[pending[row]] = error
+            pending = [n for n in pending if n not in failures]
             continue
-        for n, one in zip(left, picks, strict=True):
-            tokens[n], logprobs[n] = one.token, one.logprob
+        for n, choice in zip(pending, picks, strict=True):
+            tokens[n], logprobs[n] = choice.token, choice.logprob
         break
-    return Picked(tokens, logprobs, failures)
+    return PickedTokens(tokens, logprobs, failures)
 
 
 @functools.cache
-def _compiled() -> Any:
+def _native_pick() -> Any:
     function = native.library().unspool_pick
     function.argtypes = [
         c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
@@ -155,5 +157,5 @@ def _compiled() -> Any:
     return function
 
 
-def _address(array: npt.NDArray[Any]) -> int:
+def _data_address(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])

@@ -1,4 +1,4 @@
-"""What a pick tells about itself: the token, its numbers, and, when asked, how it came about."""
+"""Results of the chain: the picked token, its probabilities and, if requested, stage reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unspool.sampling.rows import StageState
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The number drawn, and the interval of [0,1) on which the picked token lay."""
+    """The random number, and the interval of [0,1) of the picked token."""
 
     u: float
     low: float
@@ -22,14 +22,14 @@ class Draw:
 
 
 class Candidate(NamedTuple):
-    """A token the model thought likely, and what became of it.
+    """A likely token, before and after the stages.
 
-    (A tuple because dozens are made at every step, and tuples are made thrice as fast.)
+    (A tuple because dozens are made per step, and a dataclass takes three times as long.)
     """
 
     token: int
-    logprob: float  # under the model's own softmax, before any stage
-    probability: float  # in the distribution drawn from; 0 when a stage removed it
+    logprob: float  # of the model, before any stage
+    probability: float  # after all stages; 0 if removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class StageReport:
 
     name: str
     kept: int  # candidates that remain
-    removed: int  # candidates that it took away
-    kept_mass: float  # the probability, before the stage, of those that it kept
-    changed: int  # candidates that remain with another logit
-    top: tuple[tuple[int, float], ...]  # the likeliest after it: (token, probability)
+    removed: int  # candidates that it removed
+    kept_mass: float  # probability mass, before the stage, of the kept candidates
+    changed: int  # remaining candidates with another logit
+    top: tuple[tuple[int, float], ...]  # most likely tokens after it: (token, probability)
 
     def __repr__(self) -> str:
         return (
@@ -51,7 +51,7 @@ class StageReport:
 
     @property
     def removed_mass(self) -> float:
-        """The probability, before the stage, of those that it took away."""
+        """Probability mass, before the stage, of the removed candidates."""
         return max(0.0, 1.0 - self.kept_mass)
 
 
@@ -59,9 +59,9 @@ class StageReport:
 class Pick:
     """One picked token.
 
-    `logprob`, `rank` (0: likeliest) and `entropy` (nats) are the model's own, before any stage;
-    `probability` is the token's in the distribution drawn from. `draw` is None when greedy: then
-    nothing was drawn. `state` is to be handed in with the next token of the same text.
+    `logprob`, `rank` (0: most likely) and `entropy` (nats) are the model's, before any stage;
+    `probability` is the token's after all stages. `draw` is None for greedy decoding. `state` must
+    be passed with the next token of the same sequence.
     """
 
     token: int
@@ -77,76 +77,81 @@ class Pick:
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-TOP_SHOWN = 8
-"""How many of the likeliest a stage report shows."""
+REPORT_TOP = 8
+"""Number of most likely tokens in a stage report."""
 
 
 def report(name: str, before: Candidates, after: Candidates) -> list[StageReport]:
-    """A report for each row, from the very candidates that went in and came out."""
-    host, now = after.ops.host, after.measure()
-    kept = host(after.remaining())
-    removed = host(before.remaining()) - kept
-    old = _levels(before, after)
-    changed = _changed(old, before, after, removed)
-    masses = _kept_masses(old, before, after, removed, changed)
-    best, weights, _ = after.line(TOP_SHOWN)
-    tokens, chances = host(best.ids).tolist(), host(weights / now.total).tolist()
-    columns = (kept.tolist(), removed.tolist(), masses, changed.tolist())
+    """Report what a stage did to each row."""
+    host, stats_after = after.ops.host, after.softmax_stats()
+    num_kept = host(after.remaining())
+    removed = host(before.remaining()) - num_kept
+    logits_before = _logits_before(before, after)
+    changed = _changed(logits_before, before, after, removed)
+    masses = _kept_masses(logits_before, before, after, removed, changed)
+    most_likely, weights, _ = after.cumulative(REPORT_TOP)
+    tokens, probabilities = (
+        host(most_likely.ids).tolist(),
+        host(weights / stats_after.total).tolist(),
+    )
+    columns = (num_kept.tolist(), removed.tolist(), masses, changed.tolist())
     tops = [
         tuple(pair for pair in zip(*row, strict=True) if pair[1] > 0)
-        for row in zip(tokens, chances, strict=True)
+        for row in zip(tokens, probabilities, strict=True)
     ]
     return [StageReport(name, *numbers) for numbers in zip(*columns, tops, strict=True)]
 
 
-def _levels(before: Candidates, after: Candidates) -> Array:
-    """The logits that those who remain had before, column for column."""
+def _logits_before(before: Candidates, after: Candidates) -> Array:
+    """Logits before the stage of the candidates after it, column by column."""
     if before.ids is after.ids:
         return before.logits
     if before.ids is None:
-        return before.ops.take(before.logits, after.ids)
+        return before.ops.take_columns(before.logits, after.ids)
     width = after.logits.shape[-1]
     if width <= before.logits.shape[-1] and bool((before.ids[:, :width] == after.ids).all()):
         return before.logits[:, :width]
     ops, host = before.ops, before.ops.host
-    places = []
-    for ids, wanted in zip(host(before.ids), host(after.ids), strict=True):
-        order = np.argsort(ids, kind="stable")  # padding repeats an id: the first is the one
-        places.append(order[np.searchsorted(ids[order], wanted).clip(max=ids.size - 1)])
-    return ops.take(before.logits, ops.like(np.array(places), before.logits))
+    columns_of = []
+    for ids, targets in zip(host(before.ids), host(after.ids), strict=True):
+        order = np.argsort(ids, kind="stable")  # padding repeats an id: use the first
+        columns_of.append(order[np.searchsorted(ids[order], targets).clip(max=ids.size - 1)])
+    return ops.take_columns(before.logits, ops.to_array_like(np.array(columns_of), before.logits))
 
 
-def _changed(old: Array, before: Candidates, after: Candidates, removed: Ints) -> Ints:
-    """How many of each row remain with another logit."""
-    differ = old != after.logits
-    if old is before.logits:  # every column is still there, and what was removed differs too
+def _changed(logits_before: Array, before: Candidates, after: Candidates, removed: Ints) -> Ints:
+    """Number of remaining candidates of each row with another logit."""
+    differ = logits_before != after.logits
+    if logits_before is before.logits:  # same columns: removed candidates differ too
         return after.ops.host(after.ops.count(differ)) - removed
     return after.ops.host(after.ops.count(differ & (after.logits > -INF)))
 
 
 def _kept_masses(
-    old: Array, before: Candidates, after: Candidates, removed: Ints, changed: Ints
+    logits_before: Array, before: Candidates, after: Candidates, removed: Ints, changed: Ints
 ) -> list[float]:
-    """What those who remain had of the probability before; exactly 1 where all remain."""
+    """Probability mass before the stage of the remaining candidates; exactly 1 if all remain."""
     if not removed.any():
         return [1.0] * after.rows
-    ops, was, now = after.ops, before.measure(), after.measure()
-    # Of a row that kept its logits, what remains is summed up already.
-    mass = ops.host(now.total * ops.exp(now.peak - was.peak) / was.total)[:, 0]
+    ops, stats_before, stats_after = after.ops, before.softmax_stats(), after.softmax_stats()
+    # If a row's logits did not change, the sum over the remaining is known already.
+    mass = ops.host(
+        stats_after.total * ops.exp(stats_after.peak - stats_before.peak) / stats_before.total
+    )[:, 0]
     if (changed > 0).any():
-        weights = ops.exp(ops.double(old) - was.peak)
-        sums = ops.where(after.logits > -INF, weights, 0.0).cumsum(-1)[:, -1:] / was.total
+        weights = ops.exp(ops.to_float64(logits_before) - stats_before.peak)
+        sums = ops.where(after.logits > -INF, weights, 0.0).cumsum(-1)[:, -1:] / stats_before.total
         mass = np.where(changed > 0, ops.host(sums)[:, 0], mass)
-    shares: list[float] = np.where(removed > 0, mass.clip(max=1.0), 1.0).tolist()
-    return shares
+    masses: list[float] = np.where(removed > 0, mass.clip(max=1.0), 1.0).tolist()
+    return masses
 
 
 def final_probabilities(candidates: Candidates, tokens: Array) -> np.ndarray[Any, Any]:
-    """Of tokens [rows, n], those in the candidates' distribution; 0 for those no longer in it."""
-    ops, whole = candidates.ops, candidates.measure()
+    """Probabilities of tokens [rows, n] among the candidates; 0 for removed ones."""
+    ops, stats = candidates.ops, candidates.softmax_stats()
     if candidates.ids is None:
-        levels = ops.double(ops.take(candidates.logits, tokens))
-        return ops.host(ops.exp(levels - whole.peak) / whole.total)
-    weights, ids, wanted = ops.host(whole.weights), ops.host(candidates.ids), ops.host(tokens)
-    found = [weights[row] @ (ids[row][:, None] == wanted[row]) for row in range(len(ids))]
-    return np.asarray(np.array(found) / ops.host(whole.total))
+        logits = ops.to_float64(ops.take_columns(candidates.logits, tokens))
+        return ops.host(ops.exp(logits - stats.peak) / stats.total)
+    weights, ids, targets = ops.host(stats.weights), ops.host(candidates.ids), ops.host(tokens)
+    masses = [weights[row] @ (ids[row][:, None] == targets[row]) for row in range(len(ids))]
+    return np.asarray(np.array(masses) / ops.host(stats.total))

@@ -1,4 +1,4 @@
-"""Stages against runs that repeat: no-repeat n-gram forbids them, DRY makes them dear."""
+"""Stages against repetition: no-repeat n-gram bans it, DRY penalizes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unspool.sampling.settings import SamplingSettings
 
 
 class NoRepeatNgram:
-    """Forbids every token that would complete a run of n tokens that occurred before."""
+    """Bans tokens that would complete an n-gram that occurred before."""
 
     name = "no_repeat_ngram"
 
@@ -26,7 +26,7 @@ class NoRepeatNgram:
 
 
 def ngram_completions(history: Tokens, size: int) -> list[int]:
-    """The tokens that followed where the last size-1 tokens stood before."""
+    """Tokens that followed earlier occurrences of the last size-1 tokens."""
     starts = len(history) - size + 1
     if starts <= 0:
         return []
@@ -38,11 +38,11 @@ def ngram_completions(history: Tokens, size: int) -> list[int]:
 
 
 class Dry:
-    """Subtracts multiplier · base^(n - allowed) from a token that would extend a repeat of n.
+    """Subtracts multiplier · base^(n - allowed) from tokens that would extend a repeat of length n.
 
-    n counts the tokens before it that already stood before that token elsewhere. Where several
-    repeats end in the same token, the longest counts. No repeat reaches across a breaker, and a
-    breaker of one token is never punished itself.
+    n is the number of tokens before it that also precede an earlier occurrence of the token. If
+    several repeats end in the same token, the longest counts. Repeats do not extend across a
+    sequence breaker, and a breaker of one token is never penalized.
     """
 
     name = "dry"
@@ -52,64 +52,66 @@ class Dry:
         token: list[int] = []
         penalty: list[float] = []
         for number, history in enumerate(rows.histories):
-            for extends, amount in dry_penalties(history, rows.settings[number]).items():
-                if 0 <= extends < candidates.vocabulary:
+            for token_id, amount in dry_penalties(history, rows.settings[number]).items():
+                if 0 <= token_id < candidates.vocabulary:
                     row.append(number)
-                    token.append(extends)
+                    token.append(token_id)
                     penalty.append(amount)
-        place = np.array(row, np.int64), np.array(token, np.int64)
-        return candidates.revise(*place, (np.array(penalty),), lambda x, by: x - by)
+        pairs = np.array(row, np.int64), np.array(token, np.int64)
+        return candidates.revise(*pairs, (np.array(penalty),), lambda x, p: x - p)
 
 
-_LARGEST_PENALTY = 1e30  # finite in float32 and far beyond any logit
+_MAX_PENALTY = 1e30  # finite in float32 and larger than any logit
 
 
 def dry_penalties(history: Tokens, settings: SamplingSettings) -> dict[int, float]:
-    """What to subtract from which token."""
+    """Penalty of each token that would extend a repeat."""
     if settings.dry_window >= 0:
         history = history[max(0, len(history) - settings.dry_window) :]
     allowed = settings.dry_allowed_length
-    reach = min(len(history), _since_breaker(history, settings.dry_breakers))
-    if len(history) <= allowed or reach < allowed:
+    max_repeat = min(len(history), _since_breaker(history, settings.dry_breakers))
+    if len(history) <= allowed or max_repeat < allowed:
         return {}
     log_base = math.log(settings.dry_base)
-    log_most = math.log(_LARGEST_PENALTY / settings.dry_multiplier)
-    # From this length on a longer repeat costs no more, and need not be followed further.
-    longest = allowed + math.ceil(max(0.0, log_most) / log_base) if log_base > 0 else allowed
-    harmless = {run[0] for run in settings.dry_breakers if len(run) == 1}
+    log_max_penalty = math.log(_MAX_PENALTY / settings.dry_multiplier)
+    # The penalty is capped: longer repeats need not be followed.
+    max_length = (
+        allowed + math.ceil(max(0.0, log_max_penalty) / log_base) if log_base > 0 else allowed
+    )
+    breaker_tokens = {breaker[0] for breaker in settings.dry_breakers if len(breaker) == 1}
     penalties: dict[int, float] = {}
-    for token, length in _repeats(history, min(reach, longest)).items():
-        if length >= allowed and token not in harmless:
-            power = min((length - allowed) * log_base, log_most)
+    for token, length in _repeats(history, min(max_repeat, max_length)).items():
+        if length >= allowed and token not in breaker_tokens:
+            power = min((length - allowed) * log_base, log_max_penalty)
             penalties[token] = settings.dry_multiplier * math.exp(power)
     return penalties
 
 
-def _repeats(history: Tokens, longest: int) -> dict[int, int]:
-    """For each token that would extend a repeat of the ending: how long that repeat is by now."""
-    ends = np.flatnonzero(history[:-1] == history[-1])  # where a repeat of the ending could end
-    found: dict[int, int] = {}
+def _repeats(history: Tokens, max_length: int) -> dict[int, int]:
+    """Length of the repeat that each token would extend."""
+    ends = np.flatnonzero(history[:-1] == history[-1])  # earlier positions of the last token
+    lengths: dict[int, int] = {}
     length = 0
-    while ends.size and length < longest:
+    while ends.size and length < max_length:
         length += 1
-        found.update(dict.fromkeys(history[ends + 1].tolist(), length))
+        lengths.update(dict.fromkeys(history[ends + 1].tolist(), length))
         ends = ends[ends >= length]
         if length < len(history):
             ends = ends[history[ends - length] == history[-1 - length]]
-    return found
+    return lengths
 
 
 def _since_breaker(history: Tokens, breakers: tuple[tuple[int, ...], ...]) -> int:
-    """How many tokens came after the last breaker."""
+    """Number of tokens after the last sequence breaker."""
     since = len(history)
-    for run in breakers:
-        starts = len(history) - len(run) + 1
+    for breaker in breakers:
+        starts = len(history) - len(breaker) + 1
         if starts <= 0:
             continue
         match = np.ones(starts, bool)
-        for offset, token in enumerate(run):
+        for offset, token in enumerate(breaker):
             match &= history[offset : offset + starts] == token
-        found = np.flatnonzero(match)
-        if found.size:
-            since = min(since, len(history) - (int(found[-1]) + len(run)))
+        matches = np.flatnonzero(match)
+        if matches.size:
+            since = min(since, len(history) - (int(matches[-1]) + len(breaker)))
     return since

@@ -1,7 +1,7 @@
-"""What the stages know about each row of a batch besides its logits.
+"""Inputs of the stages besides the logits.
 
-`RowInput` is what a caller says about a row at one step. `RowSettings` holds the settings of many
-rows as columns, made once for a batch and used at every step. `Rows` is the two together.
+`RowInput` describes a row at one step. `RowSettings` holds the settings of many rows as columns,
+built once per batch and used at every step. `Rows` combines the two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tokens = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """What a stage carries from one token to the next; kept per token, so that rewinding works."""
+    """State of a stage between tokens; stored per token, so that rewinding works."""
 
     mirostat_mu: float
 
@@ -31,12 +31,12 @@ class StageState:
 class RowInput:
     """One row at one step.
 
-    `history` is every token so far, prompt first; a numpy array spares a conversion at each step.
-    `position` is that of the token to be picked, by default the next one; `canvas_pass` is the pass
-    in which it is, where positions are picked for more than once. `forbidden` are tokens
-    that may not be picked at this step, whatever the settings say. `allowed`, where given, says of
-    each token of the vocabulary whether it may be picked (a grammar's mask); columns of the logits
-    beyond its end are padding, and may not.
+    Attributes:
+        history: all tokens so far, prompt first; a numpy array avoids a conversion per step.
+        position: of the token to pick; None: the next one.
+        canvas_pass: denoising step, if a position is sampled more than once.
+        forbidden: tokens that must not be picked at this step.
+        allowed: which tokens may be picked (a grammar's mask); logits beyond its end are padding.
     """
 
     history: Sequence[int] | Tokens = ()
@@ -50,23 +50,23 @@ class RowInput:
 
 
 class RowSettings:
-    """Many rows' settings, as columns in the kind of array that the logits are."""
+    """Settings of many rows as columns, in the array type of the logits."""
 
     def __init__(self, settings: Sequence[SamplingSettings]) -> None:
         self.settings = tuple(settings)
         self._columns: dict[tuple[str, Any, Any], Array] = {}
 
-    def column(self, name: str, like: Array) -> Array:
-        """A setting of every row, [rows, 1], float in the type of `like`."""
-        key = (name, like.dtype, getattr(like, "device", None))
+    def column(self, name: str, logits: Array) -> Array:
+        """A setting of every row, [rows, 1], in the dtype of `logits`."""
+        key = (name, logits.dtype, getattr(logits, "device", None))
         if key not in self._columns:
             values = np.array([[float(getattr(s, name))] for s in self.settings])
-            self._columns[key] = operations(like).like(values, like)
+            self._columns[key] = operations(logits).to_array_like(values, logits)
         return self._columns[key]
 
 
 class Rows:
-    """The rows of one step: their settings, and what was said about them."""
+    """The rows of one step: settings and inputs."""
 
     def __init__(self, settings: RowSettings, inputs: Sequence[RowInput]) -> None:
         self._columns = settings
@@ -75,9 +75,9 @@ class Rows:
         self._histories: list[Tokens] | None = None
         self._counts: tuple[Tokens, Tokens, Tokens] | None = None
 
-    def column(self, name: str, like: Array) -> Array:
+    def column(self, name: str, logits: Array) -> Array:
         """A setting of every row, [rows, 1]."""
-        return self._columns.column(name, like)
+        return self._columns.column(name, logits)
 
     @property
     def histories(self) -> list[Tokens]:
@@ -86,34 +86,34 @@ class Rows:
         return self._histories
 
     def counts(self, vocabulary: int) -> tuple[Tokens, Tokens, Tokens]:
-        """Which tokens the penalties see, and how often: flat row numbers, tokens, counts."""
+        """Tokens that penalties count, and how often: flat row numbers, tokens, counts."""
         if self._counts is None:
-            found = []
+            row_counts = []
             for row, history in enumerate(self.histories):
                 settings = self.settings[row]
                 start = 0 if settings.penalize_prompt else self.inputs[row].prompt_length
                 if settings.penalty_window >= 0:
                     start = max(start, len(history) - settings.penalty_window)
-                found.append(on_host().tally(history[start:], vocabulary))
-            tokens, counts = found[0]
-            if len(found) > 1:
-                tokens = np.concatenate([tokens for tokens, _ in found])
-                counts = np.concatenate([counts for _, counts in found])
-            sizes = [tokens.size for tokens, _ in found]
+                row_counts.append(on_host().count_tokens(history[start:], vocabulary))
+            tokens, counts = row_counts[0]
+            if len(row_counts) > 1:
+                tokens = np.concatenate([tokens for tokens, _ in row_counts])
+                counts = np.concatenate([counts for _, counts in row_counts])
+            sizes = [tokens.size for tokens, _ in row_counts]
             self._counts = np.repeat(np.arange(len(sizes)), sizes), tokens, counts
         return self._counts
 
     def uniform(self, stream: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The draw of every row at its position; [rows]."""
+        """Random number of every row at its position; [rows]."""
         inputs = self.inputs
         seeds, samples = [s.seed for s in self.settings], [row.sample for row in inputs]
-        at = [len(row.history) if row.position is None else row.position for row in inputs]
+        positions = [len(row.history) if row.position is None else row.position for row in inputs]
         if all(row.canvas_pass is None for row in inputs):
-            return uniforms(seeds, samples, at, stream)
-        return uniforms(seeds, samples, at, stream, [row.canvas_pass for row in inputs])
+            return uniforms(seeds, samples, positions, stream)
+        return uniforms(seeds, samples, positions, stream, [row.canvas_pass for row in inputs])
 
     def mirostat_mu(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Mirostat's bound of every row, [rows, 1]: what was carried here, or 2·tau at first."""
+        """Mirostat's mu of every row, [rows, 1]: from the state, or 2·tau at the start."""
         pairs = zip(self.inputs, self.settings, strict=True)
         return np.array(
             [[r.state.mirostat_mu if r.state else 2.0 * s.mirostat_tau] for r, s in pairs]

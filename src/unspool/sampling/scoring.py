@@ -1,4 +1,4 @@
-"""How likely given tokens are under given logits: the numbers behind `lm.score`.
+"""Log-probabilities and ranks of target tokens: the computation of `lm.score`.
 
 scores = score(logits, targets, top=5)     # logits [T, vocabulary], targets [T]
 scores.logprobs, scores.ranks, scores.entropies, scores.top_tokens, scores.top_logprobs
@@ -18,39 +18,41 @@ from unspool.sampling.candidates import Candidates
 from unspool.sampling.operations import operations
 from unspool.sampling.rows import Tokens
 
-_AT_ONCE = 64  # rows: the arrays in between stay small, however long the text
+_ROWS_PER_CHUNK = 64  # bounds the size of intermediate arrays
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """For each position: the target's log-probability and rank, and the likeliest tokens there."""
+    """Log-probability and rank of each target, and the most likely tokens there."""
 
     logprobs: Floats  # [T]
-    ranks: Tokens  # [T], 0: likeliest
+    ranks: Tokens  # [T], 0: most likely
     entropies: Floats  # [T], nats
     top_tokens: Tokens  # [T, top]
     top_logprobs: Floats  # [T, top]
 
 
 def log_softmax(logits: Array) -> Array:
-    """Log-probabilities [rows, vocabulary], in the kind of array given."""
+    """Log-probabilities [rows, vocabulary], in the same type of array."""
     ops = operations(logits)
     model = Candidates(ops.prepare(logits))
-    own = model.measure()
-    return model.logits - ops.like(own.peak + ops.log(own.total), model.logits)
+    stats = model.softmax_stats()
+    return model.logits - ops.to_array_like(stats.peak + ops.log(stats.total), model.logits)
 
 
 def score(logits: Array, targets: Sequence[int] | Tokens, top: int = 0) -> Scores:
-    """Log-probability, rank and the `top` likeliest, at every row of logits."""
+    """Score a target at every row of logits, with the `top` most likely tokens."""
     ops = operations(logits)
-    wanted = np.asarray(targets, dtype=np.int64)
+    target_ids = np.asarray(targets, dtype=np.int64)
     length, size = logits.shape
-    if wanted.shape != (length,):
-        raise SettingsError(f"{wanted.size} targets were given for {length} rows of logits")
-    if length and (wanted.min() < 0 or wanted.max() >= size):
-        raise SettingsError(f"a target lay outside the vocabulary; it may be 0 to {size - 1}")
+    if target_ids.shape != (length,):
+        raise SettingsError(f"got {target_ids.size} targets for {length} rows of logits")
+    if length and (target_ids.min() < 0 or target_ids.max() >= size):
+        raise SettingsError(
+            f"a target is outside of the vocabulary; it must be from 0 to {size - 1}"
+        )
     top = max(0, min(top, size))
     scores = Scores(
         np.empty(length),
@@ -59,17 +61,17 @@ def score(logits: Array, targets: Sequence[int] | Tokens, top: int = 0) -> Score
         np.empty((length, top), np.int64),
         np.empty((length, top)),
     )
-    for start in range(0, length, _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
-        model = Candidates(ops.prepare(logits[part]))
-        own = model.measure(entropy=True)
-        norm = own.peak + ops.log(own.total)
-        level, rank = ops.standing(model.logits, wanted[part])
-        scores.logprobs[part] = ops.host(level - norm)[:, 0]
-        scores.ranks[part] = ops.host(rank)
-        scores.entropies[part] = ops.host(own.entropy)[:, 0]
+    for start in range(0, length, _ROWS_PER_CHUNK):
+        chunk = slice(start, start + _ROWS_PER_CHUNK)
+        model = Candidates(ops.prepare(logits[chunk]))
+        stats = model.softmax_stats(entropy=True)
+        norm = stats.peak + ops.log(stats.total)
+        logit, rank = ops.logit_and_rank(model.logits, target_ids[chunk])
+        scores.logprobs[chunk] = ops.host(logit - norm)[:, 0]
+        scores.ranks[chunk] = ops.host(rank)
+        scores.entropies[chunk] = ops.host(stats.entropy)[:, 0]
         if top:
-            best = model.lead(top)
-            scores.top_tokens[part] = ops.host(best.ids)
-            scores.top_logprobs[part] = ops.host(best.logits - norm)
+            most_likely = model.top(top)
+            scores.top_tokens[chunk] = ops.host(most_likely.ids)
+            scores.top_logprobs[chunk] = ops.host(most_likely.logits - norm)
     return scores

@@ -1,12 +1,12 @@
-"""How one request wants its tokens picked: every setting, what it may be, and the stages' order.
+"""Sampling settings of a request: their allowed values, and the order of the stages.
 
-A setting at its neutral value (`top_k=0`, `top_p=1`, ...) does nothing, wherever its stage stands.
+A setting at its neutral value (`top_k=0`, `top_p=1`, ...) has no effect.
 
-The default order is llama.cpp's. What edits single tokens (penalties, bans, bias) comes first.
-Then come the stages that truncate: they judge the model's own distribution. Temperature is last,
-so that raising it spreads the choice among good candidates, and never lets bad ones back in.
-(transformers applies temperature first; `stages=` gives that order.) With mirostat on and no
-`stages` given, it replaces the other truncations, as in llama.cpp.
+The default order is that of llama.cpp. Stages that edit single tokens (penalties, bans, bias) come
+first, then those that truncate the model's distribution. Temperature is last, so that raising it
+spreads the choice among good candidates and never brings bad ones back. (transformers applies
+temperature first; pass `stages=` for that order.) With mirostat and no `stages`, it replaces the
+other truncations, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EDITING_STAGES = (
     "dry",
     "logit_bias",
 )
-"""The stages that act on single tokens; greedy picking uses these alone."""
+"""Stages that change single tokens; greedy decoding uses only these."""
 
 _TEMPERATURES = ("dynamic_temperature", "temperature")
 
@@ -64,7 +64,7 @@ STAGE_SETTINGS: dict[str, tuple[str, ...]] = {
     "dynamic_temperature": ("dynatemp_range", "dynatemp_exponent"),
     "mirostat": ("mirostat_tau", "mirostat_eta"),
 }
-"""Every stage, and the settings that only it reads. The first one turns the stage on."""
+"""All stages, and the settings that only they use. The first one enables the stage."""
 
 _NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
@@ -74,8 +74,8 @@ _NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
 }  # every other stage is off at 0
 
-# (least, most, is the least itself allowed); None: no limit
-_NUMBERS: dict[str, tuple[float | None, float | None, bool]] = {
+# (minimum, maximum, whether the minimum is allowed); None: no limit
+_FLOAT_RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "temperature": (0, None, True),
     "top_p": (0, 1, True),
     "min_p": (0, 1, True),
@@ -94,7 +94,7 @@ _NUMBERS: dict[str, tuple[float | None, float | None, bool]] = {
     "mirostat_tau": (0, None, True),
     "mirostat_eta": (0, None, True),
 }
-_WHOLE: dict[str, int | None] = {  # the least; None: any
+_INT_MINIMA: dict[str, int | None] = {  # minimum; None: any
     "top_k": 0,
     "penalty_window": -1,
     "no_repeat_ngram": 0,
@@ -106,100 +106,108 @@ _WHOLE: dict[str, int | None] = {  # the least; None: any
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """One request's sampling settings; checked when made, never changed after.
+    """Sampling settings of a request. Validated, immutable.
 
-    Penalties, n-gram bans and DRY look at the prompt too, as in transformers and llama.cpp;
-    `penalize_prompt=False` makes the three penalties count the generated tokens alone.
+    Penalties, n-gram bans and DRY include the prompt, as in transformers and llama.cpp; with
+    `penalize_prompt=False` the three penalties count generated tokens only.
     """
 
-    temperature: float = 0.8  # 0: greedy, the likeliest token after penalties and bias
+    temperature: float = 0.8  # 0: greedy, the most likely token after penalties and bias
     top_k: int = 40  # 0: off
-    top_p: float = 0.95  # the fewest candidates whose mass reaches this; 1: off
-    min_p: float = 0.05  # at least this share of the likeliest candidate's probability; 0: off
-    typical_p: float = 1.0  # this much mass, most typical (surprise nearest entropy) first; 1: off
-    eta: float = 0.0  # the epsilon of eta sampling; 0: off
-    top_n_sigma: float = 0.0  # within this many standard deviations of the best logit; 0: off
-    xtc_probability: float = 0.0  # how often to exclude top choices; 0: off
-    xtc_threshold: float = 0.1  # from which probability on a candidate is a top choice
+    top_p: float = 0.95  # smallest set of tokens whose mass reaches this; 1: off
+    min_p: float = 0.05  # minimum probability relative to the most likely token; 0: off
+    typical_p: float = 1.0  # mass of tokens with surprisal nearest the entropy; 1: off
+    eta: float = 0.0  # epsilon of eta sampling; 0: off
+    top_n_sigma: float = 0.0  # standard deviations below the largest logit; 0: off
+    xtc_probability: float = 0.0  # probability of excluding top choices; 0: off
+    xtc_threshold: float = 0.1  # minimum probability of a top choice
     repetition_penalty: float = 1.0  # divides the logit of a token that occurred; 1: off
     frequency_penalty: float = 0.0  # subtracted for every occurrence
     presence_penalty: float = 0.0  # subtracted once
-    penalty_window: int = -1  # how many last tokens the penalties see; -1: all, 0: none
-    penalize_prompt: bool = True  # whether the prompt is among them
-    no_repeat_ngram: int = 0  # no run of this many tokens occurs twice; 0: off
+    penalty_window: int = -1  # number of last tokens that penalties count; -1: all, 0: none
+    penalize_prompt: bool = True  # whether the prompt is included
+    no_repeat_ngram: int = 0  # size of n-grams that must not repeat; 0: off
     dry_multiplier: float = 0.0  # 0: off
     dry_base: float = 1.75
-    dry_allowed_length: int = 2  # repeats shorter than this are free
-    dry_window: int = -1  # how many last tokens DRY sees; -1: all
-    dry_breakers: tuple[tuple[int, ...], ...] = ()  # token runs that no repeat reaches across
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # -inf bans, +inf: only these
-    dynatemp_range: float = 0.0  # temperature ± this, by how unsure the model is; 0: off
+    dry_allowed_length: int = 2  # shorter repeats are not penalized
+    dry_window: int = -1  # number of last tokens that DRY considers; -1: all
+    dry_breakers: tuple[tuple[int, ...], ...] = ()  # token sequences that end a repeat
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict
+    )  # -inf: ban; +inf: allow only these
+    dynatemp_range: float = 0.0  # temperature ± this, by entropy; 0: off
     dynatemp_exponent: float = 1.0
-    mirostat_tau: float = 0.0  # the surprise aimed at, in bits (mirostat v2); 0: off
-    mirostat_eta: float = 0.1  # how fast it is corrected
-    seed: int = 0  # any int; sets every draw together with sample number and position
-    stages: tuple[str | OwnStage, ...] = DEFAULT_STAGES  # given as names, functions, and `...`
+    mirostat_tau: float = 0.0  # target surprisal in bits (mirostat v2); 0: off
+    mirostat_eta: float = 0.1  # learning rate
+    seed: int = 0  # any int; with sample and position it determines every draw
+    stages: tuple[str | OwnStage, ...] = (
+        DEFAULT_STAGES  # names, functions, and `...` for the defaults
+    )
 
     def __post_init__(self) -> None:
-        for name, (least, most, included) in _NUMBERS.items():
-            self._set(name, _number(name, getattr(self, name), least, most, included))
-        for name, smallest in _WHOLE.items():
-            _whole(name, getattr(self, name), smallest)
+        for name, (minimum, maximum, minimum_allowed) in _FLOAT_RANGES.items():
+            self._set(
+                name, _check_float(name, getattr(self, name), minimum, maximum, minimum_allowed)
+            )
+        for name, lower_bound in _INT_MINIMA.items():
+            _check_int(name, getattr(self, name), lower_bound)
         if not isinstance(self.penalize_prompt, bool):
             raise SettingsError(
-                f"penalize_prompt was {self.penalize_prompt!r}; it may be True or False"
+                f"penalize_prompt must be True or False, got {self.penalize_prompt!r}"
             )
-        self._set("dry_breakers", _breakers(self.dry_breakers))
-        self._set("logit_bias", _bias(self.logit_bias))
-        usual = MIROSTAT_STAGES if self.mirostat_tau > 0 else DEFAULT_STAGES
-        stages = _stages(self.stages, usual)
-        self._set("stages", usual if stages == DEFAULT_STAGES else stages)
+        self._set("dry_breakers", _check_breakers(self.dry_breakers))
+        self._set("logit_bias", _check_bias(self.logit_bias))
+        default_stages = MIROSTAT_STAGES if self.mirostat_tau > 0 else DEFAULT_STAGES
+        stages = _check_stages(self.stages, default_stages)
+        self._set("stages", default_stages if stages == DEFAULT_STAGES else stages)
         changed = [name for name in _DEFAULTS if getattr(self, name) != _DEFAULTS[name]]
         self._require_stages(changed)
 
     def __repr__(self) -> str:
-        """Only what is not at its usual value."""
-        own = {**_DEFAULTS, "seed": 0, "stages": DEFAULT_STAGES}
-        told = {name: getattr(self, name) for name in _FIELDS if getattr(self, name) != own[name]}
-        return f"SamplingSettings({', '.join(f'{n}={value!r}' for n, value in told.items())})"
+        """Only settings that differ from their defaults."""
+        defaults = {**_DEFAULTS, "seed": 0, "stages": DEFAULT_STAGES}
+        values = {name: getattr(self, name) for name in _FIELDS}
+        changed = [f"{n}={value!r}" for n, value in values.items() if value != defaults[n]]
+        return f"SamplingSettings({', '.join(changed)})"
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _require_stages(self, given: Iterable[str]) -> None:
-        """A setting that was given must have its stage in the chain, or it would be ignored."""
-        names = set(given)
-        for stage, owned in STAGE_SETTINGS.items():
-            lost = sorted(names.intersection(owned))
-            if stage not in self.stages and lost and not self.is_neutral(stage):
+    def _require_stages(self, set_names: Iterable[str]) -> None:
+        """Raise if a setting would be ignored because its stage is not in the chain."""
+        names = set(set_names)
+        for stage, stage_settings in STAGE_SETTINGS.items():
+            ignored = sorted(names.intersection(stage_settings))
+            if stage not in self.stages and ignored and not self.is_neutral(stage):
+                name = ignored[0]
                 raise SettingsError(
-                    f"{lost[0]} was {getattr(self, lost[0])!r}, but stages does not name its stage"
-                    f" {stage!r}; add it there, or leave {lost[0]} out"
+                    f"{name} is {getattr(self, name)!r}, but its stage {stage!r} is not in stages;"
+                    f" add it, or omit {name}"
                 )
 
     @classmethod
     def from_options(cls, **options: Any) -> SamplingSettings:
-        """Settings from a user's named options; an unknown one is refused with the nearest name."""
+        """Make settings from named options; raises for unknown names with a suggestion."""
         for name in options:
             if name not in _FIELDS:
-                raise SettingsError(f"unknown sampling option {name!r}{_nearest(name, _FIELDS)}")
+                raise SettingsError(f"unknown sampling option {name!r}{_suggest(name, _FIELDS)}")
         settings = cls(**options)
         settings._require_stages(options)
         return settings
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always picked."""
         return self.temperature == 0
 
     def is_neutral(self, stage: str | OwnStage) -> bool:
-        """Whether the stage has nothing to do at these settings."""
+        """Whether the stage has no effect with these settings."""
         if isinstance(stage, OwnStage):
             return False
-        switch = STAGE_SETTINGS[stage][0]
+        enabling_setting = STAGE_SETTINGS[stage][0]
         if stage == "temperature" and self.dynatemp_range > 0 and not self.greedy:
-            return "dynamic_temperature" in self.stages  # which then scales in its place
-        return bool(getattr(self, switch) == _NEUTRAL.get(switch, 0))
+            return "dynamic_temperature" in self.stages  # replaces it
+        return bool(getattr(self, enabling_setting) == _NEUTRAL.get(enabling_setting, 0))
 
 
 _FIELDS = tuple(f.name for f in dataclasses.fields(SamplingSettings))
@@ -210,99 +218,102 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    names = list(known)
+def _suggest(name: str, allowed_names: Iterable[str]) -> str:
+    names = list(allowed_names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; it may be one of {', '.join(names)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(names)}"
 
 
-def _number(
-    name: str, value: Any, least: float | None, most: float | None, included: bool
+def _check_float(
+    name: str, value: Any, minimum: float | None, maximum: float | None, minimum_allowed: bool
 ) -> float:
-    if most is not None:
-        allowed = f"a number from {least} to {most}" + ("" if included else f", not {least}")
-    elif least is not None:
-        allowed = f"a number of {least} or more" if included else f"a number above {least}"
+    if maximum is not None:
+        allowed = f"from {minimum} to {maximum}" + ("" if minimum_allowed else f", not {minimum}")
+    elif minimum is not None:
+        allowed = f">= {minimum}" if minimum_allowed else f"> {minimum}"
     else:
-        allowed = "any finite number"
-    fits = _is_number(value) and math.isfinite(value)
-    if fits and least is not None:
-        fits = value >= least if included else value > least
-    if fits and most is not None:
-        fits = value <= most
-    if not fits:
-        raise SettingsError(f"{name} was {value!r}; it may be {allowed}")
+        allowed = "a finite number"
+    is_valid = _is_number(value) and math.isfinite(value)
+    if is_valid and minimum is not None:
+        is_valid = value >= minimum if minimum_allowed else value > minimum
+    if is_valid and maximum is not None:
+        is_valid = value <= maximum
+    if not is_valid:
+        raise SettingsError(f"{name} must be {allowed}, got {value!r}")
     return float(value)
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool):
         return False
-    try:  # numpy's numbers too, but not text
+    try:  # numpy's numbers too, but not strings
         return not isinstance(value, str | bytes) and float(value) is not None
     except (TypeError, ValueError, OverflowError):
         return False
 
 
-def _is_whole(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(name: str, value: Any, least: int | None) -> None:
-    if not _is_whole(value) or (least is not None and value < least):
-        allowed = "any whole number" if least is None else f"a whole number of {least} or more"
-        raise SettingsError(f"{name} was {value!r}; it may be {allowed}")
+def _check_int(name: str, value: Any, minimum: int | None) -> None:
+    if not _is_int(value) or (minimum is not None and value < minimum):
+        allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
+        raise SettingsError(f"{name} must be {allowed}, got {value!r}")
 
 
-def _breakers(value: Any) -> tuple[tuple[int, ...], ...]:
-    allowed = "token ids, and runs of token ids"
+def _check_breakers(value: Any) -> tuple[tuple[int, ...], ...]:
+    allowed = "a list of token ids and of sequences of token ids"
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise SettingsError(f"dry_breakers was {value!r}; it may hold {allowed}")
-    runs: list[tuple[int, ...]] = []
+        raise SettingsError(f"dry_breakers must be {allowed}, got {value!r}")
+    breakers: list[tuple[int, ...]] = []
     for item in value:
-        whole = _is_whole(item)
-        run = (item,) if whole else tuple(item) if isinstance(item, tuple | list) else ()
-        if not run or not all(_is_whole(token) and token >= 0 for token in run):
-            raise SettingsError(f"dry_breakers held {item!r}; it may hold {allowed}")
-        runs.append(run)
-    return tuple(runs)
+        if _is_int(item):
+            breaker = (item,)
+        else:
+            breaker = tuple(item) if isinstance(item, tuple | list) else ()
+        if not breaker or not all(_is_int(token) and token >= 0 for token in breaker):
+            raise SettingsError(f"dry_breakers must be {allowed}, got {item!r} in it")
+        breakers.append(breaker)
+    return tuple(breakers)
 
 
-def _bias(value: Any) -> dict[int, float]:
+def _check_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise SettingsError(f"logit_bias was {value!r}; it may map token ids to numbers")
+        raise SettingsError(f"logit_bias must map token ids to numbers, got {value!r}")
     for token, amount in value.items():
-        if not _is_whole(token) or token < 0:
-            raise SettingsError(f"logit_bias named token {token!r}; it may be a token id")
+        if not _is_int(token) or token < 0:
+            raise SettingsError(
+                f"logit_bias must map token ids to numbers, got the token {token!r}"
+            )
         if not _is_number(amount) or math.isnan(amount):
             raise SettingsError(
-                f"logit_bias of token {token} was {amount!r}; it may be a number, -inf or +inf"
+                f"logit_bias of token {token} must be a number, -inf or +inf, got {amount!r}"
             )
     return {token: float(amount) for token, amount in value.items()}
 
 
-def _stages(value: Any, usual: tuple[str, ...]) -> tuple[str | OwnStage, ...]:
+def _check_stages(value: Any, default_stages: tuple[str, ...]) -> tuple[str | OwnStage, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise SettingsError(
-            f"stages was {value!r}; it may be a list of functions, `...` for the usual stages, and "
-            + ", ".join(STAGE_SETTINGS)
+            f"stages must be a list of functions, `...` (the default stages) and stage names, got "
+            f"{value!r}; stage names: {', '.join(STAGE_SETTINGS)}"
         )
     stages: list[str | OwnStage] = []
     for item in value:
-        found = usual if item is ... else (_stage(item),)
-        for stage in found:
+        for stage in default_stages if item is ... else (_check_stage(item),):
             if stage in stages:
-                raise SettingsError(f"stages names {stage!r} twice; each may stand once")
+                raise SettingsError(f"stages contains {stage!r} twice")
             stages.append(stage)
     return tuple(stages)
 
 
-def _stage(item: Any) -> str | OwnStage:
+def _check_stage(item: Any) -> str | OwnStage:
     if isinstance(item, OwnStage):
         return item
     if callable(item):
         return OwnStage(item)
     name = item.replace("-", "_") if isinstance(item, str) else item
     if name not in STAGE_SETTINGS:
-        raise SettingsError(f"unknown stage {item!r}{_nearest(str(item), STAGE_SETTINGS)}")
+        raise SettingsError(f"unknown stage {item!r}{_suggest(str(item), STAGE_SETTINGS)}")
     return str(name)

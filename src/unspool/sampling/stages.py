@@ -1,8 +1,8 @@
-"""Every stage by name, and what a stage is.
+"""All stages by name, and the interface of a stage.
 
-A stage takes the candidates of all rows and gives those that remain, or the same with other logits.
-It changes nothing it is given (but `revise` may write into the copy that another `revise` has just
-made: `Candidates.passing`), keeps nothing between steps, and treats each row as if alone.
+A stage takes the candidates of all rows and returns the remaining ones, or the same with other
+logits. It does not modify its input (but `revise` may overwrite the private copy of another
+`revise`: `Candidates.is_scratch`), has no state, and treats each row independently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unspool.sampling.truncation import Eta, MinP, Mirostat, TopK, TopNSigma, To
 
 
 class Stage(Protocol):
-    """One step of the chain, for all rows of a batch at once."""
+    """One step of the chain, for all rows of a batch."""
 
     @property
     def name(self) -> str: ...

@@ -1,7 +1,7 @@
 """Stages that remove candidates: top-k, top-p, min-p, typical, eta, top-n-sigma, XTC, mirostat.
 
-At least one candidate is always kept. Over a whole vocabulary the stages look only at as many of
-the likeliest as decide: a few are taken, checked whether they suffice, and more taken where not.
+At least one candidate is always kept. On a whole vocabulary the stages sort only a few of the most
+likely candidates first, and more if these are not enough.
 """
 
 from __future__ import annotations
@@ -12,51 +12,51 @@ from unspool.sampling.candidates import INF, SLACK, Candidates
 from unspool.sampling.draw import XTC_STREAM
 from unspool.sampling.rows import Rows
 
-FIRST_LOOK = 128
-"""How many of the likeliest are looked at first."""
-WIDER = 8
-"""How many times more, when these do not suffice."""
+FIRST_CANDIDATES = 128
+"""Number of most likely candidates that are sorted first."""
+GROWTH = 8
+"""Factor by which it grows if these are not enough."""
 
 
 class TopK:
-    """Keeps the k likeliest; of equals at the border, those with the lower id."""
+    """Keeps the k most likely; ties are broken by lower id."""
 
     name = "top_k"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         counts = [s.top_k for s in rows.settings]
-        few = candidates.lead(max(counts))
+        truncated = candidates.top(max(counts))
         if min(counts) == max(counts):
-            return few
-        return few.first(rows.column("top_k", few.logits)[:, 0])
+            return truncated
+        return truncated.first_n(rows.column("top_k", truncated.logits)[:, 0])
 
 
 class TopP:
-    """Keeps the fewest, likeliest first, whose mass reaches p, the one that crosses it included."""
+    """Keeps the smallest set of most likely candidates whose mass reaches p."""
 
     name = "top_p"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         ops = candidates.ops
-        whole = candidates.measure()
-        goal = rows.column("top_p", whole.total) * (1 - SLACK) * whole.total
+        stats = candidates.softmax_stats()
+        goal = rows.column("top_p", stats.total) * (1 - SLACK) * stats.total
         width = candidates.logits.shape[-1]
-        look = width if candidates.ordered else FIRST_LOOK
+        count = width if candidates.is_sorted else FIRST_CANDIDATES
         while True:
-            few, _, running = candidates.line(look)
-            if look >= width or bool((running[:, -1:] >= goal).all()):
-                return few.first(ops.count(running < goal) + 1)
-            look *= WIDER
+            truncated, _, running = candidates.cumulative(count)
+            if count >= width or bool((running[:, -1:] >= goal).all()):
+                return truncated.first_n(ops.count(running < goal) + 1)
+            count *= GROWTH
 
 
 class MinP:
-    """Keeps candidates at least min_p times as probable as the likeliest."""
+    """Keeps candidates with at least min_p times the top probability."""
 
     name = "min_p"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         peak = candidates.peak()
-        return candidates.above(peak + candidates.ops.log(rows.column("min_p", peak)))
+        return candidates.at_or_above(peak + candidates.ops.log(rows.column("min_p", peak)))
 
 
 class Eta:
@@ -66,101 +66,100 @@ class Eta:
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         ops = candidates.ops
-        whole = candidates.measure(entropy=True)
-        log_epsilon = ops.log(rows.column("eta", whole.peak))
-        log_least = ops.minimum(log_epsilon, 0.5 * log_epsilon - whole.entropy)
-        return candidates.above(whole.peak + ops.log(whole.total) + log_least)
+        stats = candidates.softmax_stats(entropy=True)
+        log_epsilon = ops.log(rows.column("eta", stats.peak))
+        log_bound = ops.minimum(log_epsilon, 0.5 * log_epsilon - stats.entropy)
+        return candidates.at_or_above(stats.peak + ops.log(stats.total) + log_bound)
 
 
 class TopNSigma:
-    """Keeps logits within n standard deviations of the best one."""
+    """Keeps logits within n standard deviations of the largest."""
 
     name = "top_n_sigma"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         ops = candidates.ops
         peak = candidates.peak()
-        kept = candidates.logits > -INF
+        mask = candidates.logits > -INF
         if candidates.ids is None:
-            variance = ops.variance(candidates.logits, kept)
+            variance = ops.variance(candidates.logits, mask)
         else:
-            number = ops.like(ops.count(kept), peak)[:, None]
-            mean = ops.where(kept, candidates.logits, 0.0).cumsum(-1)[:, -1:] / number
-            square = ops.where(kept, candidates.logits - mean, 0.0) ** 2
-            variance = square.cumsum(-1)[:, -1:] / number
-        return candidates.above(peak - rows.column("top_n_sigma", peak) * variance**0.5)
+            num_candidates = ops.to_array_like(ops.count(mask), peak)[:, None]
+            mean = ops.where(mask, candidates.logits, 0.0).cumsum(-1)[:, -1:] / num_candidates
+            square = ops.where(mask, candidates.logits - mean, 0.0) ** 2
+            variance = square.cumsum(-1)[:, -1:] / num_candidates
+        return candidates.at_or_above(peak - rows.column("top_n_sigma", peak) * variance**0.5)
 
 
 class Typical:
-    """Keeps those whose surprise is nearest the entropy, nearest first, until their mass reaches p.
+    """Keeps candidates whose surprisal is nearest the entropy, until their mass reaches p.
 
-    The one that crosses is included. (Meister et al. 2022)
+    (Meister et al. 2022)
     """
 
     name = "typical_p"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         ops = candidates.ops
-        candidates = candidates if candidates.by_id else candidates.in_order()
-        whole = candidates.measure(entropy=True)
-        surprise_is_entropy = whole.peak + ops.log(whole.total) - whole.entropy
-        nearness = -abs(ops.double(candidates.logits) - surprise_is_entropy)
-        goal = rows.column("typical_p", whole.total) * (1 - SLACK) * whole.total
+        candidates = candidates if candidates.sorted_by_id else candidates.sort_by_logit()
+        stats = candidates.softmax_stats(entropy=True)
+        typical_logit = stats.peak + ops.log(stats.total) - stats.entropy
+        closeness = -abs(ops.to_float64(candidates.logits) - typical_logit)
+        goal = rows.column("typical_p", stats.total) * (1 - SLACK) * stats.total
         width = candidates.logits.shape[-1]
-        look = FIRST_LOOK
+        count = FIRST_CANDIDATES
         while True:
-            _, columns = ops.leading(nearness, look)
-            near = ops.double(ops.take(candidates.logits, columns))
-            weights = ops.exp(near - whole.peak)
+            _, columns = ops.largest(closeness, count)
+            nearest = ops.to_float64(ops.take_columns(candidates.logits, columns))
+            weights = ops.exp(nearest - stats.peak)
             running = weights.cumsum(-1)
-            if look >= width or bool((running[:, -1:] >= goal).all()):
-                return candidates.chosen(columns, running - weights < goal)
-            look *= WIDER
+            if count >= width or bool((running[:, -1:] >= goal).all()):
+                return candidates.select(columns, running - weights < goal)
+            count *= GROWTH
 
 
 class Xtc:
-    """Exclude top choices: at its probability, drops all with p ≥ threshold but the least likely.
+    """Exclude top choices: with a probability, drops all with p ≥ threshold but the least likely.
 
-    The coin is tossed from the row's own counter, in another stream than the token's draw.
+    Its random number has another stream than that of the token.
     """
 
     name = "xtc"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         ops = candidates.ops
-        candidates = candidates if candidates.by_id else candidates.in_order()
-        whole = candidates.measure()
-        coin = ops.like(rows.uniform(XTC_STREAM), whole.peak)[:, None]
-        tossed = coin < rows.column("xtc_probability", whole.peak)
-        threshold = ops.log(rows.column("xtc_threshold", whole.peak))
-        bound = whole.peak + ops.log(whole.total) + threshold - SLACK
+        candidates = candidates if candidates.sorted_by_id else candidates.sort_by_logit()
+        stats = candidates.softmax_stats()
+        random = ops.to_array_like(rows.uniform(XTC_STREAM), stats.peak)[:, None]
+        is_active = random < rows.column("xtc_probability", stats.peak)
+        threshold = ops.log(rows.column("xtc_threshold", stats.peak))
+        bound = stats.peak + ops.log(stats.total) + threshold - SLACK
         logits = candidates.logits
-        top = (logits >= ops.like(bound, logits)) & (logits > -INF) & tossed
-        least = ops.amin(ops.where(top, logits, INF))
-        spared = ops.last_true(top & (logits == least))[:, None]
-        dropped = top & (ops.columns(logits) != spared)
-        return candidates.with_logits(ops.where(dropped, -INF, logits))
+        is_top = (logits >= ops.to_array_like(bound, logits)) & (logits > -INF) & is_active
+        lowest = ops.amin(ops.where(is_top, logits, INF))
+        kept_column = ops.last_true(is_top & (logits == lowest))[:, None]
+        is_dropped = is_top & (ops.column_index(logits) != kept_column)
+        return candidates.with_logits(ops.where(is_dropped, -INF, logits))
 
 
 class Mirostat:
-    """Mirostat v2: keeps candidates whose surprise in bits is at most mu.
+    """Mirostat v2: keeps candidates whose surprisal in bits is at most mu.
 
-    Mu moves after each pick so that the mean surprise stays near tau: see `mirostat_next`.
+    Mu is adjusted after each token so that the mean surprisal stays near tau: `mirostat_next`.
     """
 
     name = "mirostat"
 
     def apply(self, candidates: Candidates, rows: Rows) -> Candidates:
         ops = candidates.ops
-        whole = candidates.measure()
-        mu = ops.like(rows.mirostat_mu(), whole.peak)
-        return candidates.above(whole.peak + ops.log(whole.total) - mu * math.log(2))
+        stats = candidates.softmax_stats()
+        mu = ops.to_array_like(rows.mirostat_mu(), stats.peak)
+        return candidates.at_or_above(stats.peak + ops.log(stats.total) - mu * math.log(2))
 
 
 def mirostat_next(mu: float, probability: float, tau: float, eta: float) -> float:
-    """Mu for the next token: mu - eta · (surprise of the pick - tau).
+    """Mu for the next token: mu - eta · (surprisal of the pick - tau).
 
-    The surprise is that of the pick in the distribution drawn from (after truncation), as in
-    llama.cpp, so that values of tau mean the same here.
+    The surprisal is that after truncation, as in llama.cpp, so that tau has the same meaning.
     """
     return mu - eta * (-math.log2(probability) - tau)

@@ -1,13 +1,11 @@
-"""What watching a text is: guards, their watches, the trouble they find; and the simpler guards.
+"""Interfaces of guards and monitors, and the simpler guards.
 
-A `Guard` is a setting, shared and never changed. Its `Watch` follows one text, is told each new
-token, and says when something is wrong and where it began. A watch can be taken back to any earlier
-length, and is then in every respect the watch of that shorter text: all that it keeps is kept per
-token, and nothing is looked at twice without a bound.
+A `Guard` is an immutable setting. Its `GuardMonitor` follows one text token by token, and reports
+what went wrong and where that started. A monitor can be rewound to any earlier length, and is then
+in the state of that shorter text: its state is stored per token, and the work per token is bounded.
 
-`BannedGuard` finds words and patterns, `SurpriseGuard` what the model itself did not expect,
-`PredicateGuard` what a caller's function finds. Loops are in `loops.py`; what is done about trouble
-is in `guards.py`.
+`BannedGuard` finds words and patterns, `SurpriseGuard` tokens that the model did not expect,
+`PredicateGuard` calls a caller's function. `LoopGuard` finds loops. `GuardPolicy` says what to do.
 """
 
 from __future__ import annotations
@@ -22,98 +20,98 @@ from typing import Any, Protocol
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.patterns import LinearPattern, compile_linear, waits_for_more
 
-_LONGEST_WORD = 1000  # characters
-_MOST_WORDS = 100_000  # characters of all together
+_MAX_WORD = 1000  # characters
+_MAX_TOTAL = 100_000  # characters of all words together
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
-Judge = Callable[[str, Sequence[int]], Any]
+Predicate = Callable[[str, Sequence[int]], Any]
 """A caller's function of the text and the tokens so far."""
 
 
 class GuardError(UnspoolError):
-    """A caller's own predicate failed: an engine ends that request, and no other."""
+    """A caller's predicate failed: the engine fails that request only."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """What went wrong, and at which of the generated tokens it began: the one to forbid there."""
+class Violation:
+    """What went wrong, and the index of the generated token at which it started."""
 
     guard: str
     start: int
     reason: str
 
 
-class Watch(Protocol):
-    """One text being watched."""
+class GuardMonitor(Protocol):
+    """Monitors one text."""
 
-    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Trouble | None:
-        """The next token: its bytes, its log-probability, and how unsure the model was (nats)."""
+    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Violation | None:
+        """Add a token: its bytes, its log-probability, and the model's entropy (nats)."""
 
-    def finish(self) -> Trouble | None:
-        """Nothing follows: trouble that only the end makes certain ("cat" was no "catalog")."""
+    def finish(self) -> Violation | None:
+        """End of text: report violations that only the end makes certain ("cat", not "catalog")."""
 
     def rewind(self, length: int) -> None:
-        """Forget every token from index `length` on."""
+        """Drop all tokens from index `length` on."""
 
 
 class Guard(Protocol):
-    """What to look for."""
+    """A kind of violation to look for."""
 
     @property
     def name(self) -> str: ...
 
-    def start(self) -> Watch: ...
+    def start(self) -> GuardMonitor: ...
 
 
-class Watched:
-    """Tokens and their text: which characters are whole by now, and which token began each."""
+class MonitoredText:
+    """Tokens and their text: the complete characters, and the token that each started in."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.parts: list[str] = []  # the characters that each token made whole
-        self._pending: list[bytes] = []  # after each token: bytes of an unfinished character
-        self._reach: list[int] = []  # after each token: characters begun
-        self._whole: list[int] = []  # after each token: characters whole
+        self.parts: list[str] = []  # characters that each token completed
+        self._pending: list[bytes] = []  # after each token: bytes of an incomplete character
+        self._started: list[int] = []  # after each token: characters started
+        self._complete: list[int] = []  # after each token: complete characters
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def length(self) -> int:
-        """How many whole characters there are."""
-        return self._whole[-1] if self._whole else 0
+        """Number of complete characters."""
+        return self._complete[-1] if self._complete else 0
 
     def push(self, token: int, piece: bytes) -> str:
-        """Add a token; gives the characters that are whole with it."""
+        """Add a token; return the characters that it completes."""
         pending = self._pending[-1] if self._pending else b""
-        if not pending and piece.isascii():  # nearly always: spares a decoder
-            part = piece.decode("ascii")
+        if not pending and piece.isascii():  # the common case needs no decoder
+            completed = piece.decode("ascii")
         else:
             decoder = _Decoder("replace")
             decoder.setstate((pending, 0))
-            part = decoder.decode(piece)
+            completed = decoder.decode(piece)
             pending = decoder.getstate()[0]
-        whole = self.length + len(part)
+        complete = self.length + len(completed)
         self.tokens.append(token)
-        self.parts.append(part)
+        self.parts.append(completed)
         self._pending.append(pending)
-        self._whole.append(whole)
-        self._reach.append(whole + bool(pending))
-        return part
+        self._complete.append(complete)
+        self._started.append(complete + bool(pending))
+        return completed
 
     def rewind(self, length: int) -> None:
-        for column in (self.tokens, self.parts, self._pending, self._whole, self._reach):
+        for column in (self.tokens, self.parts, self._pending, self._complete, self._started):
             del column[length:]
 
-    def owner(self, character: int) -> int:
-        """The token that holds a character's first byte."""
-        return bisect_right(self._reach, character)
+    def token_at(self, character: int) -> int:
+        """Index of the token that has a character's first byte."""
+        return bisect_right(self._started, character)
 
     def tail(self, characters: int) -> tuple[str, int]:
-        """At least that many of the last characters, cut between tokens; where they begin."""
-        first = bisect_right(self._whole, max(0, self.length - characters))
-        begin = self._whole[first - 1] if first else 0
-        return "".join(self.parts[first:]), begin
+        """At least the last `characters` characters, cut between tokens, and their start."""
+        first = bisect_right(self._complete, max(0, self.length - characters))
+        start_char = self._complete[first - 1] if first else 0
+        return "".join(self.parts[first:]), start_char
 
 
 # -- banned words and patterns --------------------------------------------------------------
@@ -121,11 +119,11 @@ class Watched:
 
 @dataclass(frozen=True)
 class BannedGuard:
-    """Words, phrases and regular expressions that may not be written.
+    """Banned words, phrases and regular expressions.
 
-    They are found across the borders of tokens, as soon as they are certain: a whole word when
-    what follows it shows that it has ended. A pattern (RE2 syntax, see `patterns.py`) is searched
-    for in the last `window` characters before each new piece; a longer match is not seen.
+    They are found across token borders as soon as they are certain: a whole word once the next
+    character shows that it ended. A pattern (RE2 syntax, see `compile_linear`) is searched in the
+    last `window` characters before each new token; longer matches are not found.
     """
 
     words: tuple[str, ...] = ()
@@ -134,23 +132,23 @@ class BannedGuard:
     whole_words: bool = True
     window: int = 256
     name: str = "ban"
-    _phrases: _Phrases = field(init=False, repr=False, compare=False)
-    # Each with whether the next character may undo a match.
+    _phrases: BannedPhrases = field(init=False, repr=False, compare=False)
+    # Each with whether the next character may invalidate a match.
     _searches: tuple[tuple[LinearPattern, bool], ...] = field(
         default=(), init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
         for name in ("words", "patterns"):
-            given = getattr(self, name)
-            strings = (given,) if isinstance(given, str) else tuple(given)
+            value = getattr(self, name)
+            strings = (value,) if isinstance(value, str) else tuple(value)
             if not all(isinstance(item, str) and item for item in strings):
-                raise SettingsError(f"{name} of a ban held {given!r}; it may hold texts, not empty")
+                raise SettingsError(f"{name} of a ban must be nonempty strings, got {value!r}")
             object.__setattr__(self, name, strings)
         if not self.words and not self.patterns:
             raise SettingsError("a ban needs words or patterns, such as ban=foo|bar")
-        whole_number("window", self.window, 1)
-        phrases = _Phrases(self.words, self.ignore_case, self.whole_words)
+        check_int("window", self.window, 1)
+        phrases = BannedPhrases(self.words, self.ignore_case, self.whole_words)
         object.__setattr__(self, "_phrases", phrases)
         searches = tuple(
             (compile_linear(pattern, ignore_case=self.ignore_case), waits_for_more(pattern))
@@ -160,23 +158,22 @@ class BannedGuard:
 
     @property
     def instructions(self) -> int:
-        """The size of the compiled patterns, which bounds their work on a token."""
+        """Size of the compiled patterns, which bounds the work per token."""
         return sum(pattern.programsize for pattern, _ in self._searches)
 
-    def start(self) -> BannedWatch:
-        return BannedWatch(self)
+    def start(self) -> BannedMonitor:
+        return BannedMonitor(self)
 
 
-class _Phrases:
-    """Banned words and phrases, looked up by their lengths: the work on a character does not grow
-    with how many there are."""
+class BannedPhrases:
+    """Banned words and phrases, looked up by length: the work does not grow with their number."""
 
     def __init__(self, words: Sequence[str], ignore_case: bool, whole_words: bool) -> None:
         size = sum(map(len, words))
-        if any(len(word) > _LONGEST_WORD for word in words) or size > _MOST_WORDS:
+        if any(len(word) > _MAX_WORD for word in words) or size > _MAX_TOTAL:
             raise SettingsError(
                 f"the banned words have {size:,} characters, the longest {max(map(len, words)):,}; "
-                f"at most {_MOST_WORDS:,} are allowed, and {_LONGEST_WORD:,} in one of them"
+                f"the maximum is {_MAX_TOTAL:,} in total and {_MAX_WORD:,} per word"
             )
         self._ignore_case, self._whole_words = ignore_case, whole_words
         self._words = frozenset(self._fold(word) for word in words)
@@ -184,8 +181,10 @@ class _Phrases:
         self.longest = max(self._lengths, default=0)
 
     def find(self, text: str, first: int, ended: bool) -> tuple[int, int] | None:
-        """The leftmost phrase that ends at `first` or behind it, and of these the longest: where
-        it starts and ends. One whose end the next character may undo is not found yet."""
+        """Start and end of the leftmost, then longest phrase that ends at `first` or later.
+
+        A phrase that the next character may still extend is not reported yet.
+        """
         folded, best = self._fold(text), None
         for end in range(max(1, first), len(text) + 1):
             for length in self._lengths:
@@ -199,7 +198,7 @@ class _Phrases:
         return best
 
     def _is_whole(self, text: str, start: int, end: int, ended: bool) -> bool:
-        # A border is only asked for where the phrase itself ends in a letter: "C++" has one side.
+        # A border is required only where the phrase ends in a letter: "C++" has one on the left.
         if start and _is_letter(text[start]) and _is_letter(text[start - 1]):
             return False
         if not _is_letter(text[end - 1]):
@@ -207,54 +206,54 @@ class _Phrases:
         return ended if end == len(text) else not _is_letter(text[end])
 
     def _fold(self, text: str) -> str:
-        """The text as it is compared: of the same length, whatever the case."""
+        """Fold the case without changing the length."""
         if not self._ignore_case:
             return text
         if text.isascii():
             return text.lower()
-        return "".join(low if len(low := one.casefold()) == 1 else one for one in text)
+        return "".join(low if len(low := char.casefold()) == 1 else char for char in text)
 
 
 def _is_letter(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-class BannedWatch:
-    """The text so far, searched at its end."""
+class BannedMonitor:
+    """Searches the end of the text for banned phrases."""
 
     def __init__(self, guard: BannedGuard) -> None:
         self._guard = guard
-        self._text = Watched()
+        self._text = MonitoredText()
 
-    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Trouble | None:
-        fresh = self._text.push(token, piece)
-        return self._search(len(fresh), ended=False) if fresh else None
+    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Violation | None:
+        new_chars = self._text.push(token, piece)
+        return self._search(len(new_chars), ended=False) if new_chars else None
 
-    def finish(self) -> Trouble | None:
+    def finish(self) -> Violation | None:
         return self._search(0, ended=True)
 
-    def _search(self, fresh: int, ended: bool) -> Trouble | None:
+    def _search(self, new_chars: int, ended: bool) -> Violation | None:
         matches: list[tuple[int, str]] = []
-        guard, known = self._guard, self._text.length - fresh
+        guard, searched_until = self._guard, self._text.length - new_chars
         if guard.words:
-            # One more character is fetched than searched, to see what stands before.
-            text, begin = self._text.tail(fresh + guard._phrases.longest + 1)
-            place = guard._phrases.find(text, known - begin, ended)
-            if place is not None:
-                matches.append((begin + place[0], text[place[0] : place[1]]))
-        for pattern, waits in guard._searches:
-            text, begin = self._text.tail(fresh + guard.window + 1)
-            at = max(0, known - begin - guard.window)
+            # One more character is fetched than searched: the one before a phrase.
+            text, start_char = self._text.tail(new_chars + guard._phrases.longest + 1)
+            span = guard._phrases.find(text, searched_until - start_char, ended)
+            if span is not None:
+                matches.append((start_char + span[0], text[span[0] : span[1]]))
+        for pattern, may_change in guard._searches:
+            text, start_char = self._text.tail(new_chars + guard.window + 1)
+            at = max(0, searched_until - start_char - guard.window)
             for match in pattern.finditer(text, at):
-                undecided = waits and not ended and match.end() == len(text)
-                if match.end() > match.start() and not undecided:
-                    matches.append((begin + match.start(), match.group()))
+                is_undecided = may_change and not ended and match.end() == len(text)
+                if match.end() > match.start() and not is_undecided:
+                    matches.append((start_char + match.start(), match.group()))
                     break
         if not matches:
             return None
-        start, banned = min(matches, key=lambda match: match[0])
-        reason = f"{brief(banned)} is banned"
-        return Trouble(guard.name, self._text.owner(start), reason)
+        start, phrase = min(matches, key=lambda match: match[0])
+        reason = f"{shorten(phrase)} is banned"
+        return Violation(guard.name, self._text.token_at(start), reason)
 
     def rewind(self, length: int) -> None:
         self._text.rewind(length)
@@ -265,11 +264,11 @@ class BannedWatch:
 
 @dataclass(frozen=True)
 class SurpriseGuard:
-    """What the model itself did not expect: one token, or a stretch of them.
+    """Tokens that the model did not expect: one, or several in a row.
 
-    A token's surprise is -log p in nats. `spike` bounds that of a single token, `mean` that of
-    the last `window` tokens on average; None leaves one out. With `beyond_entropy` the surprise
-    that was to be expected is taken off: a rare name is no spike where any name would be rare.
+    A token's surprisal is -log p in nats. `spike` limits that of a single token, `mean` the average
+    of the last `window` tokens; None: no limit. With `beyond_entropy` the entropy is subtracted: a
+    rare name is no spike where any name would be rare.
     """
 
     spike: float | None = 10.0
@@ -280,112 +279,112 @@ class SurpriseGuard:
 
     def __post_init__(self) -> None:
         for name in ("spike", "mean"):
-            level = getattr(self, name)
-            number = isinstance(level, int | float) and not isinstance(level, bool)
-            if level is not None and not (number and math.isfinite(level) and level > 0):
-                raise SettingsError(f"{name} of surprise was {level!r}; it may be nats, above 0")
+            limit = getattr(self, name)
+            is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+            if limit is not None and not (is_number and math.isfinite(limit) and limit > 0):
+                raise SettingsError(f"{name} of surprise must be > 0 nats, got {limit!r}")
         if self.spike is None and self.mean is None:
             raise SettingsError("a surprise guard needs a spike or a mean, such as surprise=8")
-        whole_number("window", self.window, 1)
+        check_int("window", self.window, 1)
 
-    def start(self) -> SurpriseWatch:
-        return SurpriseWatch(self)
+    def start(self) -> SurpriseMonitor:
+        return SurpriseMonitor(self)
 
 
-class SurpriseWatch:
-    """The surprise of each token so far."""
+class SurpriseMonitor:
+    """Surprisal of each token so far."""
 
     def __init__(self, guard: SurpriseGuard) -> None:
         self._guard = guard
-        self._surprises: list[float] = []
+        self._surprisals: list[float] = []
 
-    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Trouble | None:
-        guard, past = self._guard, self._surprises
-        past.append(-logprob - (entropy if guard.beyond_entropy else 0.0))
-        if guard.spike is not None and past[-1] > guard.spike:
-            reason = f"a surprise of {past[-1]:.1f} nats, above {guard.spike:g}"
-            return Trouble(guard.name, len(past) - 1, reason)
-        if guard.mean is not None and len(past) >= guard.window:
-            # Summed anew: a running sum would round differently after a rewind.
-            mean = math.fsum(past[-guard.window :]) / guard.window
+    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Violation | None:
+        guard, surprisals = self._guard, self._surprisals
+        surprisals.append(-logprob - (entropy if guard.beyond_entropy else 0.0))
+        if guard.spike is not None and surprisals[-1] > guard.spike:
+            reason = f"a surprise of {surprisals[-1]:.1f} nats, above {guard.spike:g}"
+            return Violation(guard.name, len(surprisals) - 1, reason)
+        if guard.mean is not None and len(surprisals) >= guard.window:
+            # Not a running sum: it would round differently after a rewind.
+            mean = math.fsum(surprisals[-guard.window :]) / guard.window
             if mean > guard.mean:
                 reason = f"{guard.window} tokens of {mean:.1f} nats each, above {guard.mean:g}"
-                return Trouble(guard.name, len(past) - guard.window, reason)
+                return Violation(guard.name, len(surprisals) - guard.window, reason)
         return None
 
-    def finish(self) -> Trouble | None:
+    def finish(self) -> Violation | None:
         return None
 
     def rewind(self, length: int) -> None:
-        del self._surprises[length:]
+        del self._surprisals[length:]
 
 
-# -- a caller's own function ----------------------------------------------------------------
+# -- a caller's function --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PredicateGuard:
-    """A caller's function of (text so far, tokens so far), asked after every token.
+    """A caller's function of (text so far, tokens so far), called after every token.
 
-    It answers None or False (all is well), True (the last token is wrong), the index of the token
-    at which it went wrong, or a reason in words. It must depend on nothing but what it is given.
+    It returns None or False (no violation), True (the last token is wrong), the index of the first
+    wrong token, or a reason as a string. It must be a pure function of its arguments.
     """
 
-    judge: Judge
+    predicate: Predicate
     name: str = "predicate"
 
     def __post_init__(self) -> None:
-        if not callable(self.judge):
-            raise SettingsError(f"a predicate was {self.judge!r}; it may be a function")
+        if not callable(self.predicate):
+            raise SettingsError(f"a predicate must be callable, got {self.predicate!r}")
 
-    def start(self) -> PredicateWatch:
-        return PredicateWatch(self)
+    def start(self) -> PredicateMonitor:
+        return PredicateMonitor(self)
 
 
-class PredicateWatch:
-    """The whole text, as the function wants it."""
+class PredicateMonitor:
+    """Keeps the full text for the function."""
 
     def __init__(self, guard: PredicateGuard) -> None:
         self._guard = guard
-        self._text = Watched()
-        self._whole = ""
+        self._text = MonitoredText()
+        self._complete = ""
 
-    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Trouble | None:
-        self._whole += self._text.push(token, piece)
-        return self._ask()
+    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Violation | None:
+        self._complete += self._text.push(token, piece)
+        return self._call()
 
-    def finish(self) -> Trouble | None:
+    def finish(self) -> Violation | None:
         return None
 
-    def _ask(self) -> Trouble | None:
+    def _call(self) -> Violation | None:
         name, last = self._guard.name, len(self._text) - 1
         try:
-            answer = self._guard.judge(self._whole, tuple(self._text.tokens))
+            result = self._guard.predicate(self._complete, tuple(self._text.tokens))
         except Exception as error:
             raise GuardError(f"the guard {name!r} failed at token {last}: {error!r}") from error
-        if answer is None or answer is False:
+        if result is None or result is False:
             return None
-        if answer is True:
-            return Trouble(name, last, f"{name} refused the text")
-        if isinstance(answer, str):
-            return Trouble(name, last, answer)
-        if isinstance(answer, int) and 0 <= answer <= last:
-            return Trouble(name, answer, f"{name} refused the text from token {answer}")
+        if result is True:
+            return Violation(name, last, f"{name} rejected the text")
+        if isinstance(result, str):
+            return Violation(name, last, result)
+        if isinstance(result, int) and 0 <= result <= last:
+            return Violation(name, result, f"{name} rejected the text from token {result} on")
         raise GuardError(
-            f"the guard {name!r} answered {answer!r} at token {last}; it may answer None, True, "
+            f"the guard {name!r} returned {result!r} at token {last}; it must return None, True, "
             f"False, a reason, or an index from 0 to {last}"
         )
 
     def rewind(self, length: int) -> None:
         self._text.rewind(length)
-        self._whole = self._whole[: self._text.length]
+        self._complete = self._complete[: self._text.length]
 
 
-def whole_number(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SettingsError(f"{name} was {value!r}; it may be a whole number of {least} or more")
+def check_int(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise SettingsError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
-def brief(text: str) -> str:
-    """A piece of text for a reason: on one line, and not long."""
+def shorten(text: str) -> str:
+    """Shorten text for a message, on one line."""
     return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -25,21 +25,21 @@ def a_layer(
     norm: bool = False,
     sinks: bool = False,
     context: int = 4096,
-    **more: Any,
+    **options: Any,
 ) -> AttentionLayer:
     rotary = head_width if rotary is None else rotary
-    made = torch.Generator().manual_seed(heads)
+    generator = torch.Generator().manual_seed(heads)
     angles = torch.arange(context)[:, None] / 50 ** torch.linspace(0, 1, max(rotary // 2, 1))
 
     def gain() -> Tensor | None:
-        return torch.rand(head_width, generator=made) + 0.5 if norm else None
+        return torch.rand(head_width, generator=generator) + 0.5 if norm else None
 
-    settings: dict[str, Any] = {"scale": head_width**-0.5, "softcap": 0.0, "window": 0} | more
+    settings: dict[str, Any] = {"scale": head_width**-0.5, "softcap": 0.0, "window": 0} | options
     return AttentionLayer(
         heads=heads, kv_heads=kv_heads, head_width=head_width, norm_eps=1e-5,
         q_norm=gain(), k_norm=gain(),
         cosine=angles.cos() if rotary else None, sine=angles.sin() if rotary else None,
-        sinks=torch.randn(heads, generator=made) if sinks else None, **settings,
+        sinks=torch.randn(heads, generator=generator) if sinks else None, **settings,
     )  # fmt: skip
 
 
@@ -87,16 +87,16 @@ def some_texts(
     device: str = "cpu",
     seed: int = 0,
 ) -> Texts:
-    """Texts of so many tokens, the last `counts` of them new (their keys not yet in the pages)."""
+    """Texts of these lengths, the last `counts` tokens new (their keys not yet in the pages)."""
     rng = np.random.default_rng(seed)
     columns = -(-max(lengths) // PAGE_SIZE) + 1
     used = len(lengths) * columns
     table = rng.permutation(used).reshape(len(lengths), columns)
     rows = rng.permutation(len(lengths))  # a text's line of the table is not its number
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     shape = (used * PAGE_SIZE, layer.kv_heads, layer.head_width)
-    keys = torch.randn(shape, generator=made).to(dtype)
-    values = torch.randn(shape, generator=made).to(dtype)
+    keys = torch.randn(shape, generator=generator).to(dtype)
+    values = torch.randn(shape, generator=generator).to(dtype)
     n = sum(counts)
     width = (layer.heads + 2 * layer.kv_heads) * layer.head_width
     positions = np.concatenate(
@@ -117,7 +117,7 @@ def some_texts(
         on(positions),
         on(positions + 1 if ends is None else ends),
     )
-    qkv = torch.randn((n, width), generator=made).to(dtype)
+    qkv = torch.randn((n, width), generator=generator).to(dtype)
     return Texts(
         layer, keys.to(device), values.to(device), on(table), qkv.to(device),
         np.concatenate(([0], np.cumsum(counts))), lines,
@@ -136,8 +136,8 @@ def expected(texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
         for part, gain in ((query, layer.q_norm), (key, layer.k_norm))
     )
     keys, values, slots = texts.keys.clone(), texts.values.clone(), _slots(texts)
-    own = slots[torch.arange(len(texts.lines)), texts.lines.positions.long()]
-    keys[own], values[own] = key, value
+    new_slots = slots[torch.arange(len(texts.lines)), texts.lines.positions.long()]
+    keys[new_slots], values[new_slots] = key, value
     out = torch.stack([_mixed(texts, n, query[n], keys[slots[n]], values[slots[n]])
                        for n in range(len(texts.lines))])  # fmt: skip
     return out.to(dtype), keys, values
@@ -151,8 +151,8 @@ def _prepared(x: Tensor, gain: Tensor | None, texts: Texts, dtype: torch.dtype) 
     if layer.cosine is not None and layer.sine is not None:
         cosine, sine = layer.cosine[positions][:, None], layer.sine[positions][:, None]
         half = layer.rotary_width // 2
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        x = torch.cat((a * cosine - b * sine, b * cosine + a * sine, rest), -1)
+        a, b, unrotated = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        x = torch.cat((a * cosine - b * sine, b * cosine + a * sine, unrotated), -1)
     return x.to(dtype)
 
 

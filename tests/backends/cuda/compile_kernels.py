@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from attention_support import a_layer, some_texts
-from cuda_support import language_model, ours
+from cuda_support import cuda_model, language_model
 from packed_support import random_blocks
 from paged_texts import RandomCheckpoint
 from paged_texts import config as shape
-from test_experts import made
+from test_experts import make_experts
 
 from adapter_support import random_adapter
 from heads_support import save_own
@@ -37,9 +37,9 @@ from unspool.backends.cuda.attention import (
     prefill_rows,
     store_keys,
 )
-from unspool.backends.cuda.experts import ExpertScratch, experts
+from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.packing import PACKINGS, packed_parts
+from unspool.backends.cuda.packing import PACKINGS, repack
 from unspool.backends.cuda.products import Around, NormWeights
 from unspool.backends.cuda.weights import fused
 from unspool.decoding.heads.drafter import load_head
@@ -56,11 +56,13 @@ compiled: set[str] = set()
 def compile_instead(kernel: Any, grid: Any) -> Any:
     def launch(*args: Any, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
-        given = dict(zip(kernel.arg_names, args, strict=False)) | named
-        signature, constants, known = {}, {}, {}
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | named
+        signature, constants, attributes = {}, {}, {}
         for place, name in enumerate(kernel.arg_names):
             value = (
-                given[name] or name == "NATIVE" if isinstance(given[name], bool) else given[name]
+                arguments[name] or name == "NATIVE"
+                if isinstance(arguments[name], bool)
+                else arguments[name]
             )
             if name.isupper() and name in named:
                 signature[name], constants[(place,)] = "constexpr", value
@@ -68,61 +70,61 @@ def compile_instead(kernel: Any, grid: Any) -> Any:
             tensor = isinstance(value, torch.Tensor)
             signature[name] = TYPES[value.dtype if tensor else type(value)]
             if tensor:
-                known[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, known)
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, attributes)
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled.add(kernel.fn.__name__)
 
     return launch
 
 
-def attention(dtype: torch.dtype, lines: int, **more: Any) -> None:
-    layer = a_layer(**more)
+def attention(dtype: torch.dtype, lines: int, **options: Any) -> None:
+    layer = a_layer(**options)
     texts = some_texts(layer, [40] * lines, [1] * lines, dtype=dtype)
-    rest = (texts.keys, texts.values, layer, texts.lines)
-    store_keys(texts.qkv, *rest, pdl=True)
+    shared_args = (texts.keys, texts.values, layer, texts.lines)
+    store_keys(texts.qkv, *shared_args, pdl=True)
     for new in (True, False):
-        attend(texts.qkv, texts.out, *rest, texts.scratch, new=new, pdl=True)
-    attend(texts.qkv, texts.out, *rest, texts.scratch, new=True, pieces=4, pdl=True)
+        attend(texts.qkv, texts.out, *shared_args, texts.scratch, new=new, pdl=True)
+    attend(texts.qkv, texts.out, *shared_args, texts.scratch, new=True, pieces=4, pdl=True)
     for exact in (False, True):
         tiles = chunk_tiles(
             np.array([0, lines]), np.array([0]), np.full(lines, 40), layer,
             prefill_rows(dtype, exact),
         )  # fmt: skip
-        prefill(texts.qkv, texts.out, *rest, torch.from_numpy(tiles), exact=exact)
+        prefill(texts.qkv, texts.out, *shared_args, torch.from_numpy(tiles), exact=exact)
 
 
 def routed(dtype: torch.dtype, tokens: int) -> None:
-    _, _, weights = made(8, 2, 128, 96, dtype=dtype)
-    scratch = ExpertScratch.for_lines(tokens, weights.config, weights)
-    given, x = weights.layers[0].experts, torch.zeros(tokens, 128, dtype=dtype)
-    assert given is not None
-    experts(x, given, weights.config, x, scratch, pdl=True)
+    _, _, weights = make_experts(8, 2, 128, 96, dtype=dtype)
+    scratch = ExpertScratch.for_tokens(tokens, weights.config, weights)
+    arguments, x = weights.layers[0].experts, torch.zeros(tokens, 128, dtype=dtype)
+    assert arguments is not None
+    run_experts(x, arguments, weights.config, x, scratch, pdl=True)
 
 
 def packed(kind: str, dtype: torch.dtype) -> None:
-    parts = packed_parts(kind, torch.from_numpy(random_blocks(kind, 64, 1024)))
+    parts = repack(kind, torch.from_numpy(random_blocks(kind, 64, 1024)))
     matrix = PackedMatrix(PACKINGS[kind], parts, 64, 1024, dtype)
     x, out = torch.zeros(1024, dtype=dtype), torch.zeros(64, dtype=dtype)
     by = Around(1e-5, NormWeights(torch.ones(1024)), "silu", gated=True, pdl=True)
     matrix.times_each(x, out[:32], by)
     matrix.times_each(x, out, Around(1e-5, residual=out, pdl=True))
-    matrix.times_many(x[None], out[None])
+    matrix.gemm(x[None], out[None])
 
 
 def adapted(dtype: torch.dtype, rank: int) -> None:
     config = shape(layers=1, width=128, head_width=32)
     weights = fused(load_transformer(RandomCheckpoint(config)).to(dtype))
-    adapters = CudaAdapters(weights, lines=4)
+    adapters = CudaAdapters(weights, rows=4)
     adapters.set(1, random_adapter(config, rank, seed=0))
-    adapt = adapters.on_lines(torch.ones(4, dtype=torch.int32), pdl=True)
+    adapt = adapters.for_rows(torch.ones(4, dtype=torch.int32), pdl=True)
     for matrix in weights.matrices():
         rows, columns = matrix.rows, matrix.columns
         adapt(matrix, torch.zeros(4, columns, dtype=dtype), torch.zeros(4, rows, dtype=dtype))
 
 
 def guessing(dtype: str) -> None:
-    model = ours(RandomCheckpoint(shape(layers=2, width=96, vocab_size=259)), dtype=dtype)
+    model = cuda_model(RandomCheckpoint(shape(layers=2, width=96, vocab_size=259)), dtype=dtype)
     with tempfile.TemporaryDirectory() as folder, language_model(model) as lm:
         save_own(Path(folder), lm, layers=(0, 1, 2))
         head: Any = load_head(Path(folder), lm)

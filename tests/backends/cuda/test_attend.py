@@ -16,35 +16,31 @@ from unspool.backends.cuda.attention import attend, pieces_for, store_keys
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run(texts: Texts, new: bool, **more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(texts: Texts, new: bool, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     texts, out, scratch = texts.copy(), texts.out, texts.scratch
-    more.setdefault("pieces", pieces_for(texts.layer, int(texts.lines.ends.max())))
+    options.setdefault("pieces", pieces_for(texts.layer, int(texts.lines.ends.max())))
     if not new:
         store_keys(texts.qkv, texts.keys, texts.values, texts.layer, texts.lines, pdl=False)
     attend(
         texts.qkv, out, texts.keys, texts.values, texts.layer, texts.lines, scratch,
-        new=new, pdl=False, **more,
+        new=new, pdl=False, **options,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the scratch is clean for the next launch"
     return out, texts.keys, texts.values
 
 
-def check(texts: Texts, new: bool, **more: Any) -> None:
-    for ours, theirs in zip(run(texts, new, **more), expected(texts), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+def check(texts: Texts, new: bool, **options: Any) -> None:
+    for actual, expected_ in zip(run(texts, new, **options), expected(texts), strict=True):
+        torch.testing.assert_close(actual, expected_, rtol=2e-5, atol=2e-5)
 
 
 LAYERS = {
     "plain": {},
-    "partial rotary": {"rotary": 6},
-    "no rotary": {"rotary": 0},
-    "head norm": {"norm": True},
-    "window": {"window": 70},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": True},
+    "no rotary, sinks": {"rotary": 0, "sinks": True},
+    "window, softcap": {"window": 70, "softcap": 3.0},
     "one head each": {"heads": 3, "kv_heads": 3},
     "three a key head": {"heads": 9, "kv_heads": 3, "head_width": 8},
-    "odd width": {"head_width": 20, "rotary": 10, "norm": True},
+    "odd width, partial rotary, head norm": {"head_width": 20, "rotary": 10, "norm": True},
     "wide": {"heads": 2, "kv_heads": 1, "head_width": 80},
     "many a key head": {"heads": 40, "kv_heads": 2},
 }
@@ -54,14 +50,14 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_as_plain_torch(name: str, new: bool):
     layer = a_layer(**LAYERS[name])
-    check(some_texts(layer, [1, 65, 150], [1] * 3, device=DEVICE), new)
+    check(some_texts(layer, [1, 65, 90], [1] * 3, device=DEVICE), new)
 
 
-@pytest.mark.parametrize("window", (0, 500))
+@pytest.mark.parametrize("window", (0, 150))
 def test_long_texts_are_cut_into_pieces(window: int, monkeypatch: pytest.MonkeyPatch):
     cut_small(monkeypatch)
     layer = a_layer(window=window)
-    check(some_texts(layer, [64, 65, 700, 1000], [1] * 4, device=DEVICE), True)
+    check(some_texts(layer, [64, 65, 300], [1] * 3, device=DEVICE), True)
 
 
 def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
@@ -70,7 +66,7 @@ def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
 
 
 @given(
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=2),
     group=st.integers(1, 3),
     kv_heads=st.integers(1, 2),
     head_width=st.sampled_from((8, 12, 16, 24, 32)),
@@ -84,12 +80,12 @@ def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
     pieces=st.sampled_from((4, 30)),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_random_shapes(
     lengths: list[int], group: int, kv_heads: int, new: bool, several: int, many: int, pieces: int,
-    seed: int, **more: Any,
+    seed: int, **options: Any,
 ):  # fmt: skip
-    layer = a_layer(heads=group * kv_heads, kv_heads=kv_heads, **more)
+    layer = a_layer(heads=group * kv_heads, kv_heads=kv_heads, **options)
     texts = some_texts(layer, lengths, [1] * len(lengths), device=DEVICE, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         cut_small(patch, pieces)
@@ -102,27 +98,27 @@ def test_narrow_numbers():
     """In 16 bits; not in bfloat16, since Triton's interpreter multiplies its bits."""
     layer = a_layer(norm=True)
     texts = some_texts(layer, [33, 150], [1, 1], dtype=torch.float16, device=DEVICE)
-    for ours, theirs in zip(run(texts, True), expected(texts), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    for actual, expected_ in zip(run(texts, True), expected(texts), strict=True):
+        torch.testing.assert_close(actual, expected_, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_the_same_bits_alone_and_together_fresh_or_stored(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    lengths = [3, 64, 200, 450]
-    texts = some_texts(a_layer(norm=True), lengths, [1] * 4, dtype=dtype, device=DEVICE)
+    lengths = [3, 64, 200]
+    texts = some_texts(a_layer(norm=True), lengths, [1] * 3, dtype=dtype, device=DEVICE)
     out = run(texts, True)[0]
     assert torch.equal(run(texts, False)[0], out)
     for n, length in enumerate(lengths):
-        one = texts.copy()
-        one.qkv = one.qkv[n : n + 1]
+        alone = texts.copy()
+        alone.qkv = alone.qkv[n : n + 1]
         lines = texts.lines
-        one.lines = attention.Lines(
+        alone.lines = attention.Lines(
             lines.table, lines.lines[n : n + 1], lines.positions[n : n + 1], lines.ends[n : n + 1]
         )
         few = pieces_for(texts.layer, length)
-        assert torch.equal(run(one, True, pieces=few)[0][0], out[n])
+        assert torch.equal(run(alone, True, pieces=few)[0][0], out[n])
     monkeypatch.setattr(attention, "MANY_PROGRAMS", 0)
     assert torch.equal(run(texts, True)[0], out)
 

@@ -17,13 +17,13 @@ from cuda_support import (
     PAGES,
     backend,
     check_picks,
+    cuda_model,
     family,
     language_model,
-    ours,
     pick_rows,
-    plain,
     prompts,
     read_in_many_ways,
+    torch_model,
     written,
 )
 from paged_texts import Library, RandomCheckpoint, batch_of, config, look
@@ -69,12 +69,12 @@ _LONG = ("as gemma", "as olmo", "as qwen", "as neox", "as llama", "as gpt2", "as
 )
 def test_however_the_tokens_arrive(name: str):
     shape = config(**{"layers": 1, "context": 128, **MODELS[name]})
-    theirs, mine = (
+    expected, actual = (
         read_in_many_ways(backend(make(RandomCheckpoint(shape))), shape.vocab_size)
-        for make in (plain, ours)
+        for make in (torch_model, cuda_model)
     )
-    assert theirs.std() > 0.2, "a model that says nothing would prove nothing"
-    assert difference(mine, theirs) < CLOSE
+    assert expected.std() > 0.2, "a model that says nothing would prove nothing"
+    assert difference(actual, expected) < CLOSE
 
 
 @pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if not n.startswith("gpt-oss")])
@@ -83,7 +83,7 @@ def test_weights_lie_as_the_kernels_read_them(name: str, tmp_path: Path):
     weights = fused(load_transformer(family(name, tmp_path)))
     for layer in weights.layers:
         matrices = [layer.qkv, layer.out, layer.gate_up, layer.down]
-        assert all(one.weight.is_contiguous() for one in matrices if one is not None)
+        assert all(matrix.weight.is_contiguous() for matrix in matrices if matrix is not None)
     assert weights.embed.weight.is_contiguous() and weights.head.weight.is_contiguous()
 
 
@@ -98,48 +98,48 @@ def test_weights_lie_as_the_kernels_read_them(name: str, tmp_path: Path):
 def test_a_few_lines_are_each_what_they_are_alone(name: str):
     """Next tokens of several texts, and drafts, multiplied line by line: to the last bit."""
     shape = config(**{"layers": 1, "context": 128, **MODELS[name]})
-    found = []
+    results = []
     for few in (8, 1):
-        running: Any = backend(ours(RandomCheckpoint(shape)))
-        running.program.few_lines = 8
+        running: Any = backend(cuda_model(RandomCheckpoint(shape)))
+        running.runner.max_fused_rows = 8
         library = Library(PAGES, shape.vocab_size)
         texts = [library.text(8), library.text(6)]
         for text in texts:
             look(running, [(text, 2)], None)
-        running.program.few_lines = few
+        running.runner.max_fused_rows = few
         if few > 1:
             parts = [[(texts[0], 3), (texts[1], 1)], [(text, 1) for text in texts]]
-            found.append([np.concatenate(look(running, part, None)[0]) for part in parts])
+            results.append([np.concatenate(look(running, part, None)[0]) for part in parts])
         else:
             counts = ((0, 1), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1))
             alone = [look(running, [(texts[number], n)], None)[0][0] for number, n in counts]
-            found.append([np.concatenate(alone[:4]), np.concatenate(alone[4:])])
-    for few, alone in zip(*found, strict=True):
+            results.append([np.concatenate(alone[:4]), np.concatenate(alone[4:])])
+    for few, alone in zip(*results, strict=True):
         assert few.std() > 0.1 and np.array_equal(few, alone)
 
 
 def test_looks_beside_a_text_that_is_written():
-    found = []
-    for make in (plain, ours):
+    results = []
+    for make in (torch_model, cuda_model):
         running, library = backend(make(RandomCheckpoint(SMALL))), Library(PAGES, SMALL.vocab_size)
         a, b = library.text(20), library.text(21)
         look(running, [(a, 19)], None)
         taps = Look(
             residuals=np.array([0, 3, 21]), attention=np.array([5, 21]), parts=np.array([4])
         )
-        found.append(look(running, [(b, 21), (a, 1)], taps))
-    theirs, mine = found
-    check_seen(mine, theirs, CLOSE, CLOSE)
+        results.append(look(running, [(b, 21), (a, 1)], taps))
+    expected, actual = results
+    check_seen(actual, expected, CLOSE, CLOSE)
 
 
 def test_what_a_drafting_head_reads_is_part_of_a_captured_step():
     """Before which layers it looks differs from head to head; one line, and several."""
-    found = []
-    for make in (plain, ours):
+    results = []
+    for make in (torch_model, cuda_model):
         running: Any = backend(make(RandomCheckpoint(SMALL)))
         library = Library(PAGES, SMALL.vocab_size)
         a, b = library.text(6), library.text(6)
-        seen = []
+        vectors = []
         for parts, rows, layers in (
             ([(a, 2), (b, 1)], [0, 1, 2], (0, 1)),
             ([(a, 1), (b, 1)], [1], (1,)),
@@ -148,24 +148,27 @@ def test_what_a_drafting_head_reads_is_part_of_a_captured_step():
             inside = look(running, parts, Look(residuals=np.array(rows), layers=layers))[1]
             assert inside is not None
             there: Any = inside.residuals
-            assert isinstance(there, np.ndarray) == (make is plain), "it stays on the device"
-            seen.append(np.asarray(there).ravel())
-        found.append(np.concatenate(seen))
-    theirs, mine = found
-    assert theirs.std() > 0.1 and difference(mine, theirs) < CLOSE
+            assert isinstance(there, np.ndarray) == (make is torch_model), "it stays on the device"
+            vectors.append(np.asarray(there).ravel())
+        results.append(np.concatenate(vectors))
+    expected, actual = results
+    assert expected.std() > 0.1 and difference(actual, expected) < CLOSE
 
 
 def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
-    running, library = backend(ours(RandomCheckpoint(SMALL))), Library(PAGES, SMALL.vocab_size)
-    asked = [
+    running, library = (
+        backend(cuda_model(RandomCheckpoint(SMALL))),
+        Library(PAGES, SMALL.vocab_size),
+    )
+    requested = [
         SamplingSettings(temperature=0),
         SamplingSettings(temperature=0.9, top_k=0, seed=5),
         SamplingSettings(temperature=1.3, top_p=0.8, min_p=0, seed=-7),
     ]
-    texts = [library.text(30) for _ in asked]
+    texts = [library.text(30) for _ in requested]
     batch = batch_of([(text, 18 if number else 2) for number, text in enumerate(texts)])
     last = batch.starts[1:] - 1
-    sampled = replace(batch, sampled=last, pick=pick_rows(asked, [2, 18, 18]), logits=last)
+    sampled = replace(batch, sampled=last, pick=pick_rows(requested, [2, 18, 18]), logits=last)
     check_picks(running, sampled)
     first = running.launch(sampled)
     for number, text in enumerate(texts):
@@ -174,28 +177,28 @@ def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
     ahead = batch_of([(text, 1) for text in texts])
     second = running.launch(ahead).result()
     picked = first.result().tokens
-    known = replace(ahead, tokens=picked)
-    again = running.launch(known).result()
+    with_tokens = replace(ahead, tokens=picked)
+    again = running.launch(with_tokens).result()
     assert difference(second.logits, again.logits) == 0
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"repetition_penalty": 1.2}], ids=str)
 def test_texts_through_the_engine_are_those_of_the_plain_backend(options: dict[str, float]):
     checkpoint = RandomCheckpoint(SMALL)
-    asked = prompts(3, SMALL.vocab_size, longest=20)
+    requested = prompts(3, SMALL.vocab_size, longest=20)
     with (
-        language_model(plain(checkpoint), memory=1 << 20) as cpu,
-        language_model(ours(checkpoint), memory=1 << 20) as gpu,
+        language_model(torch_model(checkpoint), memory=1 << 20) as cpu,
+        language_model(cuda_model(checkpoint), memory=1 << 20) as gpu,
     ):
-        assert written(gpu, asked, max_tokens=4, **options) == written(
-            cpu, asked, max_tokens=4, **options
+        assert written(gpu, requested, max_tokens=4, **options) == written(
+            cpu, requested, max_tokens=4, **options
         )
 
 
 def test_a_backend_may_be_made_in_inference_mode():
     """As people do who load a model among torch code of their own."""
     with torch.inference_mode():
-        running = backend(ours(RandomCheckpoint(SMALL)))
+        running = backend(cuda_model(RandomCheckpoint(SMALL)))
     text = Library(PAGES, SMALL.vocab_size).text(20)
     for count in (17, 1, 1):
         batch = batch_of([(text, count)])
@@ -208,12 +211,12 @@ def test_a_backend_may_be_made_in_inference_mode():
 
 
 def test_exact_rows_are_the_same_to_the_last_bit_alone_and_beside_others():
-    running = backend(ours(RandomCheckpoint(SMALL), exact=True))
-    found = []
+    running = backend(cuda_model(RandomCheckpoint(SMALL), exact=True))
+    results = []
     for others in (0, 1, 4):
         library = Library(PAGES, SMALL.vocab_size)
         text, beside = library.text(20), [library.text(20) for _ in range(others)]
-        rows = look(running, [(text, 17), *((one, 17) for one in beside)], None)[0]
-        later = look(running, [(text, 1), *((one, 1) for one in beside)], None)[0]
-        found.append(np.concatenate((rows[0], later[0])))
-    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+        rows = look(running, [(text, 17), *((matrix, 17) for matrix in beside)], None)[0]
+        later = look(running, [(text, 1), *((matrix, 1) for matrix in beside)], None)[0]
+        results.append(np.concatenate((rows[0], later[0])))
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])

@@ -1,4 +1,4 @@
-"""A drafting head as graphs: it guesses what the plain arithmetic guesses, whoever drafts between.
+"""A drafting head as graphs: same guesses as in plain torch, also with other drafts in between.
 
 By Triton's interpreter on the CPU, which is slow; tests/gpu has the same on a GPU.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_support import language_model, ours, plain
+from cuda_support import cuda_model, language_model, torch_model
 from paged_texts import RandomCheckpoint, config
 
 from heads_support import PROMPT, save_eagle, save_own, vectors_of
@@ -36,21 +36,21 @@ def device() -> str:
 
 @pytest.fixture(scope="module")
 def lm(device: str) -> Any:
-    with language_model(ours(RandomCheckpoint(TINY), device=device)) as lm:
+    with language_model(cuda_model(RandomCheckpoint(TINY), device=device)) as lm:
         yield lm
 
 
 @pytest.fixture(scope="module")
-def own(lm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def head_folder(lm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     save_own(folder, lm, **READS)
     return folder
 
 
-def both(lm: Any, own: Path) -> list[Any]:
-    quick = load_head(own, lm)
+def load_heads(lm: Any, head_folder: Path) -> list[Any]:
+    quick = load_head(head_folder, lm)
     assert isinstance(quick, captured.CudaHead)
-    return [quick, UnspoolHead(read_head(own), lm.model, lm.model.device)]
+    return [quick, UnspoolHead(read_head(head_folder), lm.model, lm.model.device)]
 
 
 def vectors(head: Any, count: int) -> Any:
@@ -71,43 +71,45 @@ def guesses(context: Any, tokens: list[int], ids: Any, most: int = 1) -> list[li
     return [build_draft(context, tokens, ids, Shape(most), 0.7), [*tree.tokens, *tree.parents]]  # type: ignore[list-item]
 
 
-def test_what_it_guesses(lm: Any, own: Path):
-    heads = both(lm, own)
+def test_what_it_guesses(lm: Any, head_folder: Path):
+    heads = load_heads(lm, head_folder)
     quick, slow = (read(head, TEXT[:90]) for head in heads)
-    ours_, theirs = (guesses(context, TEXT[:90], heads[0].ids, 3) for context in (quick, slow))
-    assert ours_ == theirs
-    found = list(quick.chain(TEXT[:90], 1, 0.7))
+    actual, expected = (guesses(context, TEXT[:90], heads[0].ids, 3) for context in (quick, slow))
+    assert actual == expected
+    guess_list = list(quick.chain(TEXT[:90], 1, 0.7))
     logits = slow.expand([captured.DraftNode(TEXT[89])], TEXT[:90])[0].astype(np.float64) / 0.7
     chances = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    assert found[0][0] == heads[1].ids[chances.argmax()]
-    assert found[0][1] == pytest.approx(chances.max(), abs=1e-3)
+    assert guess_list[0][0] == heads[1].ids[chances.argmax()]
+    assert guess_list[0][1] == pytest.approx(chances.max(), abs=1e-3)
 
 
 @pytest.mark.slow
-def test_a_few_positions_at_a_time_and_back(lm: Any, own: Path):
-    heads = both(lm, own)
-    seen = vectors(heads[0], len(TEXT))
+def test_a_few_positions_at_a_time_and_back(lm: Any, head_folder: Path):
+    heads = load_heads(lm, head_folder)
+    vectors_seen = vectors(heads[0], len(TEXT))
     contexts = [head.context() for head in heads]
     for first, last in ((0, 1), (1, 40), (40, 43)):
         for context in contexts:
-            context.read(np.arange(first, last), seen[:, first:last], TEXT[first + 1 : last + 1])
+            context.read(
+                np.arange(first, last), vectors_seen[:, first:last], TEXT[first + 1 : last + 1]
+            )
         quick, slow = (guesses(c, TEXT[: last + 1], heads[0].ids) for c in contexts)
         assert quick == slow
     for context in contexts:
         context.truncate(30)  # and a gap, which has no keys
-        context.read(np.arange(33, 37), seen[:, 33:37], TEXT[34:38])
+        context.read(np.arange(33, 37), vectors_seen[:, 33:37], TEXT[34:38])
     quick, slow = (guesses(context, TEXT[:38], heads[0].ids) for context in contexts)
     assert quick == slow
 
 
 @pytest.mark.slow
-def test_several_texts_take_turns(lm: Any, own: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each is put by while another is drafted for, also when the room must build_draft."""
+def test_several_texts_take_turns(lm: Any, head_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each is put by while another is drafted for, also when the room must grow."""
     monkeypatch.setattr(captured, "_FIRST_CAPACITY", 64)
-    head = both(lm, own)[0]
+    head = load_heads(lm, head_folder)[0]
     texts = [TEXT[:30], TEXT[3:130]]
     alone = [guesses(read(head, text), text, head.ids) for text in texts]
-    assert len({str(each) for each in alone}) == 2
+    assert len({str(guess) for guess in alone}) == 2
     contexts = [read(head, text) for text in texts]
     again = [guesses(c, text, head.ids) for c, text in zip(contexts, texts, strict=True)]
     assert again == alone
@@ -120,10 +122,10 @@ def test_several_texts_take_turns(lm: Any, own: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "eagle"])
-def test_the_text_is_the_same(lm: Any, own: Path, tmp_path: Path, kind: str):
+def test_the_text_is_the_same(lm: Any, head_folder: Path, tmp_path: Path, kind: str):
     if kind == "eagle":
         save_eagle(tmp_path, lm, layers=(0, 1, 2))
-    head = load_head(own if kind == "own" else tmp_path, lm)
+    head = load_head(head_folder if kind == "own" else tmp_path, lm)
     prompts = [PROMPT[:5], PROMPT[:2]]
     options: dict[str, Any] = {"max_tokens": 5, "temperature": 0.8, "seed": 4}
     expected = [lm.generate(prompt, **options).tokens for prompt in prompts]
@@ -136,29 +138,34 @@ def test_the_text_is_the_same(lm: Any, own: Path, tmp_path: Path, kind: str):
 
 
 @pytest.mark.slow
-def test_what_is_read_is_what_a_look_sees(lm: Any, own: Path, device: str):
+def test_what_is_read_is_what_a_look_sees(lm: Any, head_folder: Path, device: str):
     """The vectors of captured steps are those that the plain transformer has there."""
-    head, made = both(lm, own)[0], list[HeadDrafter]()
-    seen: list[tuple[int, Any]] = []
+    head, drafters = load_heads(lm, head_folder)[0], list[HeadDrafter]()
+    vectors_seen: list[tuple[int, Any]] = []
 
     def make(request: Any) -> HeadDrafter:
-        made.append(HeadDrafter(head, request, FixedShape(Shape(2))))
-        see = made[0].see
-        made[0].see = lambda first, vectors: (seen.append((first, vectors)), see(first, vectors))  # type: ignore[method-assign, assignment]
-        return made[0]
+        drafters.append(HeadDrafter(head, request, FixedShape(Shape(2))))
+        see = drafters[0].see
+        drafters[0].see = lambda first, vectors: (
+            vectors_seen.append((first, vectors)),
+            see(first, vectors),
+        )  # type: ignore[method-assign, assignment]
+        return drafters[0]
 
     text = lm.generate(PROMPT[:5], max_tokens=5, temperature=0.8, seed=3, speculate=make)
-    with language_model(plain(RandomCheckpoint(TINY), device=device)) as other:
+    with language_model(torch_model(RandomCheckpoint(TINY), device=device)) as other:
         expected = vectors_of(other, [*PROMPT[:5], *text.tokens], head.layers)
-    kept = [(first, vectors) for first, vectors in seen if not isinstance(vectors, np.ndarray)]
-    assert len(kept) >= 3, "captured steps leave them on the device"
-    for first, vectors in kept:  # those behind the first may be of guesses that were wrong
+    on_device = [
+        (first, vectors) for first, vectors in vectors_seen if not isinstance(vectors, np.ndarray)
+    ]
+    assert len(on_device) >= 3, "captured steps leave them on the device"
+    for first, vectors in on_device:  # those behind the first may be of guesses that were wrong
         there = vectors[:, 0].float().cpu().numpy()
         assert np.allclose(there, expected[:, first], atol=2e-3)
 
 
 def test_pinned_memory_is_not_written_before_it_was_read() -> None:
-    """On a GPU an event stands behind the copy; here a stand-in that only counts."""
+    """On a GPU an event is recorded after the copy; here a fake event that only counts."""
 
     class Event:
         recorded = synchronized = 0
@@ -169,10 +176,10 @@ def test_pinned_memory_is_not_written_before_it_was_read() -> None:
         def synchronize(self) -> None:
             self.synchronized += 1
 
-    sent = captured.PinnedInput(4, torch.device("cpu"))
-    sent._copy_done = event = Event()  # type: ignore[assignment]
+    pinned = captured.PinnedInput(4, torch.device("cpu"))
+    pinned._copy_done = event = Event()  # type: ignore[assignment]
     for number in range(3):
-        sent.writable()[:] = number
+        pinned.writable()[:] = number
         assert (event.synchronized, event.recorded) == (number + 1, number)
-        sent.send()
-        assert event.recorded == number + 1 and sent.device_tensor.tolist() == [number] * 4
+        pinned.send()
+        assert event.recorded == number + 1 and pinned.device_tensor.tolist() == [number] * 4

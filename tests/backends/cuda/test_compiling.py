@@ -22,6 +22,7 @@ def test_kernels_compile(tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
-        "arrange", "attend", "choose", "combine", "expand", "gemv", "glu", "guess", "narrow",
-        "packed_gemv", "packed_rows", "prefill", "route", "shrink", "store_keys", "widen",
+        "attend", "combine", "down_project", "expand", "gemv_kernel", "glu", "group_pairs", "guess",
+        "packed_gemm", "packed_gemv", "prefill", "route", "select_experts", "shrink", "store_keys",
+        "up_project",
     ]  # fmt: skip

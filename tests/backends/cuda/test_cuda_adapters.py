@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_support import language_model, ours, plain, written
+from cuda_support import cuda_model, language_model, torch_model, written
 from paged_texts import RandomCheckpoint, config
 from parity import difference
 
@@ -31,28 +31,31 @@ CLOSE = 2e-4
 def test_the_numbers_of_the_plain_backend(name: str, exact: bool) -> None:
     shape = config(**{"layers": 1, "context": 128, **SHAPES[name]})
     checkpoint = RandomCheckpoint(shape)
-    theirs = all_logits(with_adapters(plain(checkpoint)))
-    mine = all_logits(with_adapters(ours(checkpoint, exact=exact)))
-    assert difference(mine, theirs) < CLOSE
-    bare, adapted, few, _, wide = theirs[2::3][:5]
-    assert min(np.abs(bare - one).max() for one in (adapted, few, wide)) > 0.05
+    expected = all_logits(with_adapters(torch_model(checkpoint)))
+    actual = all_logits(with_adapters(cuda_model(checkpoint, exact=exact)))
+    assert difference(actual, expected) < CLOSE
+    bare, adapted, few, _, wide = expected[2::3][:5]
+    assert min(np.abs(bare - other).max() for other in (adapted, few, wide)) > 0.05
 
 
 @pytest.mark.slow
 def test_they_come_and_go() -> None:
     """A slot is used again, room is made for more of them, and texts stay what they were."""
     shape = config(layers=1, context=128)
-    lm, theirs = (language_model(make(RandomCheckpoint(shape))) for make in (ours, plain))
+    lm, expected = (
+        language_model(make(RandomCheckpoint(shape))) for make in (cuda_model, torch_model)
+    )
     for number in range(12):
         adapter = random_adapter(shape, 2 + number % 3, seed=number)
-        for one in (lm, theirs):
-            one.engine.adapters.load(f"a{number}", adapter)
+        for other in (lm, expected):
+            other.engine.adapters.load(f"a{number}", adapter)
             if number % 2:
-                one.engine.adapters.unload(f"a{number - 1}")
+                other.engine.adapters.unload(f"a{number - 1}")
     prompts = [[5, 6, 7], [8, 9]]
     for name in ("a1", "a7", "a11", None):
         texts = [
-            written(one, prompts, max_tokens=3, temperature=0, adapter=name) for one in (lm, theirs)
+            written(other, prompts, max_tokens=3, temperature=0, adapter=name)
+            for other in (lm, expected)
         ]
         assert texts[0] == texts[1]
     with pytest.raises(UnspoolError, match="no adapter 'a0'"):
@@ -63,24 +66,26 @@ def test_memory_is_freed_with_the_last_adapter_and_a_refusal_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = config(layers=1, context=128)
-    model = ours(RandomCheckpoint(shape))
+    model = cuda_model(RandomCheckpoint(shape))
     adapters = CudaAdapters(model.weights, 8)
     assert adapters.set(1, random_adapter(shape, 2, seed=1)), "graphs do not know its memory"
-    before = {matrix: beside.down.clone() for matrix, beside in adapters._beside.items()}
+    before = {matrix: beside.down.clone() for matrix, beside in adapters._matrix_adapters.items()}
 
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError
 
     wide = random_adapter(shape, 40, seed=2)
     with monkeypatch.context() as patch:
-        patch.setattr(CudaAdapters, "_room", refuse)
+        patch.setattr(CudaAdapters, "_allocate", refuse)
         with pytest.raises(torch.OutOfMemoryError):
             adapters.set(2, wide)
-    assert adapters._beside.keys() == before.keys()
-    assert all(torch.equal(adapters._beside[matrix].down, down) for matrix, down in before.items())
+    assert adapters._matrix_adapters.keys() == before.keys()
+    assert all(
+        torch.equal(adapters._matrix_adapters[matrix].down, down) for matrix, down in before.items()
+    )
     with pytest.raises(UnspoolError, match="no adapter"):
-        adapters.slots_of(np.array([2]))
+        adapters.slots_for(np.array([2]))
     assert adapters.set(2, wide)
-    assert not adapters.set(1, None) and adapters._beside
-    assert adapters.set(2, None) and not adapters._beside, "graphs still know its memory"
+    assert not adapters.set(1, None) and adapters._matrix_adapters
+    assert adapters.set(2, None) and not adapters._matrix_adapters, "graphs still know its memory"
     assert not adapters.set(2, None)

@@ -29,50 +29,57 @@ def loaded(path: Path, **options) -> Weights:
     return load_weights(open_checkpoint(path), **options)
 
 
-def tensors_of(found, at="weights"):
+def tensors_of(loaded_weights, at="weights"):
     """Everything in a `Weights`, by where it stands."""
-    if isinstance(found, torch.Tensor):
-        return {at: found}
-    if isinstance(found, list):
-        return {k: v for n, f in enumerate(found) for k, v in tensors_of(f, f"{at}.{n}").items()}
-    if not hasattr(found, "__slots__") or at.endswith(".config"):
+    if isinstance(loaded_weights, torch.Tensor):
+        return {at: loaded_weights}
+    if isinstance(loaded_weights, list):
+        return {
+            k: v
+            for n, f in enumerate(loaded_weights)
+            for k, v in tensors_of(f, f"{at}.{n}").items()
+        }
+    if not hasattr(loaded_weights, "__slots__") or at.endswith(".config"):
         return {}
-    names = [name for name in found.__slots__ if getattr(found, name) is not None]
-    return {k: v for n in names for k, v in tensors_of(getattr(found, n), f"{at}.{n}").items()}
+    names = [name for name in loaded_weights.__slots__ if getattr(loaded_weights, name) is not None]
+    return {
+        k: v for n in names for k, v in tensors_of(getattr(loaded_weights, n), f"{at}.{n}").items()
+    }
 
 
 @pytest.mark.parametrize(
     "family", ["llama-tied-bias", "gpt2", "gemma3", "phi3", "olmo2", "gpt-neox", "qwen3-moe"]
 )
 def test_the_same_tensors_as_of_a_plain_transformer(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("unspool.backends.cuda.load._PIECE", 1000)  # several pieces a matrix
+    monkeypatch.setattr("unspool.backends.cuda.load._CHUNK_BYTES", 1000)  # several pieces a matrix
     tiny.save(family, tmp_path)
-    ours = tensors_of(loaded(tmp_path))
-    theirs = tensors_of(fused(load_transformer(open_checkpoint(tmp_path))))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+    actual = tensors_of(loaded(tmp_path))
+    expected = tensors_of(fused(load_transformer(open_checkpoint(tmp_path))))
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_another_type_than_the_files(tmp_path):
     tiny.save("llama", tmp_path)
-    found = loaded(tmp_path, dtype=torch.bfloat16)
+    loaded_weights = loaded(tmp_path, dtype=torch.bfloat16)
     plain = loaded(tmp_path)
     assert (
-        found.dtype == torch.bfloat16 and found.layers[0].attention_norm.gain.dtype == torch.float32
+        loaded_weights.dtype == torch.bfloat16
+        and loaded_weights.layers[0].attention_norm.gain.dtype == torch.float32
     )
-    assert torch.equal(found.layers[1].qkv.weight, plain.layers[1].qkv.weight.bfloat16())
+    assert torch.equal(loaded_weights.layers[1].qkv.weight, plain.layers[1].qkv.weight.bfloat16())
 
 
 def test_rounded_to_fewer_bits_while_loading(tmp_path):
     plain = write_quantized(tmp_path / "m.gguf", {}, raw=False)
-    found = loaded(tmp_path / "m.gguf", bits=4)
-    assert isinstance(found.layers[0].gate_up, PackedMatrix)
+    loaded_weights = loaded(tmp_path / "m.gguf", bits=4)
+    assert isinstance(loaded_weights.layers[0].gate_up, PackedMatrix)
     expected = np.concatenate([plain["blk.0.ffn_gate"], plain["blk.0.ffn_up"]])
-    difference = found.layers[0].gate_up.part(0, len(expected)).numpy() - expected
+    difference = loaded_weights.layers[0].gate_up.float_rows(0, len(expected)).numpy() - expected
     assert np.linalg.norm(difference) < 0.12 * np.linalg.norm(expected)
-    assert found.embed.packing.bits == 8  # as the native backend does
-    assert found.precision == "4 bits"
+    assert loaded_weights.embed.packing.bits == 8  # as the native backend does
+    assert loaded_weights.precision == "4 bits"
 
 
 def test_numbers_that_are_none_are_refused(tmp_path):
@@ -80,7 +87,7 @@ def test_numbers_that_are_none_are_refused(tmp_path):
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[3, 4] = torch.nan
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelFileError, match=r"layers\.2\.feed\.up\.weight holds NaN"):
+    with pytest.raises(ModelFileError, match=r"layers\.2\.feed\.up\.weight contains NaN"):
         loaded(tmp_path)
 
 
@@ -89,8 +96,8 @@ def test_too_little_memory_is_said_in_words(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     tiny.save("llama", tmp_path)
-    monkeypatch.setattr("unspool.backends.cuda.load._Loader._room", full)
-    with pytest.raises(UnspoolError, match=r"its weights take about .* do not fit .* fewer bits"):
+    monkeypatch.setattr("unspool.backends.cuda.load.WeightLoader._empty", full)
+    with pytest.raises(UnspoolError, match=r"weights of about .* do not fit .* quantized one"):
         loaded(tmp_path)
 
 
@@ -116,16 +123,16 @@ def write_quantized(
     for name, value in sizes.items():
         writer.add_uint32(f"qwen2.{name}", value)
     writer.add_float32("qwen2.attention.layer_norm_rms_epsilon", 1e-5)
-    found = {}
+    loaded_weights = {}
     for number, (name, shape) in enumerate(shapes.items()):
         kind = types.get(name, usual)
         blocks = random_blocks(kind, *shape, seed=number)
-        found[name] = numbers(kind, blocks)
+        loaded_weights[name] = numbers(kind, blocks)
         number_of_type = gguf.GGMLQuantizationType[kind]
         if raw:
             writer.add_tensor(f"{name}.weight", blocks, raw_dtype=number_of_type)
         else:
-            writer.add_tensor(f"{name}.weight", found[name])
+            writer.add_tensor(f"{name}.weight", loaded_weights[name])
     for name, size in (("q", width), ("k", half), ("v", half)):
         writer.add_tensor(f"blk.0.attn_{name}.bias", np.zeros(size, np.float32))
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
@@ -134,18 +141,18 @@ def write_quantized(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return found
+    return loaded_weights
 
 
 def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
-    monkeypatch.setattr("unspool.backends.cuda.load._PIECE", 3000)
+    monkeypatch.setattr("unspool.backends.cuda.load._CHUNK_BYTES", 3000)
     path = tmp_path / "m.gguf"
     plain = write_quantized(path, {"output": "Q6_K", "token_embd": "Q8_0"})
-    found = loaded(path)
-    layer = found.layers[0]
+    loaded_weights = loaded(path)
+    layer = loaded_weights.layers[0]
     for matrix, names in (
-        (found.embed, ["token_embd"]),
-        (found.head, ["output"]),
+        (loaded_weights.embed, ["token_embd"]),
+        (loaded_weights.head, ["output"]),
         (layer.qkv, ["blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v"]),
         (layer.gate_up, ["blk.0.ffn_gate", "blk.0.ffn_up"]),
         (layer.down, ["blk.0.ffn_down"]),
@@ -153,10 +160,10 @@ def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
         expected = np.concatenate([plain[name] for name in names])
         assert isinstance(matrix, PackedMatrix)
         for first in range(0, matrix.rows, 100):  # of every part that was read, some
-            some = matrix.part(first, min(first + 12, matrix.rows)).numpy()
+            some = matrix.float_rows(first, min(first + 12, matrix.rows)).numpy()
             assert np.array_equal(some, expected[first : first + 12])
-    assert found.precision == "Q4_K"
-    assert sum(m.nbytes for m in found.matrices()) < 0.7 * sum(
+    assert loaded_weights.precision == "Q4_K"
+    assert sum(m.nbytes for m in loaded_weights.matrices()) < 0.7 * sum(
         numbers.size for numbers in plain.values()
     )
 
@@ -216,8 +223,8 @@ def float8_checkpoint(folder: Path, kind: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])
 def test_float8_checkpoints(kind, tmp_path):
     plain = float8_checkpoint(tmp_path, kind)
-    found = loaded(tmp_path)
-    layer = found.layers[2]
+    loaded_weights = loaded(tmp_path)
+    layer = loaded_weights.layers[2]
     at = "model.layers.2"
     for matrix, names in (
         (layer.qkv, [f"{at}.self_attn.{n}_proj.weight" for n in "qkv"]),
@@ -226,8 +233,8 @@ def test_float8_checkpoints(kind, tmp_path):
     ):
         assert isinstance(matrix, PackedMatrix) and not isinstance(matrix, StackedMatrix)
         expected = np.concatenate([plain[name] for name in names])
-        assert np.allclose(matrix.part(0, matrix.rows).numpy(), expected, rtol=1e-6)
-    assert found.precision == "FP8"
+        assert np.allclose(matrix.float_rows(0, matrix.rows).numpy(), expected, rtol=1e-6)
+    assert loaded_weights.precision == "FP8"
     reference = load_transformer(open_checkpoint(tmp_path))
     assert np.allclose(
         reference.layers[2].feed.down.weight.numpy(), plain[f"{at}.mlp.down_proj.weight"], rtol=1e-6
@@ -239,8 +246,8 @@ def test_float8_without_scales_is_refused(tmp_path):
 
     float8_checkpoint(tmp_path, "row")
     state = load_file(tmp_path / "model.safetensors")
-    kept = {name: tensor for name, tensor in state.items() if not name.endswith("_scale")}
-    save_file(kept, tmp_path / "model.safetensors")
+    without_scales = {name: tensor for name, tensor in state.items() if not name.endswith("_scale")}
+    save_file(without_scales, tmp_path / "model.safetensors")
     with pytest.raises(ModelFileError, match=r"no .*_scale or .*_scale_inv for them"):
         loaded(tmp_path)
 
@@ -254,8 +261,8 @@ def test_float8_on_the_cpu(tmp_path):
         pytest.skip("no native library")
     plain = float8_checkpoint(tmp_path, "block")
     model = load_cpu(open_checkpoint(tmp_path))
-    found = model.wait().packed["layers.1.feed.up.weight"].float32()
+    loaded_weights = model.wait().packed["layers.1.feed.up.weight"].float32()
     expected = plain["model.layers.1.mlp.up_proj.weight"]
-    assert np.allclose(found, expected, rtol=0.01) and model.precision == "bfloat16"
+    assert np.allclose(loaded_weights, expected, rtol=0.01) and model.precision == "bfloat16"
     assert "FP8 weights were rounded to bfloat16" in str(model.quantization_error)
     assert load_cpu(open_checkpoint(tmp_path), store="8").precision == "8 bits"

@@ -13,7 +13,7 @@ import tiny  # noqa: E402
 
 from unspool.backends.cuda import memory  # noqa: E402
 from unspool.backends.cuda.load import load_weights  # noqa: E402
-from unspool.backends.cuda.pages import Pages, page_bytes  # noqa: E402
+from unspool.backends.cuda.pages import KVCache, page_bytes  # noqa: E402
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning  # noqa: E402
 from unspool.model.checkpoint import open_checkpoint  # noqa: E402
 
@@ -26,41 +26,41 @@ def weights(tmp_path_factory):
 
 
 def room_for(monkeypatch, most: int) -> list[int]:
-    """A device that has room for so many pages; gives those that were asked for."""
-    asked = []
+    """Fake a device with memory for `most` pages; return the requested counts."""
+    counts = []
 
     def make(config, count, dtype, device):
-        asked.append(count)
+        counts.append(count)
         if count > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Pages(config, count, dtype, device)
+        return KVCache(config, count, dtype, device)
 
-    monkeypatch.setattr(memory, "Pages", make)
-    return asked
+    monkeypatch.setattr(memory, "KVCache", make)
+    return counts
 
 
 def test_so_much_as_is_said(weights):
-    each = page_bytes(weights.config, weights.dtype)
+    bytes_per_page = page_bytes(weights.config, weights.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert memory.make_pages(weights, 100 * each + 5, 128).count == 100
+        assert memory.allocate_kv_cache(weights, 100 * bytes_per_page + 5, 128).count == 100
     with pytest.raises(SettingsError, match="single page"):
-        memory.make_pages(weights, each - 1, 128)
+        memory.allocate_kv_cache(weights, bytes_per_page - 1, 128)
 
 
 def test_not_more_than_texts_can_use(weights):
-    assert memory.make_pages(weights, None, 32).count == 512 * 2
+    assert memory.allocate_kv_cache(weights, None, 32).count == 512 * 2
 
 
 def test_a_smaller_pool_where_memory_is_out(weights, monkeypatch):
-    asked = room_for(monkeypatch, 60)
-    each = page_bytes(weights.config, weights.dtype)
-    with pytest.warns(UnspoolWarning, match=r"no room for .* of keys and values; it has"):
-        pages = memory.make_pages(weights, 100 * each, 128)
-    assert pages.count == 56 and asked == [100, 75, 56]
+    counts = room_for(monkeypatch, 60)
+    bytes_per_page = page_bytes(weights.config, weights.dtype)
+    with pytest.warns(UnspoolWarning, match=r"no memory for a KV cache of .*; using"):
+        pages = memory.allocate_kv_cache(weights, 100 * bytes_per_page, 128)
+    assert pages.count == 56 and counts == [100, 75, 56]
 
 
 def test_no_room_at_all_is_said_in_words(weights, monkeypatch):
     room_for(monkeypatch, 3)
-    with pytest.raises(UnspoolError, match="is full: beside the weights there is no room"):
-        memory.make_pages(weights, None, 128)
+    with pytest.raises(UnspoolError, match="the KV cache does not fit beside the weights"):
+        memory.allocate_kv_cache(weights, None, 128)

@@ -6,24 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import PAGES, backend, ours
+from cuda_support import PAGES, backend, cuda_model
 from paged_texts import Library, RandomCheckpoint, batch_of, config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.outcomes import Outcomes  # noqa: E402
+from unspool.backends.cuda.outcomes import StepOutputs  # noqa: E402
 from unspool.engine.picking import joined  # noqa: E402
 
 LINES, PROMPTS, VOCABULARY = 8, 20, 5
 
 
-def filled() -> Outcomes:
+def filled() -> StepOutputs:
     """The n-th place holds pick 10 n, and n as its log-probability."""
-    outcomes = Outcomes(LINES, PROMPTS, VOCABULARY, torch.device("cpu"))
+    outcomes = StepOutputs(LINES, PROMPTS, VOCABULARY, torch.device("cpu"))
     outcomes.picks.copy_(10 * torch.arange(LINES + PROMPTS))
-    outcomes.logprobs_of_lines.copy_(torch.arange(LINES))
-    outcomes.logprobs_of_prompts.copy_(LINES + torch.arange(PROMPTS))
+    outcomes.decode_logprobs.copy_(torch.arange(LINES))
+    outcomes.prefill_logprobs.copy_(LINES + torch.arange(PROMPTS))
     return outcomes
 
 
@@ -32,7 +32,7 @@ def filled() -> Outcomes:
 )
 def test_each_pick_comes_with_its_own_logprob(places: list[int], prompts: bool):
     where = np.array(places, np.int64)
-    result = filled().flight(where, None, None, prompts=prompts).result()
+    result = filled().copy_to_host(where, None, None, has_prefill=prompts).result()
     assert result.tokens.tolist() == [10 * place for place in places]
     assert result.logprobs.tolist() == places
     assert result.logits.shape == (0, VOCABULARY) and not result.failures
@@ -41,7 +41,7 @@ def test_each_pick_comes_with_its_own_logprob(places: list[int], prompts: bool):
 def test_a_pick_that_is_none_fails_alone():
     outcomes = filled()
     outcomes.picks[1] = -1
-    result = outcomes.flight(np.arange(3), None, None, prompts=False).result()
+    result = outcomes.copy_to_host(np.arange(3), None, None, has_prefill=False).result()
     assert list(result.failures) == [1]
 
 
@@ -64,12 +64,12 @@ def test_all_is_copied_before_the_end_of_the_step(rows: int, monkeypatch: pytest
             happened.append("waited")
 
     outcomes = filled()
-    for room in outcomes._rooms:
+    for room in outcomes._host_buffers:
         room.done = Event()  # type: ignore[assignment]
     logits = torch.randn(rows, VOCABULARY).bfloat16()
     expected = logits.float()
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    flight = outcomes.flight(np.arange(2), logits, None, prompts=False)
+    flight = outcomes.copy_to_host(np.arange(2), logits, None, has_prefill=False)
     assert happened.pop() == "event" and set(happened) == {"copy"}
     monkeypatch.undo()
     logits.zero_()
@@ -82,9 +82,12 @@ def test_all_is_copied_before_the_end_of_the_step(rows: int, monkeypatch: pytest
 
 def test_logits_are_read_after_the_next_step_was_launched():
     shape = config(layers=1, context=128)
-    found = []
+    results = []
     for later in (False, True):
-        running, library = backend(ours(RandomCheckpoint(shape))), Library(PAGES, shape.vocab_size)
+        running, library = (
+            backend(cuda_model(RandomCheckpoint(shape))),
+            Library(PAGES, shape.vocab_size),
+        )
         text = library.text(6)
         flights, logits = [], []
         for _ in range(3):
@@ -92,12 +95,12 @@ def test_logits_are_read_after_the_next_step_was_launched():
             text.read += 2
             if not later:
                 logits.append(flights[-1].result().logits)
-        found.append(logits or [flight.result().logits for flight in flights])
-    assert np.array_equal(*map(np.concatenate, found))
+        results.append(logits or [flight.result().logits for flight in flights])
+    assert np.array_equal(*map(np.concatenate, results))
 
 
 def test_logits_of_different_places_are_joined_on_the_host():
     """Few rows are brought there with their step, many stay on the device."""
-    both = joined([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
-    assert isinstance(both, np.ndarray) and both.sum(1).tolist() == [0, 4, 4]
+    joined_logits = joined([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
+    assert isinstance(joined_logits, np.ndarray) and joined_logits.sum(1).tolist() == [0, 4, 4]
     assert torch.is_tensor(joined([torch.ones(1, 4), torch.ones(2, 4)]))

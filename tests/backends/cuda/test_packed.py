@@ -14,14 +14,14 @@ from unspool.backends.cuda.packed import PackedMatrix, StackedMatrix  # noqa: E4
 from unspool.backends.cuda.packing import (  # noqa: E402
     PACKINGS,
     float8_packing,
-    float8_parts,
-    packed_parts,
-    quantized,
+    pack_float8,
+    quantize,
+    repack,
 )
 from unspool.backends.cuda.products import Around, NormWeights  # noqa: E402
 from unspool.model.float8 import float8_to_float32  # noqa: E402
 
-ROWS, COLUMNS = 37, 512
+ROWS, COLUMNS = 37, 256
 FEW_ROWS = 19  # several programs, the last of them with fewer rows
 
 
@@ -33,12 +33,12 @@ def packed(kind: str, rows: int = ROWS, columns: int = COLUMNS, bias=None):
         raw[(raw & 127) == 127] = 0
         scales = rng.uniform(0.5, 2, (rows, -(-columns // 128) if "block" in kind else 1))
         scales = scales.astype(np.float32)
-        parts = float8_parts(torch.from_numpy(raw), torch.from_numpy(scales))
+        parts = pack_float8(torch.from_numpy(raw), torch.from_numpy(scales))
         packing, plain = float8_packing(columns, scales.shape[1]), float8_to_float32(raw, scales)
     else:
         raw = random_blocks(kind, rows, columns)
         packing, plain = PACKINGS[kind], numbers(kind, raw)
-        parts = packed_parts(kind, torch.from_numpy(raw))
+        parts = repack(kind, torch.from_numpy(raw))
     matrix = PackedMatrix(packing, parts, rows, columns, torch.float32, bias)
     return matrix, torch.from_numpy(plain)
 
@@ -46,15 +46,15 @@ def packed(kind: str, rows: int = ROWS, columns: int = COLUMNS, bias=None):
 KINDS = [*PACKINGS, "FP8 rows", "FP8 blocks"]
 
 
-def near(found, expected, bound=2e-5):
-    return float((found - expected).norm() / expected.norm()) < bound
+def near(result, expected, bound=2e-5):
+    return float((result - expected).norm() / expected.norm()) < bound
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_number_is_changed(kind):
     matrix, plain = packed(kind)
-    assert torch.equal(matrix.part(0, ROWS), plain)
-    assert torch.equal(matrix.part(5, 9), plain[5:9])
+    assert torch.equal(matrix.float_rows(0, ROWS), plain)
+    assert torch.equal(matrix.float_rows(5, 9), plain[5:9])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,14 +95,14 @@ def test_one_vector_with_all_around_it(kind, gated):
     rows, columns = 30, 768  # units of a row that are no power of two
     bias = torch.randn(rows)
     matrix, plain = packed(kind, rows, columns, bias)
-    kept = rows // (1 + gated)
+    num_out = rows // (1 + gated)
     norm = NormWeights(torch.rand(columns), torch.randn(columns))
-    x, residual, out = torch.randn(columns), torch.randn(kept), torch.full((kept,), torch.nan)
+    x, residual, out = torch.randn(columns), torch.randn(num_out), torch.full((num_out,), torch.nan)
     matrix.times_each(x, out, Around(1e-5, norm, "silu", gated, residual))
     normed = torch.nn.functional.layer_norm(x, (columns,), norm.gain, norm.bias, 1e-5)
     y = plain @ normed + bias
-    bent = torch.nn.functional.silu(y[:kept])
-    assert near(out, (bent * y[kept:] if gated else bent) + residual)
+    bent = torch.nn.functional.silu(y[:num_out])
+    assert near(out, (bent * y[num_out:] if gated else bent) + residual)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,19 +110,19 @@ def test_few_vectors(kind):
     torch.manual_seed(2)
     matrix, plain = packed(kind)
     x, out = torch.randn(3, COLUMNS), torch.full((3, ROWS), torch.nan)
-    matrix.times_many(x, out)
+    matrix.gemm(x, out)
     assert near(out, x @ plain.t())
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "FP8 rows"])
 def test_many_vectors(kind, monkeypatch):
     """More than are worth unpacking in registers, in several pieces of the matrix."""
-    monkeypatch.setattr("unspool.backends.cuda.packed._SCRATCH", 20 * COLUMNS)
+    monkeypatch.setattr("unspool.backends.cuda.packed._DEQUANT_SIZE", 20 * COLUMNS)
     torch.manual_seed(3)
     bias = torch.randn(ROWS)
     matrix, plain = packed(kind, bias=bias)
     x, out = torch.randn(70, COLUMNS), torch.full((70, ROWS), torch.nan)
-    matrix.times_many(x, out)
+    matrix.gemm(x, out)
     assert near(out, x @ plain.t() + bias)
 
 
@@ -132,8 +132,8 @@ def test_exact_products_are_the_same_alone_and_among_others(kind):
     matrix, _ = packed(kind)
     x = torch.randn(70, COLUMNS)
     alone, among = torch.empty(1, ROWS), torch.empty(70, ROWS)
-    matrix.times_many(x[:1], alone, exact=True)
-    matrix.times_many(x, among, exact=True)
+    matrix.gemm(x[:1], alone, exact=True)
+    matrix.gemm(x, among, exact=True)
     assert torch.equal(alone[0], among[0])
 
 
@@ -142,7 +142,7 @@ def test_rows_of_tokens(kind):
     matrix, plain = packed(kind)
     out = torch.full((4, COLUMNS), torch.nan)
     tokens, previous = torch.tensor([5, -2, 36, -1]), torch.tensor([-1, 7])  # the last pick failed
-    matrix.gather(tokens, previous, out)
+    matrix.embed_tokens(tokens, previous, out)
     assert torch.equal(out[:3], plain[[5, 7, 36]])
     assert out.isfinite().all()
 
@@ -153,13 +153,13 @@ def test_matrices_of_different_types_one_above_the_other():
     matrix, plain = StackedMatrix((first, second)), torch.cat((a, b))
     assert (matrix.rows, matrix.columns) == plain.shape
     x, residual = torch.randn(70, COLUMNS), torch.randn(len(plain))
-    one, few, many = (torch.full((n, len(plain)), torch.nan) for n in (1, 2, 70))
-    matrix.times_each(x[0], one[0], Around(1e-5, residual=residual))
-    matrix.times_many(x[:2], few)
-    matrix.times_many(x, many)
-    assert near(one[0], plain @ x[0] + residual)
+    single, few, many = (torch.full((n, len(plain)), torch.nan) for n in (1, 2, 70))
+    matrix.times_each(x[0], single[0], Around(1e-5, residual=residual))
+    matrix.gemm(x[:2], few)
+    matrix.gemm(x, many)
+    assert near(single[0], plain @ x[0] + residual)
     assert near(few, x[:2] @ plain.t()) and near(many, x @ plain.t())
-    assert torch.equal(matrix.part(30, 45), plain[30:45])
+    assert torch.equal(matrix.float_rows(30, 45), plain[30:45])
 
 
 @pytest.mark.parametrize("bits, bound", [(4, 0.1), (8, 0.01)])
@@ -168,20 +168,20 @@ def test_rounding_to_fewer_bits(bits, bound):
     plain = torch.randn(ROWS, COLUMNS)
     plain[3] = 0
     plain[4, :32] = 5  # a group of equals
-    packing, parts = quantized(plain, bits)
+    packing, parts = quantize(plain, bits)
     matrix = PackedMatrix(packing, parts, ROWS, COLUMNS, torch.float32)
-    assert near(matrix.part(0, ROWS), plain, bound)
+    assert near(matrix.float_rows(0, ROWS), plain, bound)
     assert matrix.nbytes < plain.nbytes * (bits + 1.01) / 32
 
 
 def test_what_is_no_number_is_found():
     blocks = random_blocks("Q8_0", 4, 64)
-    parts = packed_parts("Q8_0", torch.from_numpy(blocks))
-    assert parts.finite(PACKINGS["Q8_0"])
+    parts = repack("Q8_0", torch.from_numpy(blocks))
+    assert parts.is_finite(PACKINGS["Q8_0"])
     blocks[2, 1] = 0x7E  # the upper byte of a scale: NaN
-    parts = packed_parts("Q8_0", torch.from_numpy(blocks))
-    assert not parts.finite(PACKINGS["Q8_0"])
+    parts = repack("Q8_0", torch.from_numpy(blocks))
+    assert not parts.is_finite(PACKINGS["Q8_0"])
     raw, scales = torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1)
-    assert float8_parts(raw, scales).finite(float8_packing(32, 1))
+    assert pack_float8(raw, scales).is_finite(float8_packing(32, 1))
     raw[1, 5] = 255
-    assert not float8_parts(raw, scales).finite(float8_packing(32, 1))
+    assert not pack_float8(raw, scales).is_finite(float8_packing(32, 1))

@@ -22,9 +22,9 @@ def path(request, tmp_path):
     if request.param == "fp8":
         float8_checkpoint(tmp_path, "block")
         return tmp_path
-    found = tmp_path / "m.gguf"
-    write_quantized(found, {"token_embd": "Q8_0", "blk.0.ffn_down": "Q6_K", "output": "Q4_0"})
-    return found
+    path_ = tmp_path / "m.gguf"
+    write_quantized(path_, {"token_embd": "Q8_0", "blk.0.ffn_down": "Q6_K", "output": "Q4_0"})
+    return path_
 
 
 def test_the_same_texts(path):

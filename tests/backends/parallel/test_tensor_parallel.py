@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import backend, family, language_model, plain, read_in_many_ways
+from cuda_support import backend, family, language_model, read_in_many_ways, torch_model
 
 from adapter_support import all_logits, with_adapters
 from unspool.backends.torch.parallel.loaded import split_model
@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
     checkpoint = family(name, tmp_path)
-    one, two = plain(checkpoint), split_model(checkpoint, ranks, "float32")
+    one, two = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
     assert two.config == one.config
     assert two.fingerprint() == one.fingerprint(), "it is the same model, whatever the ranks"
     alone, together = language_model(one, memory=4 << 20), language_model(two, memory=4 << 20)
@@ -67,13 +67,13 @@ def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
 
 def test_steps_of_all_kinds(checkpoint: Any, ranks: Ranks):
     """Prompts, chunks, drafts and tokens beside each other, taken back and read again."""
-    models = plain(checkpoint), split_model(checkpoint, ranks, "float32")
+    models = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
     one, two = (read_in_many_ways(backend(model), 259) for model in models)
     assert np.abs(one - two).max() < CLOSE
 
 
 def test_the_same_seeds_give_the_same_texts(checkpoint: Any, ranks: Ranks):
-    models = plain(checkpoint), split_model(checkpoint, ranks, "float32")
+    models = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
     options: dict[str, Any] = {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.2}
     one, two = (
         [each.tokens for each in language_model(model).samples(PROMPT, 3, max_tokens=10, **options)]
@@ -84,7 +84,7 @@ def test_the_same_seeds_give_the_same_texts(checkpoint: Any, ranks: Ranks):
 
 
 def test_adapters(checkpoint: Any, ranks: Ranks):
-    models = plain(checkpoint), split_model(checkpoint, ranks, "float32")
+    models = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
     one, two = (all_logits(with_adapters(model)) for model in models)
     for wanted, found in zip(one, two, strict=True):
         assert np.abs(np.asarray(wanted) - np.asarray(found)).max() < 5 * CLOSE
@@ -95,7 +95,7 @@ def test_a_look_inside_sees_the_heads_of_all_ranks(name: str, ranks: Ranks, tmp_
     """Of layers with more and with fewer heads of keys, and of recurrent ones."""
     checkpoint = family(name, tmp_path)
     seen = []
-    for model in (plain(checkpoint), split_model(checkpoint, ranks, "float32")):
+    for model in (torch_model(checkpoint), split_model(checkpoint, ranks, "float32")):
         lm = language_model(model, memory=4 << 20)
         branch = lm.engine.open(PROMPT)
         seen.append(lm.engine.look(branch, at=frozenset({3, 17})).inside)
@@ -112,7 +112,7 @@ def test_a_look_inside_sees_the_heads_of_all_ranks(name: str, ranks: Ranks, tmp_
 
 def test_what_lenses_read_of_the_weights(ranks: Ranks, tmp_path: Path):
     checkpoint = family("gpt2", tmp_path)
-    one, two = plain(checkpoint), split_model(checkpoint, ranks, "float32")
+    one, two = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
     vectors = np.random.default_rng(1).standard_normal((3, 48)).astype(np.float32)
     assert np.abs(one.logits(vectors) - two.logits(vectors)).max() < CLOSE
     assert np.array_equal(one.normed(vectors), two.normed(vectors))
@@ -127,7 +127,7 @@ def test_a_model_that_was_let_go_is_forgotten_and_others_go_on(checkpoint: Any, 
     first, second = (split_model(checkpoint, ranks, "float32") for _ in range(2))
     first.close()
     first.close()
-    assert second.fingerprint() == plain(checkpoint).fingerprint()
+    assert second.fingerprint() == torch_model(checkpoint).fingerprint()
     assert not ranks.failure
 
 

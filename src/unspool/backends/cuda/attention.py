@@ -1,6 +1,6 @@
-"""Attention over pages: what a layer needs to know, and the launches of its kernels.
+"""Paged attention: parameters of a layer, and the launches of its kernels.
 
-Nothing here allocates or waits, so every launch can be captured in a graph.
+Nothing here allocates or synchronizes, so every launch can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
 
 PAGE_SIZE = 16
-TILE = 64  # keys that are looked at together
-PIECES = 32  # into which a long text is cut
-MOST_PIECES = PIECES + 1  # pieces begin at fixed places, so that a window may touch one more
-ROWS = 16  # query heads of one key head that a program takes: what tensor cores want
-MANY_PROGRAMS = 512  # with so many lines and heads, a program takes several pieces
+TILE = 64  # keys per tile
+PIECES = 32  # pieces (splits) of a long context, which are processed in parallel
+MOST_PIECES = PIECES + 1  # pieces begin at fixed positions: a window may touch one more
+ROWS = 16  # query heads of one key head per program: the minimum of tensor cores
+MANY_PROGRAMS = 512  # from this many rows times heads on, a program processes several pieces
 SEVERAL = 8
-# Tiles on their way at a time. Kernels of small batches stay below 48 KB of shared memory: beyond,
-# the driver empties a multiprocessor before they may run, and the products beside them wait.
+# Pipeline stages. Kernels of small batches stay below 48 KB of shared memory: above, the driver
+# drains a multiprocessor before they may run, and concurrent GEMMs wait.
 STAGES = 4
-WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # of a program
+WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # per program
 
-# Prompts: rows (tokens times query heads of a key head) and keys that a program takes at once.
+# Prefill: rows (tokens times query heads of a key head) and keys per program.
 PREFILL_ROWS, PREFILL_TILE = 128, 64
 PREFILL_STAGES, PREFILL_WARPS = 4, 8
-EXACT_ROWS = 32  # so few that the compiler chooses the instructions of decoding
+EXACT_ROWS = 32  # small enough that the compiler chooses the instructions of decode
 
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """How one layer attends; the same for all steps."""
+    """Attention parameters of one layer."""
 
     heads: int
     kv_heads: int
     head_width: int
     scale: float
     softcap: float
-    window: int  # how many last tokens are seen; 0: all
+    window: int  # sliding window in tokens; 0: none
     norm_eps: float
-    q_norm: Tensor | None  # [head_width]: gains of a norm over each head
+    q_norm: Tensor | None  # [head_width]: gain of the norm over each head
     k_norm: Tensor | None
     cosine: Tensor | None  # [context, rotary width / 2], float32
     sine: Tensor | None
-    sinks: Tensor | None = None  # [heads]: a score that takes weight and gives nothing
+    sinks: Tensor | None = None  # [heads]: attention sink, one score per head
 
     @property
     def rotary_width(self) -> int:
@@ -64,28 +64,28 @@ class AttentionLayer:
 
     @property
     def score_scale(self) -> float:
-        """What the kernels multiply query times key with, to get powers of two."""
+        """Scale of query times key in the kernels, which use exp2."""
         return self.scale * LOG2_E * (2 / self.softcap if self.softcap else 1)
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What all kernels of the layer are compiled for."""
+        """Compile-time constants of all kernels."""
         return {
             "H": self.heads,
             "KV": self.kv_heads,
             "HD": self.head_width,
-            "WIDE": power_of_two(self.head_width),
+            "WIDE": tile_width(self.head_width),
             "PAGE": PAGE_SIZE,
         }
 
     @property
-    def preparing(self) -> dict[str, Any]:
-        """How queries and keys are prepared."""
+    def qk_constants(self) -> dict[str, Any]:
+        """Compile-time constants of QK norm and RoPE."""
         return {"ROTARY": self.rotary_width, "NORM": self.q_norm is not None}
 
     @property
-    def looking(self) -> dict[str, Any]:
-        """How scores become weights."""
+    def softmax_constants(self) -> dict[str, Any]:
+        """Compile-time constants of mask and softmax."""
         return {
             "WINDOW": self.window,
             "SOFTCAP": self.softcap,
@@ -96,11 +96,11 @@ class AttentionLayer:
 
 
 def attention_layers(weights: Weights, context: int) -> list[AttentionLayer]:
-    """All layers of a model; those that turn alike share their tables."""
-    config, tables = weights.config, {}
+    """Attention parameters of all layers. Layers with the same RoPE share its tables."""
+    config, rope_tables = weights.config, {}
     for rotary in {config.layer_rotary(layer) for layer in range(config.layers)}:
-        tables[rotary] = _tables(rotary, context, weights.device)
-    by_head = config.qk_norm == "head"
+        rope_tables[rotary] = _rope_tables(rotary, context, weights.device)
+    per_head = config.qk_norm == "head"
     return [
         AttentionLayer(
             heads=config.heads,
@@ -110,16 +110,16 @@ def attention_layers(weights: Weights, context: int) -> list[AttentionLayer]:
             softcap=config.attention_softcap,
             window=config.window(number),
             norm_eps=config.norm_eps,
-            q_norm=layer.q_norm.gain if by_head and layer.q_norm else None,
-            k_norm=layer.k_norm.gain if by_head and layer.k_norm else None,
-            cosine=tables[config.layer_rotary(number)][0],
-            sine=tables[config.layer_rotary(number)][1],
+            q_norm=layer.q_norm.gain if per_head and layer.q_norm else None,
+            k_norm=layer.k_norm.gain if per_head and layer.k_norm else None,
+            cosine=rope_tables[config.layer_rotary(number)][0],
+            sine=rope_tables[config.layer_rotary(number)][1],
         )
         for number, layer in enumerate(weights.layers)
     ]
 
 
-def _tables(
+def _rope_tables(
     rotary: Rotary | None, context: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     if rotary is None:
@@ -128,19 +128,19 @@ def _tables(
     return torch.from_numpy(cosine).to(device), torch.from_numpy(sine).to(device)
 
 
-def power_of_two(size: int) -> int:
-    """The size of a tile that holds so much: tensor cores take sixteen at least."""
+def tile_width(size: int) -> int:
+    """Smallest power of two >= size, at least 16 (the minimum of tensor cores)."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lines:
-    """New tokens, one a line: where their texts' pages are, where they stand, what they see."""
+    """New tokens, one per row: their block tables, positions and visible context."""
 
-    table: Tensor  # [lines, columns]: pages
-    lines: Tensor  # [n]: which line of the table
+    table: Tensor  # [sequences, columns]: block table of pages
+    lines: Tensor  # [n]: row of the block table
     positions: Tensor  # [n]
-    ends: Tensor  # [n]: positions before this one are seen
+    ends: Tensor  # [n]: positions before this one are visible
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -148,7 +148,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scratch:
-    """Where programs leave what they found in their pieces, for whoever joins them."""
+    """Partial results of the pieces, which the last program of a row combines."""
 
     parts: Tensor
     stats: Tensor
@@ -158,10 +158,10 @@ class Scratch:
     def for_lines(
         cls, lines: int, config: ModelConfig | AttentionLayer, device: torch.device
     ) -> Scratch:
-        """Room for so many lines at a time, whatever their lengths."""
+        """Allocate for up to `lines` rows of any context length."""
         groups = lines * config.kv_heads * -(-config.heads // config.kv_heads // ROWS)
         rows = groups * MOST_PIECES * min(ROWS, config.heads // config.kv_heads)
-        width = power_of_two(config.head_width)
+        width = tile_width(config.head_width)
         return cls(
             torch.empty(rows * width, dtype=torch.float32, device=device),
             torch.empty(rows * 2, dtype=torch.float32, device=device),
@@ -170,23 +170,23 @@ class Scratch:
 
 
 def pieces_for(layer: AttentionLayer, longest: int) -> int:
-    """How many pieces a text of up to `longest` tokens may have."""
-    seen = min(longest, layer.window + TILE) if layer.window else longest
-    return min(MOST_PIECES, -(-seen // TILE) + (1 if layer.window else 0))
+    """Number of pieces of a context of up to `longest` tokens."""
+    visible = min(longest, layer.window + TILE) if layer.window else longest
+    return min(MOST_PIECES, -(-visible // TILE) + (1 if layer.window else 0))
 
 
 def store_keys(
     qkv: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, lines: Lines, *, pdl: bool
 ) -> None:
-    """Norm and turn queries in place and keys into the pages, where the values go too.
+    """Apply QK norm and RoPE: queries in place; keys are stored in the pages, as are values.
 
     qkv: [n, (heads + 2 * kv_heads) * head_width]; keys, values: [slots, kv_heads, head_width].
     """
     heads = layer.heads + layer.kv_heads
     kernels.store_keys[(len(lines), -(-heads // ROWS))](
         qkv, keys, values, lines.table, lines.lines, lines.positions,
-        *_tables_or(layer, qkv), layer.norm_eps, lines.table.shape[1],
-        **layer.shape, **layer.preparing, ROWS=ROWS, PDL=pdl, num_warps=4, **_launch(pdl),
+        *_optional_tensors(layer, qkv), layer.norm_eps, lines.table.shape[1], **layer.shape,
+        **layer.qk_constants, ROWS=ROWS, PDL=pdl, num_warps=4, **_launch_options(pdl),
     )  # fmt: skip
 
 
@@ -203,52 +203,56 @@ def attend(
     pdl: bool,
     pieces: int = MOST_PIECES,
 ) -> None:
-    """What each line's heads gather from its text: out [n, heads * head_width].
+    """Decode attention: out [n, heads * head_width].
 
-    With `new` the lines are single new tokens whose keys and values are still in `qkv`: they are
-    prepared and stored on the way. Without, `store_keys` has done that. `pieces`: how many the
-    longest text may have.
+    Args:
+        new: each row is the only new token of its sequence, and its key and value are still in
+            `qkv`: they are normalized, rotated and stored here. Otherwise `store_keys` did that.
+        pieces: number of pieces of the longest context.
     """
     groups = layer.kv_heads * -(-layer.heads // layer.kv_heads // ROWS)
     many = len(lines) * groups >= MANY_PROGRAMS
     if new and (many or pieces == MOST_PIECES):
-        # Preparing is better done once than by every program; and a program has several tiles.
+        # `store_keys` does it once, not in every program; and a program may have several tiles.
         store_keys(qkv, keys, values, layer, lines, pdl=pdl)
         new = False
-    kept = min(ROWS, layer.heads // layer.kv_heads)
-    each = SEVERAL if many else 1
+    group_heads = min(ROWS, layer.heads // layer.kv_heads)
+    pieces_per_program = SEVERAL if many else 1
     warps = NEW_WARPS if new else MANY_WARPS if many else WARPS
-    kernels.attend[(len(lines), groups, -(-pieces // each))](
+    kernels.attend[(len(lines), groups, -(-pieces // pieces_per_program))](
         qkv, out, keys, values, lines.table, lines.lines, lines.positions, lines.ends,
-        *_tables_or(layer, qkv), qkv if layer.sinks is None else layer.sinks,
-        scratch.parts, scratch.stats, scratch.arrived,
-        layer.score_scale, layer.norm_eps, lines.table.shape[1], MOST_PIECES, each,
-        **layer.shape, **layer.preparing, **layer.looking,
-        ROWS=ROWS, KEPT=kept, SOME=1 << (kept - 1).bit_length(), STAGES=STAGES, NEW=new, PDL=pdl,
-        num_warps=warps, **_launch(pdl),
+        *_optional_tensors(layer, qkv), qkv if layer.sinks is None else layer.sinks, scratch.parts,
+        scratch.stats, scratch.arrived, layer.score_scale, layer.norm_eps, lines.table.shape[1],
+        MOST_PIECES, pieces_per_program, **layer.shape, **layer.qk_constants,
+        **layer.softmax_constants, ROWS=ROWS, NUM_HEADS=group_heads,
+        HEADS_P2=1 << (group_heads - 1).bit_length(), STAGES=STAGES, NEW=new, PDL=pdl,
+        num_warps=warps, **_launch_options(pdl),
     )  # fmt: skip
 
 
 def chunk_tiles(
     starts: Ints, slots: Ints, ends: Ints, config: ModelConfig | AttentionLayer, rows: int
 ) -> npt.NDArray[np.int32]:
-    """The programs of `prefill`, those with most to see first: [programs, 4].
+    """Work list of `prefill`, programs with the longest context first: [programs, 4].
 
-    starts: [chunks + 1], where each chunk's tokens begin; slots: [chunks], lines of the table;
-    ends: [tokens]. Each program takes `rows` rows (see `prefill_rows`).
+    Args:
+        starts: [chunks + 1]: first token of each chunk.
+        slots: [chunks]: row of the block table of each chunk.
+        ends: [tokens]: end of the visible context.
+        rows: rows of a program (see `prefill_rows`).
     """
     counts, group = np.diff(starts), config.heads // config.kv_heads
     programs = -(-counts * group // rows)
     chunk = np.repeat(np.arange(len(counts)), programs)
     block = np.arange(len(chunk)) - np.repeat(np.cumsum(programs) - programs, programs)
-    newest = np.minimum(((block + 1) * rows - 1) // group, counts[chunk] - 1)
-    order = np.argsort(-ends[starts[chunk] + newest], kind="stable")
+    last_token = np.minimum(((block + 1) * rows - 1) // group, counts[chunk] - 1)
+    order = np.argsort(-ends[starts[chunk] + last_token], kind="stable")
     columns = (starts[chunk], counts[chunk], block * rows, slots[chunk])
     return np.stack(columns, 1)[order].astype(np.int32)
 
 
 def prefill_rows(dtype: torch.dtype, exact: bool) -> int:
-    """How many rows (tokens times query heads of a key head) a program of `prefill` takes."""
+    """Number of rows (tokens times query heads of a key head) per program of `prefill`."""
     if dtype == torch.float32:
         return ROWS
     return EXACT_ROWS if exact else PREFILL_ROWS
@@ -265,10 +269,12 @@ def prefill(
     *,
     exact: bool,
 ) -> None:
-    """As `attend`, for chunks of many tokens that `store_keys` has prepared. The tokens of a chunk
-    stand one after the other in `qkv` and in `lines`; tiles: `chunk_tiles` on the device."""
+    """Prefill attention, after `store_keys`: out [n, heads * head_width].
+
+    The tokens of a chunk are contiguous in `qkv` and `lines`; tiles: `chunk_tiles` on the device.
+    """
     exact = exact or qkv.dtype == torch.float32
-    shape = {**layer.shape, **layer.looking, "ROWS": prefill_rows(qkv.dtype, exact)}
+    shape = {**layer.shape, **layer.softmax_constants, "ROWS": prefill_rows(qkv.dtype, exact)}
     if not exact:
         shape["TILE"] = PREFILL_TILE
     prefill_kernels.prefill[(layer.kv_heads, len(tiles))](
@@ -279,12 +285,12 @@ def prefill(
     )  # fmt: skip
 
 
-def _tables_or(layer: AttentionLayer, stand_in: Tensor) -> tuple[Tensor, ...]:
-    """Cosine, sine and the gains of the norms; something that is not read where there is none."""
+def _optional_tensors(layer: AttentionLayer, placeholder: Tensor) -> tuple[Tensor, ...]:
+    """Cosine, sine and norm gains; `placeholder` (never read) for those that are missing."""
     optional = (layer.cosine, layer.sine, layer.q_norm, layer.k_norm)
-    return tuple(stand_in if tensor is None else tensor for tensor in optional)
+    return tuple(placeholder if tensor is None else tensor for tensor in optional)
 
 
-def _launch(pdl: bool) -> dict[str, Any]:
-    # Products and sums stay apart, so that every kernel rounds them alike.
+def _launch_options(pdl: bool) -> dict[str, Any]:
+    # No fused multiply-add, so that all kernels round alike.
     return {"enable_fp_fusion": False, **({"launch_pdl": True} if pdl else {})}

@@ -1,7 +1,7 @@
-"""Products with sums in one order: which tiles for how many lines, and the launch.
+"""GEMM with a fixed order of summation: choice of tiles, and the launch.
 
-What decides a number's sum (how many columns at a time, how many parts) depends on the matrix
-alone; what depends on the lines only says who computes it.
+The order of summation (columns per tile, number of splits) depends on the matrix only; the batch
+size only decides which program computes what.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unspool.backends.cuda.kernels.exact import exact_product
+from unspool.backends.cuda.kernels.exact import exact_gemm_kernel
 
-_COLUMNS = 64  # that are summed at a time
-_FEW = 64  # up to so many lines several programs share a tile's columns
-_MOST_SPLITS = 8
+_EXACT_COLUMNS = 64  # per tl.dot
+_MAX_SPLIT_ROWS = (
+    64  # up to this many rows of x, several programs share the columns of a tile (split-K)
+)
+_MAX_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExactScratch:
-    """Where programs leave the sums of their parts."""
+    """Partial sums of split-K."""
 
     parts: Tensor
     arrived: Tensor  # all zero between launches
 
     @classmethod
     @functools.cache
-    def of(cls, device: torch.device) -> ExactScratch:
-        size = _FEW * 16_384 * _MOST_SPLITS
+    def for_device(cls, device: torch.device) -> ExactScratch:
+        size = _MAX_SPLIT_ROWS * 16_384 * _MAX_SPLITS
         return cls(
             torch.empty(size, dtype=torch.float32, device=device),
             torch.zeros(16_384, dtype=torch.int32, device=device),
@@ -37,35 +39,38 @@ class ExactScratch:
 
 
 @functools.cache
-def splits(rows: int, columns: int) -> int:
-    """Into how many parts the columns are cut: so that even one line keeps a large GPU busy. The
-    number is the same on every GPU, as the text would differ otherwise."""
-    tiles, most = -(-rows // 64), max(1, columns // (4 * _COLUMNS))
-    found = 1
-    while found < min(_MOST_SPLITS, most) and tiles * found < 264:
-        found *= 2
-    return found
+def num_splits(rows: int, columns: int) -> int:
+    """Number of splits of the columns: even a single row keeps a large GPU busy.
+
+    The same on every GPU, otherwise the generated text would differ.
+    """
+    tiles, max_splits = -(-rows // 64), max(1, columns // (4 * _EXACT_COLUMNS))
+    count = 1
+    while count < min(_MAX_SPLITS, max_splits) and tiles * count < 264:
+        count *= 2
+    return count
 
 
-def exact_many(
+def exact_gemm(
     weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, *, pdl: bool = False
 ) -> None:
     """out [M, rows] = x [M, columns] · Wᵀ + bias."""
     count, (rows, columns) = len(x), weight.shape
-    parts = splits(rows, columns)
-    together = parts == 1 or count > _FEW or rows > 16_384
-    high, wide, stages, warps = _tile(count, parts)
-    grid = (-(-rows // high), -(-count // wide), 1 if together else parts)
-    scratch = ExactScratch.of(weight.device)
-    exact_product[grid](
+    parts = num_splits(rows, columns)
+    one_program = parts == 1 or count > _MAX_SPLIT_ROWS or rows > 16_384
+    tile_rows, tile_batch, stages, warps = _exact_tile(count, parts)
+    grid = (-(-rows // tile_rows), -(-count // tile_batch), 1 if one_program else parts)
+    scratch = ExactScratch.for_device(weight.device)
+    exact_gemm_kernel[grid](
         x, weight, x if bias is None else bias, out, scratch.parts, scratch.arrived, count, rows,
-        K=columns, SPLITS=parts, TOGETHER=together, BM=wide, BN=high, BK=_COLUMNS, STAGES=stages,
-        BIAS=bias is not None, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        K=columns, SPLITS=parts, ONE_PROGRAM=one_program, BM=tile_batch, BN=tile_rows,
+        BK=_EXACT_COLUMNS, STAGES=stages, BIAS=bias is not None, PDL=pdl, num_warps=warps,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _tile(count: int, parts: int) -> tuple[int, int, int, int]:
-    """Rows of the matrix, lines, stages and warps of a program; the best of those measured."""
+def _exact_tile(count: int, parts: int) -> tuple[int, int, int, int]:
+    """Rows of the matrix, rows of x, stages and warps of a program; the fastest measured."""
     if count <= 64:
         return 64, 16 if count <= 16 else 32 if count <= 32 else 64, 6, 4
     if parts > 1:

@@ -1,8 +1,8 @@
-"""Steps captured as graphs: a whole step is one launch, however many kernels it has.
+"""CUDA graphs: a captured step is one launch, however many kernels it has.
 
-A graph holds for one number of lines, and for texts up to a length; the next larger one is taken,
-with lines that only fill it up. It is captured when it is first needed: the step itself is run
-kernel by kernel (which compiles them), and is then recorded for the next time.
+A graph is captured for one batch size and one maximum context length. A step takes the next larger
+graph and is padded with unused rows. Graphs are captured on first use: the step is launched kernel
+by kernel (which compiles the kernels) and then recorded.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-LINE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_TAKEN_BY = [next(size for size in LINE_COUNTS if size >= n) for n in range(LINE_COUNTS[-1] + 1)]
-_SHORTEST = 512  # tokens: the least room of a graph
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_PADDED_SIZES = [
+    next(size for size in BATCH_SIZES if size >= n) for n in range(BATCH_SIZES[-1] + 1)
+]
+_SHORTEST = 512  # tokens: the smallest captured context length
 
 
 def padded(count: int) -> int:
-    """So many lines has the graph that takes this many."""
-    return _TAKEN_BY[count]
+    """Smallest captured batch size that holds `count` rows."""
+    return _PADDED_SIZES[count]
 
 
-def room_for(length: int) -> int:
-    """Of how long texts the graph is that takes texts of this length."""
-    room = _SHORTEST
-    while room < length:
-        room *= 4
-    return room
+def length_bucket(length: int) -> int:
+    """Smallest captured context length that holds `length` tokens."""
+    bucket = _SHORTEST
+    while bucket < length:
+        bucket *= 4
+    return bucket
 
 
 class Graphs:
-    """Runs steps, from a graph where there is one."""
+    """Runs steps from captured graphs; captures those that are missing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._captures = device.type == "cuda"
+        self._can_capture = device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        if self._captures:
+        if self._can_capture:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
 
@@ -49,17 +51,17 @@ class Graphs:
             return
         with torch.inference_mode():
             launch()
-            if self._captures:
-                self._graphs[key] = self._captured(launch)
+            if self._can_capture:
+                self._graphs[key] = self._capture(launch)
 
     def clear(self) -> None:
-        """What was captured holds addresses that are no longer right."""
-        if self._captures:
-            torch.cuda.synchronize()  # the last step may still be using its graph's memory
-            self._pool = torch.cuda.graph_pool_handle()  # the old one goes with its last graph
+        """Drop all graphs: a buffer that they use has moved."""
+        if self._can_capture:
+            torch.cuda.synchronize()  # the last step may still run
+            self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
         self._graphs.clear()
 
-    def _captured(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"

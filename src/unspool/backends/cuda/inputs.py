@@ -1,8 +1,8 @@
-"""What a captured step reads, at addresses that never change, and how it gets there.
+"""Inputs of a captured step at fixed device addresses, and their copy from the host.
 
-All of it lies in one piece of memory, so that one copy brings a whole step to the device: the lines
-with their tokens and positions, the changes of the block table, and how each line is picked from.
-The host's side is a ring of such pieces, because a copy runs while the next one is filled.
+All inputs are in one buffer, so that a single copy brings a step to the device: tokens and
+positions of the decode rows, block table updates, and sampling settings. The host side is a ring of
+pinned buffers: one can be filled while another is copied.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from unspool.backends.cuda.attention import Lines
 from unspool.backends.step import Ints, largest
 from unspool.sampling.picker import FLOATS
 
-ROOM = 512  # changes of the block table that fit into a step; more are made before it
-_RING = 4
-_FIRST_HISTORY = 1 << 18  # tokens of all texts with penalties
-_SPARE_LINE = 0  # of the block table, for lines that only fill a batch up
-_FIRST_LINES = 1024
-_NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # of a line that nobody picks from: FLOATS' order
+MAX_TABLE_UPDATES = 512  # block table updates in one graph launch; more are applied before it
+_NUM_HOST_BUFFERS = 4  # pinned host buffers
+_FIRST_HISTORY = 1 << 18  # tokens of all sequences with penalties
+_PADDING_ROW = 0  # block table row of padding rows
+_FIRST_TABLE_ROWS = 1024
+_GREEDY = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)  # greedy without penalties, in the order of FLOATS
 assert FLOATS[:4] == ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Without waiting for what the device is doing: only pinned memory can be copied so."""
+    """Copy an array to the device through pinned memory, without synchronizing."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return tensor.clone()
@@ -38,7 +38,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The parts of a piece of memory, by the type of their numbers."""
+    """Named views into one input buffer, on the host or on the device."""
 
     tokens: Any
     ints: Any
@@ -50,160 +50,168 @@ class _Fields:
     updates: Any
 
     @classmethod
-    def of(cls, eights: Any, fours: Any, lines: int) -> _Fields:
-        """`eights` are int64, `fours` int32; numpy or torch alike. The floats are int64 still."""
-        ints, floats = eights[lines : 7 * lines], eights[7 * lines : 13 * lines]
+    def split(cls, int64s: Any, int32s: Any, rows: int) -> _Fields:
+        """Split arrays (numpy or torch) of int64 and int32. `floats` is returned as int64."""
+        ints, floats = int64s[rows : 7 * rows], int64s[7 * rows : 13 * rows]
         return cls(
-            tokens=eights[:lines],
-            ints=ints.reshape(lines, 6),
-            floats=floats.reshape(lines, 6),
-            positions=fours[:lines],
-            ends=fours[lines : 2 * lines],
-            slots=fours[2 * lines : 3 * lines],
-            adapters=fours[3 * lines : 4 * lines],
-            updates=fours[4 * lines :],
+            tokens=int64s[:rows],
+            ints=ints.reshape(rows, 6),
+            floats=floats.reshape(rows, 6),
+            positions=int32s[:rows],
+            ends=int32s[rows : 2 * rows],
+            slots=int32s[2 * rows : 3 * rows],
+            adapters=int32s[3 * rows : 4 * rows],
+            updates=int32s[4 * rows :],
         )
 
 
-class Inputs:
-    """The device's side, and the ring on the host."""
+class StepInputs:
+    """Device buffer of a step's inputs, block table, and the ring of host buffers."""
 
     def __init__(
-        self, lines: int, previous: Tensor, columns: int, spare: int, device: torch.device
+        self, rows: int, previous: Tensor, columns: int, padding_page: int, device: torch.device
     ) -> None:
-        self.lines, self.device, self._spare_page = lines, device, spare
-        wide, narrow = 13 * lines * 8, (4 * lines + 1 + 2 * ROOM) * 4
-        self._memory = torch.zeros(wide + narrow, dtype=torch.uint8, device=device)
-        fields = _Fields.of(
-            self._memory[:wide].view(torch.int64), self._memory[wide:].view(torch.int32), lines
+        self.rows, self.device, self._padding_page = rows, device, padding_page
+        int64_bytes, int32_bytes = 13 * rows * 8, (4 * rows + 1 + 2 * MAX_TABLE_UPDATES) * 4
+        self._buffer = torch.zeros(int64_bytes + int32_bytes, dtype=torch.uint8, device=device)
+        fields = _Fields.split(
+            self._buffer[:int64_bytes].view(torch.int64),
+            self._buffer[int64_bytes:].view(torch.int32),
+            rows,
         )
         self.tokens, self.positions, self.ends = fields.tokens, fields.positions, fields.ends
         self.slots, self.updates, self.ints = fields.slots, fields.updates, fields.ints
         self.adapters: Tensor = fields.adapters
         self.floats: Tensor = fields.floats.view(torch.float64)
         self.no_updates = torch.zeros(1, dtype=torch.int32, device=device)
-        # What the step before picked: by its lines, then by the prompts beside them.
+        # Picks of the previous step: of its decode rows, then of its prefill.
         self.previous = previous
         self.columns = columns
-        self.table, self._table_lines = self._new_table(_FIRST_LINES), _FIRST_LINES
+        self.table, self._table_rows = self._new_table(_FIRST_TABLE_ROWS), _FIRST_TABLE_ROWS
         pinned = device.type == "cuda"
-        self._ring = [
-            torch.zeros(wide + narrow, dtype=torch.uint8, pin_memory=pinned) for _ in range(_RING)
+        self._host_buffers = [
+            torch.zeros(int64_bytes + int32_bytes, dtype=torch.uint8, pin_memory=pinned)
+            for _ in range(_NUM_HOST_BUFFERS)
         ]
-        self._hosts = []
-        for piece in self._ring:
-            bare = piece.numpy()
-            host = _Fields.of(bare[:wide].view(np.int64), bare[wide:].view(np.int32), lines)
-            self._hosts.append(replace(host, floats=host.floats.view(np.float64)))
-        # Of each piece: behind the copies from it. The steps in flight are fewer than the pieces,
-        # so nothing is waited for, unless steps failed on their way.
-        self._sent = [torch.cuda.Event() for _ in range(_RING)] if pinned else []
-        self._turn = 0
-        self.history = torch.zeros(0, dtype=torch.int64, device=device)  # what penalties see
-        self._histories: list[Tensor] = []
+        self._host_fields = []
+        for buffer in self._host_buffers:
+            array = buffer.numpy()
+            host = _Fields.split(
+                array[:int64_bytes].view(np.int64), array[int64_bytes:].view(np.int32), rows
+            )
+            self._host_fields.append(replace(host, floats=host.floats.view(np.float64)))
+        # One event per host buffer, recorded after the copy from it. There are more buffers than
+        # steps in flight, so waiting for an event does not block unless steps failed.
+        self._copy_done = [torch.cuda.Event() for _ in range(_NUM_HOST_BUFFERS)] if pinned else []
+        self._current = 0
+        self.history = torch.zeros(0, dtype=torch.int64, device=device)  # for penalties
+        self._host_histories: list[Tensor] = []
 
-    def of(self, count: int) -> Lines:
-        """The first lines as attention wants them."""
+    def decode_rows(self, count: int) -> Lines:
+        """Inputs of attention for the first `count` rows."""
         return Lines(self.table, self.slots[:count], self.positions[:count], self.ends[:count])
 
     # -- the block table -----------------------------------------------------------------------
 
-    def _new_table(self, lines: int) -> Tensor:
-        shape = (lines, self.columns)
-        return torch.full(shape, self._spare_page, dtype=torch.int32, device=self.device)
+    def _new_table(self, rows: int) -> Tensor:
+        shape = (rows, self.columns)
+        return torch.full(shape, self._padding_page, dtype=torch.int32, device=self.device)
 
-    def make_room(self, slots: Ints) -> bool:
-        """Whether the table had to grow, which moves it: what was captured is void then."""
-        before, needed = self._table_lines, largest(slots) + 2
+    def grow_table(self, slots: Ints) -> bool:
+        """Grow the block table if needed. Return whether it moved: graphs must be recaptured."""
+        before, needed = self._table_rows, largest(slots) + 2
         if needed <= before:
             return False
-        self._table_lines = max(needed, 2 * before)
-        grown = self._new_table(self._table_lines)
+        self._table_rows = max(needed, 2 * before)
+        grown = self._new_table(self._table_rows)
         grown[:before] = self.table
         self.table = grown
         return True
 
-    def places(self, slots: Ints, columns: Ints) -> Ints:
-        """Where in the table (its first line is nobody's) a slot's pages stand."""
-        places: Ints = (slots + 1) * self.columns + columns
-        return places
+    def table_index(self, slots: Ints, columns: Ints) -> Ints:
+        """Flat index of entries of the block table, whose first row is for padding."""
+        index: Ints = (slots + 1) * self.columns + columns
+        return index
 
-    def update_now(self, places: Ints, pages: Ints) -> None:
-        """Change the table outside of a captured step."""
-        where = to_device(places, self.device)
+    def update_table(self, table_index: Ints, pages: Ints) -> None:
+        """Update the block table outside of a graph."""
+        where = to_device(table_index, self.device)
         self.table.view(-1)[where] = to_device(pages.astype(np.int32), self.device)
 
-    # -- what penalties see --------------------------------------------------------------------
+    # -- token history for penalties -----------------------------------------------------------
 
-    def make_room_for_history(self, length: int) -> bool:
-        """Whether its memory had to grow, which moves it: what was captured is void then."""
+    def grow_history(self, length: int) -> bool:
+        """Grow the history if needed. Return whether it moved: graphs must be recaptured."""
         if length <= self.history.shape[0]:
             return False
         size, pinned = max(_FIRST_HISTORY, 2 * length), self.device.type == "cuda"
-        with torch.inference_mode(False):  # it is written to in either mode
+        with torch.inference_mode(False):  # written with inference mode on and off
             self.history = torch.zeros(size, dtype=torch.int64, device=self.device)
-            self._histories = [
-                torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(_RING)
+            self._host_histories = [
+                torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+                for _ in range(_NUM_HOST_BUFFERS)
             ]
         return True
 
     def send_history(self, tokens: Ints) -> None:
-        """With the step that is sent next."""
-        self._wait_until_sent()
-        piece, length = self._histories[self._turn], len(tokens)
-        piece.numpy()[:length] = tokens
-        self.history[:length].copy_(piece[:length], non_blocking=True)
+        """Copy the history of the step that `send` copies next."""
+        self._wait_for_buffer()
+        buffer, length = self._host_histories[self._current], len(tokens)
+        buffer.numpy()[:length] = tokens
+        self.history[:length].copy_(buffer[:length], non_blocking=True)
 
     # -- a step --------------------------------------------------------------------------------
 
     def send(
         self,
         count: int,
-        padded: int,
+        padded_rows: int,
         tokens: Ints,
         positions: Ints,
         ends: Ints,
         slots: Ints,
-        changed: tuple[Ints, Ints],
+        table_updates: tuple[Ints, Ints],
         picks: tuple[Ints, npt.NDArray[np.float64], Ints] | None,
         adapters: Ints | None = None,
     ) -> None:
-        """Bring `count` lines to the device, and as many harmless ones as make it `padded`.
+        """Copy `count` rows to the device, padded to `padded_rows` rows.
 
-        `changed` are places in the table and their pages; `picks` says of some lines how they are
-        picked from: their numbers (ascending), floats and ints; `adapters` are the lines' slots of
-        adapters, if any has one."""
-        self._wait_until_sent()
-        host, piece = self._hosts[self._turn], self._ring[self._turn]
+        Args:
+            table_updates: block table updates: flat indices (see `table_index`) and pages.
+            picks: sampling settings: row numbers (ascending), floats and ints of these rows.
+            adapters: adapter slot of each row; None: no row has an adapter.
+        """
+        self._wait_for_buffer()
+        host, buffer = self._host_fields[self._current], self._host_buffers[self._current]
         host.tokens[:count] = tokens
         host.positions[:count] = positions
         host.ends[:count] = ends
         host.slots[:count] = slots + 1
-        if count < padded:
-            host.tokens[count:padded] = host.positions[count:padded] = 0
-            host.ends[count:padded], host.slots[count:padded] = 1, _SPARE_LINE
+        if count < padded_rows:
+            host.tokens[count:padded_rows] = host.positions[count:padded_rows] = 0
+            host.ends[count:padded_rows], host.slots[count:padded_rows] = 1, _PADDING_ROW
         if adapters is not None:
-            host.adapters[:count], host.adapters[count:padded] = adapters, 0
-        places, pages = changed
-        host.updates[0] = len(places)
-        if len(places):
-            host.updates[1 : 1 + len(places)] = places
-            host.updates[1 + ROOM : 1 + ROOM + len(places)] = pages
-        if picks is not None and len(picks[0]) == count:  # each line is picked from
+            host.adapters[:count], host.adapters[count:padded_rows] = adapters, 0
+        table_index, pages = table_updates
+        host.updates[0] = len(table_index)
+        if len(table_index):
+            host.updates[1 : 1 + len(table_index)] = table_index
+            host.updates[1 + MAX_TABLE_UPDATES : 1 + MAX_TABLE_UPDATES + len(table_index)] = pages
+        if picks is not None and len(picks[0]) == count:  # every row is sampled
             host.floats[:count], host.ints[:count] = picks[1:]
-            if count < padded:
-                host.floats[count:padded], host.ints[count:padded] = _NEUTRAL, 0
+            if count < padded_rows:
+                host.floats[count:padded_rows], host.ints[count:padded_rows] = _GREEDY, 0
         else:
-            host.floats[:padded], host.ints[:padded] = _NEUTRAL, 0
+            host.floats[:padded_rows], host.ints[:padded_rows] = _GREEDY, 0
             if picks is not None:
                 numbers = picks[0]
                 host.floats[numbers], host.ints[numbers] = picks[1:]
-        self._memory.copy_(piece, non_blocking=True)
-        if self._sent:
-            self._sent[self._turn].record()
-        self._turn = (self._turn + 1) % _RING
+        self._buffer.copy_(buffer, non_blocking=True)
+        if self._copy_done:
+            self._copy_done[self._current].record()
+        self._current = (self._current + 1) % _NUM_HOST_BUFFERS
 
-    def _wait_until_sent(self) -> None:
-        """Wait until the device has read what was sent from this turn's piece before."""
-        if self._sent:
-            self._sent[self._turn].synchronize()
+    def _wait_for_buffer(self) -> None:
+        """Wait until the last copy from the current host buffer has ended."""
+        if self._copy_done:
+            self._copy_done[self._current].synchronize()

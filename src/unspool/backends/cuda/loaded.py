@@ -1,4 +1,4 @@
-"""A model whose weights lie on a GPU, as the rest of Unspool sees it."""
+"""A model loaded on a GPU: the `Loaded` interface of the CUDA backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.looks import normed
-from unspool.backends.cuda.memory import make_pages
+from unspool.backends.cuda.memory import allocate_kv_cache
 from unspool.backends.cuda.warming import warm_up
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.step import Floats
@@ -19,12 +19,12 @@ from unspool.model.config import ModelConfig
 
 
 class CudaModel:
-    """Weights on a GPU, and backends that run them."""
+    """Model weights on a GPU. Makes backends that run them."""
 
     def __init__(
         self, weights: Weights, fingerprint: Callable[[], str], *, exact: bool = False
     ) -> None:
-        """`fingerprint` is that of the file: here matrices are joined, and may be rounded."""
+        """`fingerprint` hashes the file: here matrices are fused and may be quantized."""
         self.weights, self.exact = weights, exact
         self.fingerprint = cache(fingerprint)
 
@@ -42,37 +42,37 @@ class CudaModel:
 
     def backend(self, *, memory: int | None, context: int) -> CudaBackend:
         weights = self.weights
-        pages = make_pages(weights, memory, context)
+        pages = allocate_kv_cache(weights, memory, context)
         backend = CudaBackend(weights, pages=pages, context=context, exact=self.exact)
-        if weights.device.type == "cuda":  # the interpreter has nothing to compile
+        if weights.device.type == "cuda":  # Triton's interpreter compiles nothing
             warm_up(backend)
         return backend
 
     @torch.inference_mode()
     def logits(self, vectors: Floats) -> Floats:
         weights, cap = self.weights, self.config.logit_softcap
-        x = self._normed(vectors)
+        x = self._apply_norm(vectors)
         out = torch.empty(len(x), weights.head.rows, dtype=x.dtype, device=x.device)
-        weights.head.times_many(x, out)
-        return _host(torch.tanh(out / cap) * cap if cap else out)
+        weights.head.gemm(x, out)
+        return _to_numpy(torch.tanh(out / cap) * cap if cap else out)
 
     @torch.inference_mode()
     def normed(self, vectors: Floats) -> Floats:
-        return _host(self._normed(vectors))
+        return _to_numpy(self._apply_norm(vectors))
 
     def vector(self, name: str) -> Floats | None:
         norm, head = self.weights.norm, self.weights.head
-        found = {"norm.weight": norm.gain, "norm.bias": norm.bias, "head.bias": head.bias}[name]
-        return None if found is None else _host(found)
+        vector = {"norm.weight": norm.gain, "norm.bias": norm.bias, "head.bias": head.bias}[name]
+        return None if vector is None else _to_numpy(vector)
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
         table = self.weights.head if name == "head.weight" else self.weights.embed
-        return _host(table.part(start, min(stop, table.rows)))
+        return _to_numpy(table.float_rows(start, min(stop, table.rows)))
 
-    def _normed(self, vectors: Floats) -> Tensor:
+    def _apply_norm(self, vectors: Floats) -> Tensor:
         x = torch.from_numpy(np.array(vectors)).to(self.weights.device, self.weights.dtype)
         return normed(x, self.weights.norm, self.config.norm_eps)
 
 
-def _host(tensor: Tensor) -> Floats:
+def _to_numpy(tensor: Tensor) -> Floats:
     return np.asarray(tensor.float().cpu().numpy())

@@ -1,6 +1,6 @@
-"""Looking inside while a step runs: vectors, attention, and what each layer added.
+"""Observation of a step: residual vectors, attention weights and layer outputs.
 
-Only for the tokens that somebody asked about, and taken from the very run that gives the logits.
+Only the requested tokens are recorded, from the same run that computes the logits.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unspool.backends.cuda.attention import PAGE_SIZE
 from unspool.backends.cuda.inputs import to_device
-from unspool.backends.cuda.pages import PAGE_SIZE
 from unspool.backends.cuda.products import NormWeights
-from unspool.backends.cuda.program import Program
+from unspool.backends.cuda.program import ModelRunner
 from unspool.backends.cuda.weights import LayerWeights
 from unspool.backends.step import Inside, Look, StepBatch
 from unspool.model.transformer import attention_weights
 
 
-class Looker:
-    """Looks on while the prompts of a step run, which are all of its tokens."""
+class StepObserver:
+    """Records intermediate values of a step in which all tokens are prefilled."""
 
-    def __init__(self, program: Program, batch: StepBatch, look: Look) -> None:
-        self._program, config = program, program.weights.config
-        device = program.weights.device
+    def __init__(self, runner: ModelRunner, batch: StepBatch, look: Look) -> None:
+        self._runner, config = runner, runner.weights.config
+        device = runner.weights.device
         self._look = look
         self._residual_rows = to_device(look.residuals, device)
         self._part_rows = to_device(look.parts, device)
@@ -34,36 +34,38 @@ class Looker:
         self._rows = look.attention.tolist()
         self._ends = batch.visible_end[look.attention].tolist()
         self._positions = batch.positions[look.attention].tolist()
-        owners = batch.starts.searchsorted(look.attention, side="right") - 1
-        self._lines = (batch.slots[owners] + 1).tolist()
-        self._queries = (config.heads, config.head_width)
+        batch_rows = batch.starts.searchsorted(look.attention, side="right") - 1
+        self._table_rows = (batch.slots[batch_rows] + 1).tolist()
+        self._query_shape = (config.heads, config.head_width)
 
-    def stream(self, layer: int, h: Tensor) -> None:
+    def on_residual(self, layer: int, h: Tensor) -> None:
         if len(self._residual_rows):
             self._residuals.append(h[self._residual_rows])
 
-    def queries(self, layer: int, qkv: Tensor) -> None:
-        config, table = self._program.weights.config, self._program.inputs.table
-        keys = self._program.pages.keys(layer)
-        heads, width = self._queries
+    def on_queries(self, layer: int, qkv: Tensor) -> None:
+        config, table = self._runner.weights.config, self._runner.inputs.table
+        keys = self._runner.pages.keys(layer)
+        heads, width = self._query_shape
         for number, row in enumerate(self._rows):
             end, position = self._ends[number], self._positions[number]
-            places = torch.arange(end, device=keys.device)
-            pages = table[self._lines[number], places // PAGE_SIZE].long()
-            key = keys[pages * PAGE_SIZE + places % PAGE_SIZE].transpose(0, 1)[None]
+            positions = torch.arange(end, device=keys.device)
+            pages = table[self._table_rows[number], positions // PAGE_SIZE].long()
+            key = keys[pages * PAGE_SIZE + positions % PAGE_SIZE].transpose(0, 1)[None]
             query = qkv[row, : heads * width].view(1, heads, 1, width)
-            ours, ends = places.new_tensor([position]), places.new_tensor([end])
-            found = attention_weights(
-                config, config.window(layer), query, key, ours, places, ends,
+            query_pos, ends = positions.new_tensor([position]), positions.new_tensor([end])
+            weights = attention_weights(
+                config, config.window(layer), query, key, query_pos, positions, ends,
                 scale=config.score_scale(layer),
             )  # fmt: skip
-            self._attention[number].append(found[0, :, 0])
+            self._attention[number].append(weights[0, :, 0])
 
-    def added(self, attended: Tensor, fed: Tensor, layer: LayerWeights) -> None:
+    def on_outputs(self, attn_out: Tensor, ffn_out: Tensor, layer: LayerWeights) -> None:
         if len(self._part_rows):
-            eps, rows = self._program.weights.config.norm_eps, self._part_rows
-            first = normed(attended[rows], layer.attention_post_norm, eps)
-            self._parts.append(torch.stack((first, normed(fed[rows], layer.feed_post_norm, eps))))
+            eps, rows = self._runner.weights.config.norm_eps, self._part_rows
+            attention = normed(attn_out[rows], layer.attention_post_norm, eps)
+            self._parts.append(
+                torch.stack((attention, normed(ffn_out[rows], layer.feed_post_norm, eps)))
+            )
 
     def inside(self) -> Inside:
         def host(tensors: list[Tensor]) -> Any:
@@ -77,11 +79,11 @@ class Looker:
 
 
 def normed(x: Tensor, norm: NormWeights | None, eps: float) -> Tensor:
-    """The norm behind what a half of a layer gave, as the kernel does it."""
+    """Apply a norm as the kernels do: computed in float32."""
     if norm is None:
         return x
-    wide = x.float()
+    x32 = x.float()
     if norm.bias is not None:
-        wide = wide - wide.mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * norm.gain
-    return (wide if norm.bias is None else wide + norm.bias).to(x.dtype)
+        x32 = x32 - x32.mean(-1, keepdim=True)
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * norm.gain
+    return (x32 if norm.bias is None else x32 + norm.bias).to(x.dtype)

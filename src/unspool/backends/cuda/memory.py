@@ -1,4 +1,4 @@
-"""How many pages of keys and values a GPU has room for."""
+"""Size of the KV cache of a GPU."""
 
 from __future__ import annotations
 
@@ -6,55 +6,59 @@ import warnings
 
 import torch
 
-from unspool.backends.cuda.pages import PAGE_SIZE, Pages, page_bytes
+from unspool.backends.cuda.attention import PAGE_SIZE
+from unspool.backends.cuda.pages import KVCache, page_bytes
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.memory import pages_in
 from unspool.errors import UnspoolError, UnspoolWarning
 from unspool.model.memory import in_words, share_beside_kernels
 
-_MOST_TEXTS = 512  # pages for more texts of full length are never used
-_LEAST = 16  # pages
+_MAX_SEQUENCES = 512  # of full length: more pages are never used
+_MIN_PAGES = 16
 
 
-def make_pages(weights: Weights, memory: int | None, context: int) -> Pages:
-    """A pool in so many bytes (None: a share of what is free), or in fewer if they are not there.
+def allocate_kv_cache(weights: Weights, memory: int | None, context: int) -> KVCache:
+    """Allocate a KV cache of `memory` bytes (None: a share of the free memory).
 
-    What does not fit is tried again smaller: other programs may take memory of a GPU at any time.
+    On failure retries with fewer pages: other processes may allocate GPU memory at any time. Warns
+    if the cache is smaller than requested.
     """
     config, dtype, device = weights.config, weights.dtype, weights.device
-    each = page_bytes(config, dtype)
+    bytes_per_page = page_bytes(config, dtype)
     if memory is None:
-        count = min(_share(device) // each, _MOST_TEXTS * -(-context // PAGE_SIZE))
+        count = min(
+            _default_bytes(device) // bytes_per_page, _MAX_SEQUENCES * -(-context // PAGE_SIZE)
+        )
     else:
-        count = pages_in(memory, each)
-    wanted = max(count, _LEAST)
-    count = wanted
+        count = pages_in(memory, bytes_per_page)
+    requested = max(count, _MIN_PAGES)
+    count = requested
     while True:
         try:
-            pages = Pages(config, count, dtype, device)
+            pages = KVCache(config, count, dtype, device)
             break
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
-            if count <= _LEAST:
-                raise UnspoolError(_no_room(device)) from error
-            count = max(_LEAST, count * 3 // 4)
-    if count < wanted:
+            if count <= _MIN_PAGES:
+                raise UnspoolError(_out_of_memory(device)) from error
+            count = max(_MIN_PAGES, count * 3 // 4)
+    if count < requested:
         warnings.warn(
-            f"{device} had no room for {in_words(wanted * each)} of keys and values; it has "
-            f"{in_words(count * each)} for {count * PAGE_SIZE:,} tokens",
+            f"{device} has no memory for a KV cache of {in_words(requested * bytes_per_page)};"
+            f" using {in_words(count * bytes_per_page)} ({count * PAGE_SIZE:,} tokens)",
             UnspoolWarning,
             stacklevel=3,
         )
     return pages
 
 
-def _share(device: torch.device) -> int:
+def _default_bytes(device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
     return share_beside_kernels(free)
 
 
-def _no_room(device: torch.device) -> str:
+def _out_of_memory(device: torch.device) -> str:
     return (
-        f"the memory of {device} is full: beside the weights there is no room for keys and "
-        "values; end other programs on it, use a smaller model, or fewer bits a weight"
+        f"out of memory on {device}: the KV cache does not fit beside the weights; free GPU "
+        "memory, or use a smaller model or a quantized one"
     )

@@ -1,7 +1,7 @@
-"""What came of a step, on its way from the device to the host.
+"""Results of a step and their copy from the device to the host.
 
-Everything is copied within the step, so that reading it waits for that step alone and not for the
-one behind it, which is launched already.
+The copy is queued right after the step's kernels, so reading a result waits for that step only,
+not for the next one, which is already launched.
 """
 
 from __future__ import annotations
@@ -15,96 +15,104 @@ from torch import Tensor
 from unspool.backends.step import Floats, Inside, Ints, StepResult, smallest
 from unspool.sampling.faults import BadLogitsError
 
-_RING = 4  # results on their way
-_TO_HOST = (
-    64  # rows of logits: more are worked on where they are, as many at once are quicker there
-)
+_NUM_RESULTS = 4  # results in copy_to_host
+_MAX_HOST_ROWS = 64  # more rows of logits stay on the device, where processing them is faster
 
 
-class Outcomes:
-    """Picks and log-probabilities of the lines of a captured step and of the prompts beside it."""
+class StepOutputs:
+    """Picked tokens and log-probabilities of a step's decode rows and prefill."""
 
-    def __init__(self, lines: int, prompts: int, vocabulary: int, device: torch.device) -> None:
-        self._lines, every = lines, lines + prompts
-        # Log-probabilities of prompts, of lines, picks of lines, of prompts: what the lines gave
-        # lies together, and one copy brings it to the host.
-        self._memory = torch.zeros(2 * every, dtype=torch.int64, device=device)
-        self.picks = self._memory[every:]
-        logprobs = self._memory[:every].view(torch.float64)
-        self.logprobs_of_prompts, self.logprobs_of_lines = logprobs[:prompts], logprobs[prompts:]
-        self._of_lines = self._memory[prompts : prompts + 2 * lines]
+    def __init__(
+        self, max_decode: int, max_prefill: int, vocab_size: int, device: torch.device
+    ) -> None:
+        total = max_decode + max_prefill
+        # Order: logprobs of prefill, logprobs of decode, picks of decode, picks of prefill.
+        # So the results of decode are contiguous: one copy.
+        self._buffer = torch.zeros(2 * total, dtype=torch.int64, device=device)
+        self.picks = self._buffer[total:]
+        logprobs = self._buffer[:total].view(torch.float64)
+        self.prefill_logprobs, self.decode_logprobs = logprobs[:max_prefill], logprobs[max_prefill:]
+        self._decode_part = self._buffer[max_prefill : max_prefill + 2 * max_decode]
         self._pinned = device.type == "cuda"
-        self._rooms = [_Room(lines, prompts, self._pinned) for _ in range(_RING)]
-        self._turn = 0
-        self._no_logits = np.empty((0, vocabulary), np.float32)
+        self._host_buffers = [
+            ResultBuffer(max_decode, max_prefill, self._pinned) for _ in range(_NUM_RESULTS)
+        ]
+        self._current = 0
+        self._no_logits = np.empty((0, vocab_size), np.float32)
 
-    def flight(
-        self, places: Ints, logits: Tensor | None, inside: Inside | None, *, prompts: bool
-    ) -> Flight:
-        """Bring what a step gives to the host: the picks at these places (prompts: some of them
-        are of prompts), and its logits."""
-        room = self._rooms[self._turn]
-        self._turn = (self._turn + 1) % _RING
-        if prompts:
-            room.all.copy_(self._memory, non_blocking=True)
-        elif len(places):
-            room.of_lines.copy_(self._of_lines, non_blocking=True)
-        given: Tensor | Floats = self._no_logits
+    def copy_to_host(
+        self, pick_index: Ints, logits: Tensor | None, inside: Inside | None, *, has_prefill: bool
+    ) -> CudaStepHandle:
+        """Start copying a step's results to the host: the picks at `pick_index`, and logits.
+
+        `has_prefill`: whether some of the picks belong to prefill.
+        """
+        buffer = self._host_buffers[self._current]
+        self._current = (self._current + 1) % _NUM_RESULTS
+        if has_prefill:
+            buffer.all.copy_(self._buffer, non_blocking=True)
+        elif len(pick_index):
+            buffer.decode_part.copy_(self._decode_part, non_blocking=True)
+        copied: Tensor | Floats = self._no_logits
         if logits is not None:
-            given = self.brought(logits)
-        room.record()
-        return Flight(room, places, given, inside)
+            copied = self._copy_logits(logits)
+        buffer.record()
+        return CudaStepHandle(buffer, pick_index, copied, inside)
 
-    def brought(self, logits: Tensor) -> Tensor:
-        """A copy of logits that the next step does not overwrite."""
-        if len(logits) > _TO_HOST:
+    def _copy_logits(self, logits: Tensor) -> Tensor:
+        """Copy logits out of the step's buffer; a few rows go to the host."""
+        if len(logits) > _MAX_HOST_ROWS:
             return logits.to(torch.float32, copy=True)
         host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=self._pinned)
-        # Widened on the device: a copy that changes the type on the way waits for it.
+        # Cast on the device: a copy that also casts would synchronize.
         return host.copy_(logits.float(), non_blocking=True)
 
 
-class _Room:
-    """The host's memory for one step's picks."""
+class ResultBuffer:
+    """Pinned host memory for the picks of one step."""
 
-    def __init__(self, lines: int, prompts: int, pinned: bool) -> None:
-        every = lines + prompts
-        self.all = torch.zeros(2 * every, dtype=torch.int64, pin_memory=pinned)
-        self.of_lines = self.all[prompts : prompts + 2 * lines]
+    def __init__(self, max_decode: int, max_prefill: int, pinned: bool) -> None:
+        total = max_decode + max_prefill
+        self.all = torch.zeros(2 * total, dtype=torch.int64, pin_memory=pinned)
+        self.decode_part = self.all[max_prefill : max_prefill + 2 * max_decode]
         numbers = self.all.numpy()
-        self.lines, self.picks, self.logprobs = lines, numbers[every:], numbers[:every].view("f8")
+        self.max_decode, self.picks, self.logprobs = (
+            max_decode,
+            numbers[total:],
+            numbers[:total].view("f8"),
+        )
         self.done = torch.cuda.Event() if pinned else None
 
     def record(self) -> None:
-        """Behind all that the step gives."""
+        """Record an event after all copies of the step."""
         if self.done is not None:
             self.done.record()
 
 
 @dataclass(slots=True)
-class Flight:
-    """A step on its way; its room is used again a few steps later."""
+class CudaStepHandle:
+    """A launched step. Its host buffer is reused a few steps later."""
 
-    room: _Room
-    places: Ints
+    buffer: ResultBuffer
+    pick_index: Ints
     logits: Tensor | Floats
     inside: Inside | None
 
     def ready(self) -> bool:
-        return self.room.done is None or self.room.done.query()
+        return self.buffer.done is None or self.buffer.done.query()
 
     def result(self) -> StepResult:
-        room = self.room
-        if room.done is not None:
-            room.done.synchronize()
-        tokens = room.picks.take(self.places)
-        # Those of the lines stand behind those of the prompts: their places count from the end.
-        logprobs = room.logprobs.take(self.places - room.lines)
+        buffer = self.buffer
+        if buffer.done is not None:
+            buffer.done.synchronize()
+        tokens = buffer.picks.take(self.pick_index)
+        # Logprobs of decode are stored last: index them from the end.
+        logprobs = buffer.logprobs.take(self.pick_index - buffer.max_decode)
         failures: dict[int, Exception] = {}
         if len(tokens) and smallest(tokens) < 0:
             for number in np.flatnonzero(tokens < 0).tolist():
                 failures[number] = BadLogitsError(
-                    "the model gave logits that nothing can be picked from (NaN, or all -inf)",
+                    "cannot sample from the model's logits: they contain NaN or are all -inf",
                     (number,),
                 )
         logits = self.logits

@@ -1,4 +1,4 @@
-"""A matrix whose weights stay packed on the device: 4 and 8 bits as GGUF has them, and FP8."""
+"""Quantized matrices that stay packed on the device: GGUF types in 4 and 8 bits, and FP8."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
-from unspool.backends.cuda.kernels.packed import packed_rows, unpack_rows
+from unspool.backends.cuda.kernels.packed import dequantize_rows_kernel, packed_gemm
 from unspool.backends.cuda.kernels.packed_gemv import packed_gemv
-from unspool.backends.cuda.packing import Packing, Parts
+from unspool.backends.cuda.packing import PackedLayout, PackedTensors
 from unspool.backends.cuda.products import (
     Around,
-    lines_of,
+    gemm,
     norm_kind,
+    num_multiprocessors,
+    num_vectors,
     power_of_two,
-    processors,
-    steps,
-    times_many,
+    row_strides,
 )
 
-_FEW = 64  # rows up to which weights are unpacked in registers
-_UNITS_A_THREAD = 4  # read at a time
-_MOST_WARPS, _WARPS_AN_SM = 16, 16
-_REGISTERS = 128  # of a thread: so many that all these warps have room
-_SCRATCH = 1 << 25  # numbers that are unpacked at a time for more
+_MAX_REGISTER_ROWS = 64  # up to this many rows of x, weights are dequantized in registers
+_UNITS_PER_THREAD = 4  # loads in flight
+_MAX_WARPS, _PACKED_WARPS_PER_SM = 16, 16
+_MAX_REGISTERS = 128  # per thread, so that all these warps fit
+_DEQUANT_SIZE = 1 << 25  # weights that are dequantized at a time for larger batches
 
 
 @functools.cache
-def _scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for unpacked rows, shared by all matrices of a device: one is multiplied at a time."""
+def _dequant_buffer(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Buffer for dequantized rows, shared by all matrices of a device."""
     return torch.empty(size, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """What vectors are multiplied with, as `PlainMatrix`; vectors are in `dtype`."""
+    """A quantized matrix. Vectors are in `dtype`."""
 
-    packing: Packing
-    parts: Parts
+    packing: PackedLayout
+    parts: PackedTensors
     rows: int
     columns: int
     dtype: torch.dtype
@@ -62,115 +62,117 @@ class PackedMatrix:
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         parts = self.parts
-        nothing = parts.quants
+        placeholder = parts.quants
         return (
             parts.quants,
-            nothing if parts.records is None else parts.records,
-            nothing if parts.factors is None else parts.factors,
+            placeholder if parts.records is None else parts.records,
+            placeholder if parts.factors is None else parts.factors,
         )
 
     def _constants(self) -> dict[str, Any]:
-        how = self.packing
+        packing = self.packing
         return {
-            "U": self._units, "BITS": how.bits, "KIND": how.kind, "OFFSET": how.offset,
-            "SHARE": how.share,
+            "U": self._units, "BITS": packing.bits, "KIND": packing.kind, "OFFSET": packing.offset,
+            "SHARE": packing.share,
         }  # fmt: skip
 
-    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
-        """For one vector or each of a few, with what is folded into the product."""
-        rows, norm, lines = self.rows // (1 + by.gated), by.norm, lines_of(x)
-        at_once, warps, programs = tiling(rows, self._units, 1 + by.gated, lines, x.device)
-        packed_gemv[(programs, lines)](
+    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+        """out = W · x for one vector or each of a few, with fused operations."""
+        rows, norm, vectors = self.rows // (1 + epilogue.gated), epilogue.norm, num_vectors(x)
+        block_rows, warps, programs = packed_gemv_tiling(
+            rows, self._units, 1 + epilogue.gated, vectors, x.device
+        )
+        packed_gemv[(programs, vectors)](
             x,
             x if norm is None else norm.gain,
             x if norm is None or norm.bias is None else norm.bias,
             *self._tensors(),
             x if self.bias is None else self.bias,
-            x if by.residual is None else by.residual,
+            x if epilogue.residual is None else epilogue.residual,
             out,
             rows,
-            by.eps,
-            *steps(x, by.residual, out),
+            epilogue.eps,
+            *row_strides(x, epilogue.residual, out),
             K=self.columns,
             UP=power_of_two(self._units),
             **self._constants(),
-            BN=at_once,
+            BN=block_rows,
             NORM=norm_kind(norm),
-            GLU=by.gated,
-            ACTIVATION=ACTIVATIONS[by.activation],
+            GLU=epilogue.gated,
+            ACTIVATION=ACTIVATIONS[epilogue.activation],
             BIAS=self.bias is not None,
-            RES=by.residual is not None,
-            EARLY=by.early,
-            PDL=by.pdl,
+            RES=epilogue.residual is not None,
+            EARLY=epilogue.early,
+            PDL=epilogue.pdl,
             NATIVE=x.is_cuda,
-            maxnreg=_REGISTERS,
+            maxnreg=_MAX_REGISTERS,
             num_warps=warps,
-            launch_pdl=by.pdl,
+            launch_pdl=epilogue.pdl,
         )
 
-    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         """out [M, rows] = x [M, columns] · Wᵀ + bias."""
-        if exact or len(x) <= _FEW:
-            self._times_few(x, out)
+        if exact or len(x) <= _MAX_REGISTER_ROWS:
+            self._small_gemm(x, out)
             return
-        step = _SCRATCH // self.columns
-        room = _scratch(_SCRATCH, x.dtype, x.device)
+        step = _DEQUANT_SIZE // self.columns
+        buffer = _dequant_buffer(_DEQUANT_SIZE, x.dtype, x.device)
         for first in range(0, self.rows, step):
             last = min(first + step, self.rows)
-            part = room[: (last - first) * self.columns].view(-1, self.columns)
-            self.unpack(first, part)
+            block = buffer[: (last - first) * self.columns].view(-1, self.columns)
+            self.dequantize(first, block)
             bias = None if self.bias is None else self.bias[first:last]
-            times_many(part, bias, x, out[:, first:last])
+            gemm(block, bias, x, out[:, first:last])
 
-    def _times_few(self, x: Tensor, out: Tensor) -> None:
-        lines = len(x)
-        at_once = min(64, max(16, power_of_two(lines)))
-        grid = (-(-self.rows // 64), -(-lines // at_once))
-        packed_rows[grid](
+    def _small_gemm(self, x: Tensor, out: Tensor) -> None:
+        vectors = len(x)
+        block_rows = min(64, max(16, power_of_two(vectors)))
+        grid = (-(-self.rows // 64), -(-vectors // block_rows))
+        packed_gemm[grid](
             x,
             *self._tensors(),
             x if self.bias is None else self.bias,
             out,
-            lines,
+            vectors,
             self.rows,
             out.stride(0),
             K=self.columns,
             **self._constants(),
             BN=64,
-            BM=at_once,
+            BM=block_rows,
             BU=128 // self.packing.unit,
             BIAS=self.bias is not None,
             num_warps=4,
         )
 
-    def unpack(self, first: int, out: Tensor) -> None:
-        """Rows from `first` on as plain numbers, as many as `out` has."""
+    def dequantize(self, first: int, out: Tensor) -> None:
+        """Dequantize rows from `first` on, as many as `out` has."""
         units = min(64, power_of_two(self._units))
         grid = (-(-len(out) // 4), -(-self._units // units))
-        unpack_rows[grid](
+        dequantize_rows_kernel[grid](
             *self._tensors(), out, out, out, first, first + len(out),
             **self._constants(), BU=units, BN=4, CHOSEN=False,
         )  # fmt: skip
 
-    def gather(self, tokens: Tensor, previous: Tensor, out: Tensor) -> None:
-        """The rows of tokens; a token -1 - n is the n-th of the `previous` ones."""
+    def embed_tokens(self, tokens: Tensor, previous: Tensor, out: Tensor) -> None:
+        """Embed tokens; a token -1 - n stands for `previous[n]`."""
         units = min(128, power_of_two(self._units))
         grid = (len(tokens), -(-self._units // units))
-        unpack_rows[grid](
+        dequantize_rows_kernel[grid](
             *self._tensors(), tokens, previous, out, 0, self.rows,
             **self._constants(), BU=units, BN=1, CHOSEN=True,
         )  # fmt: skip
 
-    def part(self, first: int, last: int) -> Tensor:
-        """Some rows in 32 bits."""
+    def float_rows(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` in float32."""
         out = torch.empty(last - first, self.columns, device=self.device)
-        self.unpack(first, out)
+        self.dequantize(first, out)
         return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedMatrix:
-    """Matrices that are packed differently, one above the other: each is multiplied by itself."""
+    """Matrices of different quantization types, stacked by rows and multiplied one by one."""
 
     parts: tuple[PackedMatrix, ...]
 
@@ -191,40 +193,42 @@ class StackedMatrix:
         biases = [part.bias for part in self.parts if part.bias is not None]
         return torch.cat(biases) if biases else None
 
-    def _placed(self) -> Iterator[tuple[PackedMatrix, slice]]:
+    def _row_slices(self) -> Iterator[tuple[PackedMatrix, slice]]:
         first = 0
         for part in self.parts:
             yield part, slice(first, first + part.rows)
             first += part.rows
 
-    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
-        """For one vector or each of a few; what is gated is never kept so (see `load.py`)."""
-        for part, rows in self._placed():
-            residual = None if by.residual is None else by.residual[..., rows]
-            part.times_each(x, out[..., rows], replace(by, residual=residual))
+    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+        """out = W · x for one vector or each of a few; never gated (see `WeightLoader`)."""
+        for part, rows in self._row_slices():
+            residual = None if epilogue.residual is None else epilogue.residual[..., rows]
+            part.times_each(x, out[..., rows], replace(epilogue, residual=residual))
 
-    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
-        for part, rows in self._placed():
-            part.times_many(x, out[:, rows], exact=exact)
+    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        for part, rows in self._row_slices():
+            part.gemm(x, out[:, rows], exact=exact)
 
-    def part(self, first: int, last: int) -> Tensor:
-        """Some rows in 32 bits."""
-        found = [
-            part.part(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
-            for part, rows in self._placed()
+    def float_rows(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` in float32."""
+        blocks = [
+            part.float_rows(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
+            for part, rows in self._row_slices()
             if first < rows.stop and last > rows.start
         ]
-        return torch.cat(found)
+        return torch.cat(blocks)
 
 
 @functools.cache
-def tiling(
-    rows: int, units: int, tiles: int, lines: int, device: torch.device
+def packed_gemv_tiling(
+    rows: int, units: int, tiles: int, vectors: int, device: torch.device
 ) -> tuple[int, int, int]:
-    """Rows a program takes at once, its warps, and how many programs each line has: as many in all
-    as find room at the same time, since each goes through its share of the rows."""
-    wide = power_of_two(units)
-    warps = max(1, min(_MOST_WARPS, wide // 32))
-    at_once = max(1, _UNITS_A_THREAD * 32 * warps // wide // tiles)
-    programs = processors(device) * min(16, _WARPS_AN_SM // warps)
-    return at_once, warps, min(-(-rows // at_once), -(-programs // lines))
+    """Rows per iteration and warps of a program, and programs per vector.
+
+    All programs run at the same time: each iterates over its share of the rows.
+    """
+    padded_units = power_of_two(units)
+    warps = max(1, min(_MAX_WARPS, padded_units // 32))
+    block_rows = max(1, _UNITS_PER_THREAD * 32 * warps // padded_units // tiles)
+    programs = num_multiprocessors(device) * min(16, _PACKED_WARPS_PER_SM // warps)
+    return block_rows, warps, min(-(-rows // block_rows), -(-programs // vectors))

@@ -1,4 +1,4 @@
-"""Products with a plain matrix: for one vector by our own kernel, for many by the vendor's."""
+"""Matrix products with unquantized weights: GEMV by our kernel, GEMM by cuBLAS."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels.common import ACTIVATIONS, LAYER, NO_NORM, RMS
-from unspool.backends.cuda.kernels.gemv import gemv
+from unspool.backends.cuda.kernels.gemv import gemv_kernel
 
-_NUMBERS_A_THREAD = 64  # of a matrix, held in registers at a time: enough loads in flight
-_WARPS_AN_SM = 16
+_WEIGHTS_PER_THREAD = 64  # held in registers: enough loads in flight
+_WARPS_PER_SM = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +26,14 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Around:
-    """What is folded into a product with one vector, or with each of a few."""
+    """Operations fused into a GEMV: norm before it; activation, gate and residual after it."""
 
     eps: float
-    norm: NormWeights | None = None  # of the vector
+    norm: NormWeights | None = None  # of the input vector
     activation: str = "none"
-    gated: bool = False  # the lower half of the rows is multiplied with the activated upper one
-    residual: Tensor | None = None  # added in the end
-    early: bool = True  # whether the kernel behind may come up before the one ahead is done
+    gated: bool = False  # GLU: activation(upper half of the rows) * lower half
+    residual: Tensor | None = None  # added at the end
+    early: bool = True  # whether the next kernel may start before the previous one has ended
     pdl: bool = False  # programmatic dependent launch
 
 
@@ -44,76 +44,76 @@ def norm_kind(norm: NormWeights | None) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest one that holds so many."""
+    """Smallest power of two >= number."""
     return 1 << (number - 1).bit_length()
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # of the interpreter, one after the other
+        return 4  # Triton's interpreter runs programs one after the other
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def lines_of(x: Tensor) -> int:
-    """How many vectors there are: one [columns], or several [n, columns]."""
+def num_vectors(x: Tensor) -> int:
+    """Number of vectors: x is [columns] or [n, columns]."""
     return 1 if x.dim() == 1 else len(x)
 
 
-def steps(*vectors: Tensor | None) -> list[int]:
-    """How far apart the lines of each of them are."""
+def row_strides(*vectors: Tensor | None) -> list[int]:
+    """Row stride of each tensor; 0 for a single vector or None."""
     return [0 if x is None or x.dim() == 1 else x.stride(0) for x in vectors]
 
 
-def tiling(
-    rows: int, columns: int, tiles: int, size: int, lines: int, device: torch.device
+def gemv_tiling(
+    rows: int, columns: int, tiles: int, size: int, vectors: int, device: torch.device
 ) -> list[int]:
-    """Rows a program takes at once, its warps, and how many programs each line has."""
+    """Rows per iteration and warps of a program, and programs per vector."""
     if device.type != "cuda":
-        return [32, 1, min(-(-rows // 32), 2)]  # the interpreter's time goes by launches and loops
-    wide = columns * tiles * size // 2
-    at_once = 1 if wide >= 32_768 else 4 if wide <= 1024 and rows >= 16_384 else 2
-    share = at_once * wide / (32 * _NUMBERS_A_THREAD)
-    warps = max(1, min(16, 1 << round(math.log2(max(1, share)))))
-    programs = processors(device) * min(8, max(1, _WARPS_AN_SM // warps))
-    return [at_once, warps, min(-(-rows // at_once), -(-programs // lines))]
+        return [32, 1, min(-(-rows // 32), 2)]  # few launches and loops: the interpreter is slow
+    half_width = columns * tiles * size // 2
+    block_rows = 1 if half_width >= 32_768 else 4 if half_width <= 1024 and rows >= 16_384 else 2
+    threads = block_rows * half_width / (32 * _WEIGHTS_PER_THREAD)
+    warps = max(1, min(16, 1 << round(math.log2(max(1, threads)))))
+    programs = num_multiprocessors(device) * min(8, max(1, _WARPS_PER_SM // warps))
+    return [block_rows, warps, min(-(-rows // block_rows), -(-programs // vectors))]
 
 
-def times_each(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, by: Around) -> None:
-    """out = W · x for one vector, or for each of a few, with all that `by` says."""
-    rows, columns = weight.shape[0] // (1 + by.gated), weight.shape[1]
-    tiles, lines = 1 + by.gated, lines_of(x)
-    at_once, warps, programs = tiling(
-        rows, columns, tiles, weight.element_size(), lines, weight.device
+def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: Around) -> None:
+    """out = W · x for one vector or each of a few, with fused operations."""
+    rows, columns = weight.shape[0] // (1 + epilogue.gated), weight.shape[1]
+    tiles, vectors = 1 + epilogue.gated, num_vectors(x)
+    block_rows, warps, programs = gemv_tiling(
+        rows, columns, tiles, weight.element_size(), vectors, weight.device
     )
-    norm = by.norm
-    gemv[(programs, lines)](
+    norm = epilogue.norm
+    gemv_kernel[(programs, vectors)](
         x,
         x if norm is None else norm.gain,
         x if norm is None or norm.bias is None else norm.bias,
         weight,
         x if bias is None else bias,
-        x if by.residual is None else by.residual,
+        x if epilogue.residual is None else epilogue.residual,
         out,
         rows,
-        by.eps,
-        *steps(x, by.residual, out),
+        epilogue.eps,
+        *row_strides(x, epilogue.residual, out),
         K=columns,
         KP=power_of_two(columns),
-        BN=at_once,
+        BN=block_rows,
         NORM=norm_kind(norm),
-        GLU=by.gated,
-        ACTIVATION=ACTIVATIONS[by.activation],
+        GLU=epilogue.gated,
+        ACTIVATION=ACTIVATIONS[epilogue.activation],
         BIAS=bias is not None,
-        RES=by.residual is not None,
-        EARLY=by.early,
-        PDL=by.pdl,
+        RES=epilogue.residual is not None,
+        EARLY=epilogue.early,
+        PDL=epilogue.pdl,
         num_warps=warps,
-        launch_pdl=by.pdl,
+        launch_pdl=epilogue.pdl,
     )
 
 
-def times_many(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+def gemm(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
     """out [M, rows] = x [M, columns] · Wᵀ + bias."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)

@@ -1,10 +1,9 @@
-"""A model's step as launches of kernels, from tokens to logits.
+"""Forward pass of the model as kernel launches, from tokens to logits.
 
-Every new token of a step is a line. `few` is the step of a single line, and of a few lines of a
-small model: five kernels a layer, all that stands between the products folded into them. `many` is
-the step of more lines, and `layers` what it shares with reading prompts: the vendor's products and
-a few small kernels between.
-All buffers have fixed addresses, so a step can be captured as a graph and run again.
+Each new token is a row. `_decode_fused` runs a single row, or a few rows of a small model: five
+kernels a layer, with norms, activations and residuals fused into the GEMVs. `_decode_batched` runs
+more rows; it shares `layers` with prefill: cuBLAS GEMMs with small kernels in between.
+All buffers have fixed addresses, so a decode step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,242 +17,255 @@ from torch import Tensor
 
 from unspool.backends.cuda import attention
 from unspool.backends.cuda.adapters import Adapt, CudaAdapters
-from unspool.backends.cuda.experts import ExpertScratch, experts
-from unspool.backends.cuda.inputs import ROOM, Inputs
-from unspool.backends.cuda.kernels import rows
+from unspool.backends.cuda.experts import ExpertScratch, run_experts
+from unspool.backends.cuda.inputs import MAX_TABLE_UPDATES, StepInputs
+from unspool.backends.cuda.kernels import rows as row_kernels
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
-from unspool.backends.cuda.pages import Pages
+from unspool.backends.cuda.pages import KVCache
 from unspool.backends.cuda.products import Around, NormWeights, norm_kind, power_of_two
-from unspool.backends.cuda.weights import LayerWeights, Matrix, PlainMatrix, Weights
+from unspool.backends.cuda.weights import LayerWeights, PlainMatrix, WeightMatrix, Weights
 from unspool.model.positions import sinusoidal
 
-_FEED_BLOCK = 1024
-_FEW_LINES = 16  # that may be multiplied each by itself ...
-_FEW_BYTES = 2 << 30  # ... where they read no more than this in all, most of it from the cache
+_GLU_BLOCK = 1024
+_MAX_FUSED_ROWS = 16  # rows that may use the fused GEMVs ...
+_MAX_FUSED_BYTES = 2 << 30  # ... if they read at most this much in total, mostly from the L2 cache
 
 
-class Activations:
-    """What passes between the kernels, for so many lines."""
+class ActivationBuffers:
+    """Buffers between the kernels, for up to `rows` rows."""
 
-    def __init__(self, weights: Weights, lines: int) -> None:
+    def __init__(self, weights: Weights, rows: int) -> None:
         config = weights.config
         inner = max(config.ff_width, config.expert_width)
 
         def new(width: int) -> Tensor:
-            return torch.empty(lines, width, dtype=weights.dtype, device=weights.device)
+            return torch.empty(rows, width, dtype=weights.dtype, device=weights.device)
 
         self.h = new(config.width)  # the residual stream
-        self.beside = new(config.width)  # the same with attention's share, for parallel layers
-        self.x = new(config.width)  # what goes into a product
-        self.attended, self.fed = new(config.width), new(config.width)
+        self.h_attended = new(config.width)  # h + attention output, for parallel layers
+        self.x = new(config.width)  # input of the next GEMM
+        self.attn_out, self.ffn_out = new(config.width), new(config.width)
         self.qkv = new((config.heads + 2 * config.kv_heads) * config.head_width)
-        self.mixed = new(config.heads * config.head_width)
-        self.both = new(inner * (1 + config.gated))
+        self.heads_out = new(config.heads * config.head_width)
+        self.gate_up = new(inner * (1 + config.gated))
         self.inner = new(inner)
 
-    def first(self, lines: int) -> Activations:
-        """Those of the first lines alone."""
-        part = object.__new__(Activations)
-        part.__dict__ = {name: tensor[:lines] for name, tensor in self.__dict__.items()}
+    def first_rows(self, rows: int) -> ActivationBuffers:
+        """Views of the first rows."""
+        part = object.__new__(ActivationBuffers)
+        part.__dict__ = {name: tensor[:rows] for name, tensor in self.__dict__.items()}
         return part
 
 
-class Watch(Protocol):
-    """Who looks on while the layers run."""
+class LayerObserver(Protocol):
+    """Receives intermediate values while the layers run."""
 
-    def stream(self, layer: int, h: Tensor) -> None:
-        """The residual stream before a layer; after the last one, before one more."""
+    def on_residual(self, layer: int, h: Tensor) -> None:
+        """Called with the residual stream before each layer, and once after the last."""
 
-    def queries(self, layer: int, qkv: Tensor) -> None:
-        """What attention looks with, rotated; the layer's keys are in their pages."""
+    def on_queries(self, layer: int, qkv: Tensor) -> None:
+        """Called with queries after RoPE, once the layer's keys are in the KV cache."""
 
-    def added(self, attended: Tensor, fed: Tensor, layer: LayerWeights) -> None:
-        """What the two halves of a layer gave, before the norms behind them."""
+    def on_outputs(self, attn_out: Tensor, ffn_out: Tensor, layer: LayerWeights) -> None:
+        """Called with the outputs of attention and feed-forward, before their post norms."""
 
 
 Attend = Callable[[int, Tensor, Tensor], None]
-"""From a layer's number and its queries, keys and values to what attention mixed."""
+"""Attention of one layer: (layer, qkv, out)."""
 
 
-class Program:
-    """The launches, and the buffers that they work on."""
+class ModelRunner:
+    """Launches the kernels of the model on buffers at fixed addresses."""
 
     def __init__(
-        self, weights: Weights, pages: Pages, inputs: Inputs, context: int, exact: bool
+        self, weights: Weights, pages: KVCache, inputs: StepInputs, context: int, exact: bool
     ) -> None:
         config = weights.config
         self.weights, self.pages, self.inputs, self.exact = weights, pages, inputs, exact
         self.pdl = supports_pdl(weights.device)
-        lines = inputs.lines
-        self.buffers = Activations(weights, lines)
-        self.adapters = CudaAdapters(weights, lines)
-        shape = (lines, config.vocab_size)
+        rows = inputs.rows
+        self.buffers = ActivationBuffers(weights, rows)
+        self.adapters = CudaAdapters(weights, rows)
+        shape = (rows, config.vocab_size)
         self.logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)
-        self.turning = attention.attention_layers(weights, context)
+        self.attention_layers = attention.attention_layers(weights, context)
         self._keys = [pages.keys(layer) for layer in range(config.layers)]
         self._values = [pages.values(layer) for layer in range(config.layers)]
-        self._scratch = attention.Scratch.for_lines(lines, config, weights.device)
-        self._expert_scratch = ExpertScratch.for_lines(lines, config, weights)
-        self._places = position_vectors(weights, context)
-        self.few_lines = few_lines(weights)
-        # Rounded to the weights' own precision first, as these models were trained.
-        self._scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
+        self._scratch = attention.Scratch.for_lines(rows, config, weights.device)
+        self._expert_scratch = ExpertScratch.for_tokens(rows, config, weights)
+        self._position_embed = position_vectors(weights, context)
+        self.max_fused_rows = max_fused_rows(weights)
+        # Rounded to the dtype of the weights first, as these models were trained.
+        self._embed_scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
 
-    # -- a captured step: the lines of `inputs` to the logits --------------------------------------
+    # -- decode: rows of `inputs` to `logits`; can be captured ------------------------------------
 
-    def step(
+    def decode(
         self,
         count: int,
-        longest: int,
-        fresh: bool,
-        adapted: bool = False,
-        watch: Watch | None = None,
+        max_context: int,
+        single_tokens: bool,
+        has_adapters: bool = False,
+        observer: LayerObserver | None = None,
     ) -> None:
-        """The first `count` lines, none of which sees more than `longest` tokens; `fresh`: each is
-        the next token of a text of its own; `adapted`: some of them have an adapter."""
-        if count <= self.few_lines and not (self.exact or adapted):
-            self._few(count, longest, fresh, watch)
+        """Run the first `count` rows.
+
+        Args:
+            max_context: longest context of any row, in tokens.
+            single_tokens: each row is the only new token of its sequence.
+            has_adapters: some rows have a LoRA adapter.
+        """
+        if count <= self.max_fused_rows and not (self.exact or has_adapters):
+            self._decode_fused(count, max_context, single_tokens, observer)
         else:
-            self._many(count, longest, fresh, adapted, watch)
+            self._decode_batched(count, max_context, single_tokens, has_adapters, observer)
 
-    def _many(
-        self, count: int, longest: int, fresh: bool, adapted: bool, watch: Watch | None
+    def _decode_batched(
+        self,
+        count: int,
+        max_context: int,
+        single_tokens: bool,
+        has_adapters: bool,
+        observer: LayerObserver | None,
     ) -> None:
-        a = self.buffers.first(count)
-        self._begin(a.h)
-        lines = self.inputs.of(count)
-        fresh = fresh and not self.exact  # prepared like prompts, in the same order of sums
+        a = self.buffers.first_rows(count)
+        self._embed_inputs(a.h)
+        rows = self.inputs.decode_rows(count)
+        single_tokens = single_tokens and not self.exact  # same order of summation as prefill
 
-        def attend(layer: int, qkv: Tensor, mixed: Tensor) -> None:
-            self._attend(layer, qkv, mixed, lines, longest, fresh)
+        def attend(layer: int, qkv: Tensor, heads_out: Tensor) -> None:
+            self._attend(layer, qkv, heads_out, rows, max_context, single_tokens)
 
         adapt = None
-        if adapted:
-            adapt = self.adapters.on_lines(self.inputs.adapters[:count], pdl=self.pdl)
-        self.layers(a, attend, self._expert_scratch, watch, adapt)
+        if has_adapters:
+            adapt = self.adapters.for_rows(self.inputs.adapters[:count], pdl=self.pdl)
+        self.layers(a, attend, self._expert_scratch, observer, adapt)
         self.head(a.x, self.logits[:count], adapt)
 
-    def _few(self, count: int, longest: int, fresh: bool, watch: Watch | None) -> None:
-        config, a = self.weights.config, self.buffers.first(count)
-        self._begin(a.h)
-        lines, inner = self.inputs.of(count), a.inner[:, : config.ff_width]
+    def _decode_fused(
+        self, count: int, max_context: int, single_tokens: bool, observer: LayerObserver | None
+    ) -> None:
+        config, a = self.weights.config, self.buffers.first_rows(count)
+        self._embed_inputs(a.h)
+        rows, inner = self.inputs.decode_rows(count), a.inner[:, : config.ff_width]
         for number, layer in enumerate(self.weights.layers):
-            if watch:
-                watch.stream(number, a.h)
-            # What `begin` wrote must be there before `attend` looks at the block table.
-            by = self._around(norm=layer.attention_norm, early=number > 0)
-            layer.qkv.times_each(a.h, a.qkv, by)
-            self._norm_whole(a.qkv, layer)
-            self._attend(number, a.qkv, a.mixed, lines, longest, fresh)
-            after = a.beside if config.parallel else a.h
+            if observer:
+                observer.on_residual(number, a.h)
+            # `attend` must not read the block table before `begin` has updated it.
+            epilogue = self._epilogue(norm=layer.attention_norm, early=number > 0)
+            layer.qkv.times_each(a.h, a.qkv, epilogue)
+            self._norm_qk(a.qkv, layer)
+            self._attend(number, a.qkv, a.heads_out, rows, max_context, single_tokens)
+            residual = a.h_attended if config.parallel else a.h
             if layer.attention_post_norm is None:
-                layer.out.times_each(a.mixed, after, self._around(residual=a.h))
+                layer.out.times_each(a.heads_out, residual, self._epilogue(residual=a.h))
             else:
-                layer.out.times_each(a.mixed, a.attended, self._around())
-                self._add(a, a.attended, post=layer.attention_post_norm, out=a.h)
+                layer.out.times_each(a.heads_out, a.attn_out, self._epilogue())
+                self._add_norm(a, a.attn_out, post=layer.attention_post_norm, out=a.h)
             if layer.gate_up is None or layer.down is None:
-                self._add(a, norm=layer.feed_norm, out=a.x)
-                self._feed(layer, a, a.x, a.fed, self._expert_scratch)
+                self._add_norm(a, norm=layer.feed_norm, out=a.x)
+                self._feed_forward(layer, a, a.x, a.ffn_out, self._expert_scratch)
                 if config.parallel:
-                    a.h.copy_(a.beside)
-                self._add(a, a.fed, post=layer.feed_post_norm, out=a.h)
+                    a.h.copy_(a.h_attended)
+                self._add_norm(a, a.ffn_out, post=layer.feed_post_norm, out=a.h)
                 continue
-            by = self._around(
+            epilogue = self._epilogue(
                 norm=layer.feed_norm, activation=config.activation, gated=config.gated
             )
-            layer.gate_up.times_each(a.h, inner, by)
+            layer.gate_up.times_each(a.h, inner, epilogue)
             if layer.feed_post_norm is None:
-                layer.down.times_each(inner, a.h, self._around(residual=after))
+                layer.down.times_each(inner, a.h, self._epilogue(residual=residual))
             else:
-                layer.down.times_each(inner, a.fed, self._around())
-                self._add(a, a.fed, post=layer.feed_post_norm, out=a.h)
-        if watch:
-            watch.stream(len(self.weights.layers), a.h)
+                layer.down.times_each(inner, a.ffn_out, self._epilogue())
+                self._add_norm(a, a.ffn_out, post=layer.feed_post_norm, out=a.h)
+        if observer:
+            observer.on_residual(len(self.weights.layers), a.h)
         logits = self.logits[:count]
-        self.weights.head.times_each(a.h, logits, self._around(norm=self.weights.norm))
-        self._soften(logits)
+        self.weights.head.times_each(a.h, logits, self._epilogue(norm=self.weights.norm))
+        self._softcap(logits)
 
     def _attend(
-        self, layer: int, qkv: Tensor, mixed: Tensor, lines: attention.Lines, longest: int,
-        fresh: bool,
+        self, layer: int, qkv: Tensor, heads_out: Tensor, rows: attention.Lines, max_context: int,
+        single_tokens: bool,
     ) -> None:  # fmt: skip
-        turning, keys, values = self.turning[layer], self._keys[layer], self._values[layer]
-        if not fresh:
-            attention.store_keys(qkv, keys, values, turning, lines, pdl=self.pdl)
+        shape = self.attention_layers[layer]
+        keys, values = self._keys[layer], self._values[layer]
+        if not single_tokens:
+            attention.store_keys(qkv, keys, values, shape, rows, pdl=self.pdl)
         attention.attend(
-            qkv, mixed, keys, values, turning, lines, self._scratch, new=fresh,
-            pieces=attention.pieces_for(turning, longest), pdl=self.pdl,
+            qkv, heads_out, keys, values, shape, rows, self._scratch, new=single_tokens,
+            pieces=attention.pieces_for(shape, max_context), pdl=self.pdl,
         )  # fmt: skip
 
-    # -- what steps and prompts share ------------------------------------------------------------
+    # -- shared by decode and prefill ------------------------------------------------------------
 
     def layers(
         self,
-        a: Activations,
+        a: ActivationBuffers,
         attend: Attend,
         scratch: ExpertScratch,
-        watch: Watch | None = None,
+        observer: LayerObserver | None = None,
         adapt: Adapt | None = None,
     ) -> None:
-        """From embeddings in `a.h` to the final norm in `a.x`."""
+        """Run all layers, from embeddings in `a.h` to the final norm in `a.x`."""
         config = self.weights.config
-        behind: NormWeights | None = None  # the norm behind what `a.fed` holds
+        post_norm: NormWeights | None = None  # post norm of the last feed-forward
         first, second = None, None
         for number, layer in enumerate(self.weights.layers):
-            self._add(a, first, second, post=behind, norm=layer.attention_norm, out=a.x)
-            if watch:
-                watch.stream(number, a.h)
-            self._times(layer.qkv, a.x, a.qkv, adapt)
-            self._norm_whole(a.qkv, layer)
-            attend(number, a.qkv, a.mixed)
-            if watch:
-                watch.queries(number, a.qkv)
-            self._times(layer.out, a.mixed, a.attended, adapt)
+            self._add_norm(a, first, second, post=post_norm, norm=layer.attention_norm, out=a.x)
+            if observer:
+                observer.on_residual(number, a.h)
+            self._gemm(layer.qkv, a.x, a.qkv, adapt)
+            self._norm_qk(a.qkv, layer)
+            attend(number, a.qkv, a.heads_out)
+            if observer:
+                observer.on_queries(number, a.qkv)
+            self._gemm(layer.out, a.heads_out, a.attn_out, adapt)
             if config.parallel:
-                self._add(a, norm=layer.feed_norm, out=a.x)
-                first, second = a.attended, a.fed
+                self._add_norm(a, norm=layer.feed_norm, out=a.x)
+                first, second = a.attn_out, a.ffn_out
             else:
-                self._add(
-                    a, a.attended, post=layer.attention_post_norm, norm=layer.feed_norm, out=a.x
+                self._add_norm(
+                    a, a.attn_out, post=layer.attention_post_norm, norm=layer.feed_norm, out=a.x
                 )
-                first, second = a.fed, None
-            self._feed(layer, a, a.x, a.fed, scratch, adapt)
-            behind = layer.feed_post_norm
-            if watch:
-                watch.added(a.attended, a.fed, layer)
-        self._add(a, first, second, post=behind, norm=self.weights.norm, out=a.x)
-        if watch:
-            watch.stream(len(self.weights.layers), a.h)
+                first, second = a.ffn_out, None
+            self._feed_forward(layer, a, a.x, a.ffn_out, scratch, adapt)
+            post_norm = layer.feed_post_norm
+            if observer:
+                observer.on_outputs(a.attn_out, a.ffn_out, layer)
+        self._add_norm(a, first, second, post=post_norm, norm=self.weights.norm, out=a.x)
+        if observer:
+            observer.on_residual(len(self.weights.layers), a.h)
 
     def head(self, x: Tensor, logits: Tensor, adapt: Adapt | None = None) -> None:
-        """What normed vectors say about the next token."""
-        self._times(self.weights.head, x, logits, adapt)
-        self._soften(logits)
+        """Logits of normalized hidden states."""
+        self._gemm(self.weights.head, x, logits, adapt)
+        self._softcap(logits)
 
     # -- single launches -----------------------------------------------------------------------
 
-    def _begin(self, h: Tensor) -> None:
-        """Block table and embeddings; the first kernel of a step, which waits for all before."""
+    def _embed_inputs(self, h: Tensor) -> None:
+        """Update the block table and embed the tokens. First kernel of a step: no PDL."""
         self.embed(self.inputs.tokens, self.inputs.positions, h, self.inputs.updates)
 
     def embed(self, tokens: Tensor, positions: Tensor, h: Tensor, updates: Tensor) -> None:
-        """The vectors of tokens, those that the step before picked among them."""
+        """Embed tokens, picks of the previous step included; apply block table updates."""
         weights, config, inputs = self.weights, self.weights.config, self.inputs
-        embed, places = weights.embed, self._places
+        embed, position_embed = weights.embed, self._position_embed
         packed = not isinstance(embed, PlainMatrix)
         if not isinstance(embed, PlainMatrix):
-            embed.gather(tokens[: len(h)], inputs.previous, h)
-        rows.begin[(len(h) + 1,)](
+            embed.embed_tokens(tokens[: len(h)], inputs.previous, h)
+        row_kernels.begin[(len(h) + 1,)](
             updates, inputs.table, tokens, inputs.previous, positions,
             embed.weight if isinstance(embed, PlainMatrix) else h,
-            h if places is None else places, h, self._scale, ROOM,
-            D=config.width, DP=power_of_two(config.width), UNPACKED=packed,
-            SCALED=config.embedding_scale != 1, POSITIONS=places is not None, num_warps=4,
+            h if position_embed is None else position_embed, h, self._embed_scale,
+            MAX_TABLE_UPDATES, D=config.width, DP=power_of_two(config.width), UNPACKED=packed,
+            SCALED=config.embedding_scale != 1, POSITIONS=position_embed is not None, num_warps=4,
         )  # fmt: skip
 
-    def _add(
+    def _add_norm(
         self,
-        a: Activations,
+        a: ActivationBuffers,
         first: Tensor | None = None,
         second: Tensor | None = None,
         *,
@@ -261,9 +273,9 @@ class Program:
         norm: NormWeights | None = None,
         out: Tensor,
     ) -> None:
-        """h += first (after its own norm) + second; out = norm(h)."""
+        """h += post_norm(first) + second; out = norm(h)."""
         config, h = self.weights.config, a.h
-        rows.add_norm[(len(h),)](
+        row_kernels.add_norm[(len(h),)](
             h, h if first is None else first, h if second is None else second,
             *_norm_tensors(post, h), *_norm_tensors(norm, h), out, config.norm_eps,
             D=config.width, DP=power_of_two(config.width),
@@ -271,10 +283,10 @@ class Program:
             NORM=norm_kind(norm), PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
         )  # fmt: skip
 
-    def _feed(
+    def _feed_forward(
         self,
         layer: LayerWeights,
-        a: Activations,
+        a: ActivationBuffers,
         x: Tensor,
         out: Tensor,
         scratch: ExpertScratch,
@@ -282,41 +294,43 @@ class Program:
     ) -> None:
         config, width = self.weights.config, self.weights.config.ff_width
         if layer.experts is not None:
-            experts(x, layer.experts, config, out, scratch, pdl=self.pdl, exact=self.exact)
+            run_experts(x, layer.experts, config, out, scratch, pdl=self.pdl, exact=self.exact)
             return
         assert layer.gate_up is not None and layer.down is not None
-        both = a.both.view(-1)[: len(x) * width * (1 + config.gated)].view(len(x), -1)
+        gate_up = a.gate_up.view(-1)[: len(x) * width * (1 + config.gated)].view(len(x), -1)
         inner = a.inner.view(-1)[: len(x) * width].view(len(x), -1)
-        self._times(layer.gate_up, x, both, adapt)
-        rows.glu[(len(x), -(-width // _FEED_BLOCK))](
-            both, inner, F=width, BF=_FEED_BLOCK, GATED=config.gated,
+        self._gemm(layer.gate_up, x, gate_up, adapt)
+        row_kernels.glu[(len(x), -(-width // _GLU_BLOCK))](
+            gate_up, inner, F=width, BF=_GLU_BLOCK, GATED=config.gated,
             ACTIVATION=ACTIVATIONS[config.activation], PDL=self.pdl, num_warps=4,
             launch_pdl=self.pdl,
         )  # fmt: skip
-        self._times(layer.down, inner, out, adapt)
+        self._gemm(layer.down, inner, out, adapt)
 
-    def _norm_whole(self, qkv: Tensor, layer: LayerWeights) -> None:
+    def _norm_qk(self, qkv: Tensor, layer: LayerWeights) -> None:
         config = self.weights.config
         if config.qk_norm != "whole" or layer.q_norm is None or layer.k_norm is None:
             return
-        queries = config.heads * config.head_width
-        rows.norm_heads_whole[(len(qkv), 2)](
-            qkv, layer.q_norm.gain, layer.k_norm.gain, config.norm_eps, Q=queries,
-            K=config.kv_width, WIDTH=qkv.shape[1], P=power_of_two(queries), PDL=self.pdl,
+        query_width = config.heads * config.head_width
+        row_kernels.norm_all_heads[(len(qkv), 2)](
+            qkv, layer.q_norm.gain, layer.k_norm.gain, config.norm_eps, Q=query_width,
+            K=config.kv_width, WIDTH=qkv.shape[1], P=power_of_two(query_width), PDL=self.pdl,
             num_warps=4, launch_pdl=self.pdl,
         )  # fmt: skip
 
-    def _times(self, matrix: Matrix, x: Tensor, out: Tensor, adapt: Adapt | None = None) -> None:
-        matrix.times_many(x, out, exact=self.exact, pdl=self.pdl)
+    def _gemm(
+        self, matrix: WeightMatrix, x: Tensor, out: Tensor, adapt: Adapt | None = None
+    ) -> None:
+        matrix.gemm(x, out, exact=self.exact, pdl=self.pdl)
         if adapt is not None:
             adapt(matrix, x, out)
 
-    def _soften(self, logits: Tensor) -> None:
+    def _softcap(self, logits: Tensor) -> None:
         cap = self.weights.config.logit_softcap
         if cap:
             logits.div_(cap).tanh_().mul_(cap)
 
-    def _around(
+    def _epilogue(
         self,
         *,
         norm: NormWeights | None = None,
@@ -329,18 +343,20 @@ class Program:
         return Around(eps, norm, activation, gated, residual, early, self.pdl)
 
 
-def few_lines(weights: Weights) -> int:
-    """How many lines are multiplied each by itself. The first of them brings the weights into the
-    cache, and the others read them there, each all of them: quicker than the kernels for many
-    lines as long as it is not much, and each line has the numbers that it has alone."""
+def max_fused_rows(weights: Weights) -> int:
+    """Largest batch that uses the fused GEMVs.
+
+    The first row brings the weights into the L2 cache and the other rows read them there, which is
+    faster than GEMMs for small models. A row's result does not depend on the batch size.
+    """
     if weights.device.type != "cuda" or any(layer.experts is not None for layer in weights.layers):
-        return 1  # the interpreter is quicker with the vendor's products
+        return 1  # Triton's interpreter is slow: use torch.mm
     size = sum(matrix.nbytes for matrix in weights.matrices())
-    return max(1, min(_FEW_LINES, _FEW_BYTES // max(size, 1)))
+    return max(1, min(_MAX_FUSED_ROWS, _MAX_FUSED_BYTES // max(size, 1)))
 
 
 def position_vectors(weights: Weights, context: int) -> Tensor | None:
-    """What is added to a token's vector for its position, if the family does that."""
+    """Absolute position embeddings [context, width]; None if the model has none."""
     if weights.config.positions == "sinusoidal":
         table = torch.from_numpy(sinusoidal(np.arange(context), weights.config.width))
         return table.to(weights.device, weights.dtype)
@@ -354,5 +370,5 @@ def _norm_tensors(norm: NormWeights | None, filler: Tensor) -> tuple[Tensor, Ten
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel can come up before the one ahead has ended (from Hopper on)."""
+    """Whether the GPU has programmatic dependent launch (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

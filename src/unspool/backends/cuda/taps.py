@@ -1,8 +1,8 @@
-"""The vectors before some layers, kept while a captured step runs: what a drafting head reads.
+"""Residual vectors before chosen layers, copied inside a graph: the input of a drafting head.
 
-A look at anything runs kernel by kernel, because what is looked at differs from step to step. A
-drafting head wants the same few vectors of every line in every step, so their copies can be part
-of the graph. They stay on the device, where the head is too.
+Other observation runs kernel by kernel, because what is observed differs from step to step. A
+drafting head reads the same vectors of every row in every step, so their copies can be captured.
+They stay on the device.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from torch import Tensor
 from unspool.backends.cuda.weights import LayerWeights, Weights
 
 
-class Taps:
-    """Looks on while a captured step runs, and copies the residual stream before some layers."""
+class ResidualTap:
+    """Copies the residual stream before chosen layers while a captured step runs."""
 
-    def __init__(self, layers: tuple[int, ...], lines: int, weights: Weights) -> None:
+    def __init__(self, layers: tuple[int, ...], rows: int, weights: Weights) -> None:
         self._layers = layers
-        shape = (len(layers), lines, weights.config.width)
-        self._vectors = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
+        shape = (len(layers), rows, weights.config.width)
+        self._buffer = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
 
-    def stream(self, layer: int, h: Tensor) -> None:
+    def on_residual(self, layer: int, h: Tensor) -> None:
         if layer in self._layers:
-            self._vectors[self._layers.index(layer), : len(h)].copy_(h)
+            self._buffer[self._layers.index(layer), : len(h)].copy_(h)
 
-    def queries(self, layer: int, qkv: Tensor) -> None:
+    def on_queries(self, layer: int, qkv: Tensor) -> None:
         pass
 
-    def added(self, attended: Tensor, fed: Tensor, layer: LayerWeights) -> None:
+    def on_outputs(self, attn_out: Tensor, ffn_out: Tensor, layer: LayerWeights) -> None:
         pass
 
-    def of(self, first: int, last: int) -> Tensor:
-        """[layers, lines, width] of some lines of the last step; the next one leaves it alone."""
-        return self._vectors[:, first:last].clone()
+    def vectors(self, first: int, last: int) -> Tensor:
+        """Copy of the vectors [layers, rows, width] of rows `first` to `last`, last step."""
+        return self._buffer[:, first:last].clone()

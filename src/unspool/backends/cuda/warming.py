@@ -1,6 +1,6 @@
-"""The first steps of a backend, run before anybody waits for one: they compile its kernels.
+"""Warm-up of a backend: runs first steps, which compile its kernels.
 
-Compiled kernels are kept on disk, so this takes half a minute once and a second or two afterwards.
+Compiled kernels are cached on disk: half a minute the first time, a second or two afterwards.
 """
 
 from __future__ import annotations
@@ -10,24 +10,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.step import StepBatch
 from unspool.sampling.picker import PickRows
 
-if TYPE_CHECKING:
-    from unspool.backends.cuda.backend import CudaBackend
-
-_CHUNK = 32  # tokens of the prompt
-_TELL_AFTER = 2.0  # seconds
+_WARMUP_TOKENS = 32  # tokens of the prompt
+_MESSAGE_DELAY_S = 2.0  # seconds
 
 
 def warm_up(backend: CudaBackend) -> None:
-    """A prompt, a draft, and next tokens with and without a draw, on a page that nobody reads."""
-    with _telling("preparing the GPU's kernels (up to a minute the first time)"):
-        for count, temperature in ((_CHUNK, 0.0), (2, 0.0), (1, 0.0), (1, 1.0)):
+    """Run a prefill, a draft, and a next token, greedy and sampled, on the padding page."""
+    with _progress("compiling GPU kernels (up to a minute the first time)"):
+        for count, temperature in ((_WARMUP_TOKENS, 0.0), (2, 0.0), (1, 0.0), (1, 1.0)):
             count = min(count, backend.context)
             backend.launch(_batch(count, temperature)).result()
 
@@ -51,23 +48,23 @@ def _batch(count: int, temperature: float) -> StepBatch:
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """A line for people who wait, once they have waited a little."""
+def _progress(task: str) -> Iterator[None]:
+    """Print `task` to a terminal if it takes longer than `_MESSAGE_DELAY_S`."""
     if not sys.stderr.isatty():
         yield
         return
-    began, told = perf_counter(), threading.Event()
+    start, printed = perf_counter(), threading.Event()
 
-    def tell() -> None:
-        told.set()
-        print(f"{what} ...", end="", flush=True, file=sys.stderr)
+    def show() -> None:
+        printed.set()
+        print(f"{task} ...", end="", flush=True, file=sys.stderr)
 
-    timer = threading.Timer(_TELL_AFTER, tell)
+    timer = threading.Timer(_MESSAGE_DELAY_S, show)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        if told.is_set():
-            print(f" {perf_counter() - began:.0f} s", file=sys.stderr)
+        if printed.is_set():
+            print(f" {perf_counter() - start:.0f} s", file=sys.stderr)

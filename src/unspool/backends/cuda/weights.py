@@ -1,7 +1,7 @@
-"""A model's weights as the kernels want them: what multiplies the same vector lies together.
+"""Weights of a model in the layout of the kernels: matrices with the same input are fused.
 
-Query, key and value are one matrix, gate and up another. Gains of norms are 32-bit numbers that
-are multiplied with as they are (a stored w that means 1 + w is 1 + w here).
+Query, key and value are one matrix, gate and up another. Norm gains are float32 and complete (a
+stored w that means 1 + w is 1 + w here).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unspool.backends.cuda.exact import exact_many
+from unspool.backends.cuda.exact import exact_gemm
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.products import Around, NormWeights, times_each, times_many
+from unspool.backends.cuda.products import Around, NormWeights, gemm, gemv
 from unspool.model.config import ModelConfig
 from unspool.model.layers.feed import Experts, FeedForward
 from unspool.model.layers.parts import Norm
 from unspool.model.transformer import Layer, Transformer
 
 
-class Matrix(Protocol):
-    """What vectors are multiplied with, however its weights are kept: out = x · Wᵀ + bias."""
+class WeightMatrix(Protocol):
+    """A weight matrix in any format: out = x · Wᵀ + bias."""
 
     @property
     def rows(self) -> int: ...
@@ -37,21 +37,25 @@ class Matrix(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
 
-    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
-        """For one vector [columns], or each of a few [n, columns] as if it were alone, with what is
-        folded into the product."""
+    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+        """Multiply x [columns], or each row of x [n, columns], with fused operations.
 
-    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
-        """out [M, rows] = x [M, columns] · Wᵀ + bias. With `exact` each line's numbers are summed
-        in the same order whatever M is."""
+        A row's result does not depend on n.
+        """
 
-    def part(self, first: int, last: int) -> Tensor:
-        """Some rows in 32 bits."""
+    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias.
+
+        `exact`: a row's result does not depend on M.
+        """
+
+    def float_rows(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` in float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainMatrix:
-    """A matrix whose weights are in the type of the vectors."""
+    """A matrix with weights in the dtype of the vectors."""
 
     weight: Tensor  # [rows, columns]
     bias: Tensor | None = None  # [rows]
@@ -76,22 +80,22 @@ class PlainMatrix:
     def device(self) -> torch.device:
         return self.weight.device
 
-    def times_each(self, x: Tensor, out: Tensor, by: Around) -> None:
-        times_each(self.weight, self.bias, x, out, by)
+    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+        gemv(self.weight, self.bias, x, out, epilogue)
 
-    def times_many(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         if exact:
-            exact_many(self.weight, self.bias, x, out, pdl=pdl)
+            exact_gemm(self.weight, self.bias, x, out, pdl=pdl)
         else:
-            times_many(self.weight, self.bias, x, out)
+            gemm(self.weight, self.bias, x, out)
 
-    def part(self, first: int, last: int) -> Tensor:
+    def float_rows(self, first: int, last: int) -> Tensor:
         return self.weight[first:last].float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """The feed-forwards that a router chooses from."""
+    """Weights of a mixture of experts."""
 
     router: Tensor  # [experts, width]
     gate_up: Tensor  # [experts, 2 * inner, width]: rows of gate, then rows of up
@@ -100,35 +104,37 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. What a family does not have is None."""
+    """Weights of one layer; None for parts that the model does not have."""
 
     attention_norm: NormWeights | None
-    qkv: Matrix  # rows: all query heads, then all key heads, then all value heads
-    q_norm: NormWeights | None  # over a head, or over all of them (`config.qk_norm`)
+    qkv: WeightMatrix  # rows: all query heads, then all key heads, then all value heads
+    q_norm: NormWeights | None  # per head or over all heads (`config.qk_norm`)
     k_norm: NormWeights | None
-    out: Matrix
+    out: WeightMatrix
     attention_post_norm: NormWeights | None
     feed_norm: NormWeights | None
-    gate_up: Matrix | None  # rows of gate, then rows of up; of up alone if the family has no gate
-    down: Matrix | None
-    experts: ExpertWeights | None  # instead of the two above
+    gate_up: (
+        WeightMatrix | None
+    )  # rows of gate, then rows of up; of up alone if the family has no gate
+    down: WeightMatrix | None
+    experts: ExpertWeights | None  # instead of gate_up and down
     feed_post_norm: NormWeights | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A whole model."""
+    """Weights of a model."""
 
     config: ModelConfig
     embed: PlainMatrix | PackedMatrix  # [vocabulary, width]
     position_embed: Tensor | None  # [context, width]
     layers: list[LayerWeights]
     norm: NormWeights
-    head: Matrix  # the embedding itself where the two are tied
-    precision: str = ""  # what most weights are kept in; empty: in the activations' type
+    head: WeightMatrix  # the embedding itself where the two are tied
+    precision: str = ""  # format of most weights; empty: dtype of the activations
 
-    def matrices(self) -> Iterator[Matrix]:
-        """All of them, in the order that the data meets them; experts one below the other."""
+    def matrices(self) -> Iterator[WeightMatrix]:
+        """Yield all matrices in order of use; experts are stacked by rows."""
         yield self.embed
         for layer in self.layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -150,51 +156,51 @@ class Weights:
 
 
 def fused(model: Transformer) -> Weights:
-    """The weights of a plain transformer, which may be let go of afterwards."""
+    """Fuse the weights of a plain transformer; it may be freed afterwards."""
     embed = PlainMatrix(model.embed.weight)
     position = model.position_embed
-    norm = _norm(model.norm)
+    norm = _norm_weights(model.norm)
     assert norm is not None
     return Weights(
         config=model.config,
         embed=embed,
         position_embed=None if position is None else position.weight,
-        layers=[_layer(layer) for layer in model.layers if isinstance(layer, Layer)],
+        layers=[_fuse_layer(layer) for layer in model.layers if isinstance(layer, Layer)],
         norm=norm,
-        head=embed if model.head is None else _stacked(model.head),
+        head=embed if model.head is None else _concat(model.head),
     )
 
 
-def _layer(layer: Layer) -> LayerWeights:
+def _fuse_layer(layer: Layer) -> LayerWeights:
     attention, feed = layer.attention, layer.feed
-    assert attention.v is not None, "available.py refuses keys that are values too"
+    assert attention.v is not None, "available.py rejects models whose keys are values"
     return LayerWeights(
-        attention_norm=_norm(layer.attention_norm),
-        qkv=_stacked(attention.q, attention.k, attention.v),
-        q_norm=_norm(attention.q_norm),
-        k_norm=_norm(attention.k_norm),
-        out=_stacked(attention.out),
-        attention_post_norm=_norm(layer.attention_post_norm),
-        feed_norm=_norm(layer.feed_norm),
-        gate_up=_gate_up(feed) if isinstance(feed, FeedForward) else None,
-        down=_stacked(feed.down) if isinstance(feed, FeedForward) else None,
-        experts=_experts(feed) if isinstance(feed, Experts) else None,
-        feed_post_norm=_norm(layer.feed_post_norm),
+        attention_norm=_norm_weights(layer.attention_norm),
+        qkv=_concat(attention.q, attention.k, attention.v),
+        q_norm=_norm_weights(attention.q_norm),
+        k_norm=_norm_weights(attention.k_norm),
+        out=_concat(attention.out),
+        attention_post_norm=_norm_weights(layer.attention_post_norm),
+        feed_norm=_norm_weights(layer.feed_norm),
+        gate_up=_fuse_gate_up(feed) if isinstance(feed, FeedForward) else None,
+        down=_concat(feed.down) if isinstance(feed, FeedForward) else None,
+        experts=_fuse_experts(feed) if isinstance(feed, Experts) else None,
+        feed_post_norm=_norm_weights(layer.feed_post_norm),
     )
 
 
-def _gate_up(feed: FeedForward) -> Matrix:
-    return _stacked(feed.up) if feed.gate is None else _stacked(feed.gate, feed.up)
+def _fuse_gate_up(feed: FeedForward) -> WeightMatrix:
+    return _concat(feed.up) if feed.gate is None else _concat(feed.gate, feed.up)
 
 
-def _experts(feed: Experts) -> ExpertWeights:
-    assert feed.gate is not None, "experts without a gate are left to plain torch"
-    both = torch.cat((feed.gate.weight, feed.up.weight), 1)
-    return ExpertWeights(feed.router.weight, both, feed.down.weight)
+def _fuse_experts(feed: Experts) -> ExpertWeights:
+    assert feed.gate is not None, "available.py rejects experts without a gate"
+    gate_up = torch.cat((feed.gate.weight, feed.up.weight), 1)
+    return ExpertWeights(feed.router.weight, gate_up, feed.down.weight)
 
 
-def _stacked(*parts: torch.nn.Linear) -> PlainMatrix:
-    if len(parts) == 1:  # some files have a matrix the other way round, and it is but seen turned
+def _concat(*parts: torch.nn.Linear) -> PlainMatrix:
+    if len(parts) == 1:  # may be a transposed view
         weight = parts[0].weight.contiguous()
     else:
         weight = torch.cat([part.weight for part in parts])
@@ -203,7 +209,7 @@ def _stacked(*parts: torch.nn.Linear) -> PlainMatrix:
     return PlainMatrix(weight, torch.cat([part.bias for part in parts]))
 
 
-def _norm(norm: torch.nn.Module | None) -> NormWeights | None:
+def _norm_weights(norm: torch.nn.Module | None) -> NormWeights | None:
     if not isinstance(norm, Norm):
         return None
     gain = norm.weight.float()

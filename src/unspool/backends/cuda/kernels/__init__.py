@@ -1,1 +1,1 @@
-"""Triton kernels, one idea a file. Each is tested against plain torch, in Triton's interpreter."""
+"""Triton kernels. Each is tested against plain torch, in Triton's interpreter."""

@@ -1,7 +1,7 @@
-"""Pieces that several kernels share.
+"""Functions shared by the kernels.
 
-A kernel may be launched before the one ahead of it has ended (programmatic dependent launch, PDL):
-it asks for its weights, waits, and only then reads what the one ahead wrote.
+With programmatic dependent launch (PDL) a kernel may start before the previous one has ended: it
+loads its weights, waits, and only then reads the output of the previous kernel.
 """
 
 import triton
@@ -13,21 +13,21 @@ NO_NORM, RMS, LAYER = 0, 1, 2
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """The kernel ahead is done; the one behind may come up."""
+    """Wait for the previous kernel; allow the next one to start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def rounded(x, like):
-    """A 32-bit number as it would be after a trip through memory in the type of `like`."""
-    return x.to(like.dtype.element_ty).to(tl.float32)
+def rounded(x, target):
+    """Round float32 to the dtype of pointer `target`, and back."""
+    return x.to(target.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """In 32 bits; ACTIVATION is one of `ACTIVATIONS`."""
+    """Activation in float32; ACTIVATION is a value of `ACTIVATIONS`."""
     if ACTIVATION == 1:
         x = x / (1.0 + tl.exp(-x))
     if ACTIVATION == 2:
@@ -42,7 +42,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def normalized(x, inside, gain, shift, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """RMSNorm or LayerNorm of one vector in 32 bits, whose places outside are zero."""
+    """RMSNorm or LayerNorm of a vector in float32 that is zero where not `inside`."""
     if NORM == 2:
         mean = tl.sum(x, 0) / D
         x = tl.where(inside, x - mean, 0.0)

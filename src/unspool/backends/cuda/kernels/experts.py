@@ -1,9 +1,9 @@
-"""Feed-forwards that a router chooses from, for any number of tokens, without asking the host.
+"""Mixture of experts for any number of tokens, without synchronizing with the host.
 
-A pair is a token and one of its chosen experts, numbered token * K + place. Pairs are arranged by
-expert in blocks of ROWS, so that a program multiplies one block with one expert's matrix. How many
-blocks there are only the device knows: the grid has room for the most, and the rest end at once.
-Sums over columns have one order whatever the block holds.
+A pair is a token and one of its K selected experts, numbered token * K + rank. Pairs are grouped by
+expert in blocks of ROWS, so that a program multiplies one block with one expert's matrix. The
+number of blocks is known on the device only: the grid has the maximum, and surplus programs return
+immediately. Sums over columns have a fixed order.
 """
 
 import triton
@@ -15,14 +15,14 @@ from unspool.backends.cuda.kernels.common import activated, rounded, wait
 @triton.jit
 def route(
     x, router, scores, N,
-    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr, BD: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """How well experts fit tokens: scores [N, E] = x · routerᵀ."""
+    """Router logits: scores [N, E] = x · routerᵀ."""
     wait(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    experts = tl.program_id(1) * SOME + tl.arange(0, SOME)
-    sums = tl.zeros((ROWS, SOME), tl.float32)
+    experts = tl.program_id(1) * BE + tl.arange(0, BE)
+    sums = tl.zeros((ROWS, BE), tl.float32)
     for at in range(0, D, BD):
         cols = at + tl.arange(0, BD)
         inside = cols < D
@@ -37,71 +37,77 @@ def route(
             other=0.0,
         )
         sums = tl.dot(token, weight, sums, input_precision="ieee")
-    places = rows.to(tl.int64)[:, None] * E + experts[None, :]
-    tl.store(scores + places, rounded(sums, x), mask=(rows < N)[:, None] & (experts < E)[None, :])
+    ranks = rows.to(tl.int64)[:, None] * E + experts[None, :]
+    tl.store(scores + ranks, rounded(sums, x), mask=(rows < N)[:, None] & (experts < E)[None, :])
 
 
 @triton.jit
-def choose(
-    scores, chosen, shares, counts,
+def select_experts(
+    scores, expert_ids, gates, counts,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The K likeliest experts of a token, what each has to say, and how often each was chosen."""
+    """Top-K experts of a token and their gates; counts the tokens of each expert."""
     wait(PDL)
     n = tl.program_id(0).to(tl.int64)
-    experts, places = tl.arange(0, EP), tl.arange(0, KP)
+    experts, ranks = tl.arange(0, EP), tl.arange(0, KP)
     score = tl.load(scores + n * E + experts, mask=experts < E, other=-float("inf"))
-    chances = tl.exp(score - tl.max(score, 0))
-    chances = chances / tl.sum(chances, 0)
-    left = tl.where(experts < E, chances, -1.0)
-    picked = tl.zeros((KP,), tl.int32)
-    share = tl.zeros((KP,), tl.float32)
+    probs = tl.exp(score - tl.max(score, 0))
+    probs = probs / tl.sum(probs, 0)
+    candidates = tl.where(experts < E, probs, -1.0)
+    selected = tl.zeros((KP,), tl.int32)
+    gate = tl.zeros((KP,), tl.float32)
     for k in tl.static_range(K):
-        best = tl.max(left, 0)
-        expert = tl.min(tl.where(left == best, experts, E - 1), 0)  # of equals the first
-        picked = tl.where(places == k, expert, picked)
-        share = tl.where(places == k, best, share)
-        left = tl.where(experts == expert, -2.0, left)
+        best = tl.max(candidates, 0)
+        expert = tl.min(tl.where(candidates == best, experts, E - 1), 0)  # ties: the first
+        selected = tl.where(ranks == k, expert, selected)
+        gate = tl.where(ranks == k, best, gate)
+        candidates = tl.where(experts == expert, -2.0, candidates)
         tl.atomic_add(counts + expert, 1)
     if NORMALIZE:
-        share = share / tl.sum(share, 0)
-    tl.store(chosen + n * K + places, picked, mask=places < K)
-    tl.store(shares + n * K + places, share, mask=places < K)
+        gate = gate / tl.sum(gate, 0)
+    tl.store(expert_ids + n * K + ranks, selected, mask=ranks < K)
+    tl.store(gates + n * K + ranks, gate, mask=ranks < K)
 
 
 @triton.jit
-def arrange(
-    chosen, counts, pairs, blocks, total, PAIRS,
+def group_pairs(
+    expert_ids, counts, pairs, blocks, total, PAIRS,
     E: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One expert: its pairs, in order, into blocks of their own. `blocks`: each one's expert and
-    how many of its rows are pairs."""
+    """Group the pairs of one expert, in order, into blocks.
+
+    `blocks`: the expert of each block and its number of pairs.
+    """
     wait(PDL)
-    expert, every, part = tl.program_id(0), tl.arange(0, EP), tl.arange(0, BP)
-    count = tl.load(counts + every, mask=every < E, other=0)
+    expert, all_experts, part = tl.program_id(0), tl.arange(0, EP), tl.arange(0, BP)
+    count = tl.load(counts + all_experts, mask=all_experts < E, other=0)
     needed = (count + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(every < expert, needed, 0), 0)
-    own = tl.sum(tl.where(every == expert, count, 0), 0)
+    first = tl.sum(tl.where(all_experts < expert, needed, 0), 0)
+    num_pairs = tl.sum(tl.where(all_experts == expert, count, 0), 0)
     if expert == 0:
         tl.store(total, tl.sum(needed, 0))
-    for at in range(0, (own + ROWS - 1) // ROWS, BP):
+    for at in range(0, (num_pairs + ROWS - 1) // ROWS, BP):
         block = at + part
-        there = block * ROWS < own
-        tl.store(blocks + 2 * (first + block), expert, mask=there)
-        tl.store(blocks + 2 * (first + block) + 1, tl.minimum(own - block * ROWS, ROWS), mask=there)
-    before = 0
+        in_range = block * ROWS < num_pairs
+        tl.store(blocks + 2 * (first + block), expert, mask=in_range)
+        tl.store(
+            blocks + 2 * (first + block) + 1,
+            tl.minimum(num_pairs - block * ROWS, ROWS),
+            mask=in_range,
+        )
+    num_before = 0
     for at in range(0, PAIRS, BP):
         pair = at + part
-        ours = tl.load(chosen + pair, mask=pair < PAIRS, other=-1) == expert
-        rank = before + tl.cumsum(ours.to(tl.int32), 0) - 1
-        tl.store(pairs + first * ROWS + rank, pair, mask=ours)
-        before += tl.sum(ours.to(tl.int32), 0)
+        is_mine = tl.load(expert_ids + pair, mask=pair < PAIRS, other=-1) == expert
+        rank = num_before + tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(pairs + first * ROWS + rank, pair, mask=is_mine)
+        num_before += tl.sum(is_mine.to(tl.int32), 0)
 
 
 @triton.jit
-def _rows(pairs, blocks, block, ROWS: tl.constexpr):
-    """A block's expert, its pairs, and which of its rows are some."""
+def _load_block(pairs, blocks, block, ROWS: tl.constexpr):
+    """Expert of a block, its pairs, and which of its rows are used."""
     rows = tl.arange(0, ROWS)
     real = rows < tl.load(blocks + 2 * block + 1)
     pair = tl.load(pairs + block * ROWS + rows, mask=real, other=0)
@@ -110,7 +116,7 @@ def _rows(pairs, blocks, block, ROWS: tl.constexpr):
 
 @triton.jit
 def _weight(matrix, rows, cols, N: tl.constexpr, D: tl.constexpr):
-    """A tile of a matrix [N, D], turned: [cols, rows]."""
+    """Transposed tile [cols, rows] of a matrix [N, D]."""
     return tl.load(
         matrix + rows[None, :] * D + cols[:, None],
         mask=(rows < N)[None, :] & (cols < D)[:, None],
@@ -119,7 +125,7 @@ def _weight(matrix, rows, cols, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def widen(
+def up_project(
     x, gate_up, inner, pairs, blocks, total,
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
     BD: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -129,29 +135,31 @@ def widen(
     block = tl.program_id(0)
     if block >= tl.load(total):
         return
-    expert, pair, real = _rows(pairs, blocks, block, ROWS)
+    expert, pair, real = _load_block(pairs, blocks, block, ROWS)
     columns = tl.program_id(1) * BF + tl.arange(0, BF)
     gate = gate_up + expert * 2 * F * D
     up = gate + F * D
     token = x + (pair // K)[:, None] * D
-    gates = tl.zeros((ROWS, BF), tl.float32)
-    ups = tl.zeros((ROWS, BF), tl.float32)
+    gate_sums = tl.zeros((ROWS, BF), tl.float32)
+    up_sums = tl.zeros((ROWS, BF), tl.float32)
     for at in tl.range(0, D, BD, num_stages=STAGES):
         cols = at + tl.arange(0, BD)
         vector = tl.load(token + cols[None, :], mask=real[:, None] & (cols < D)[None, :], other=0.0)
-        gates = tl.dot(vector, _weight(gate, columns, cols, F, D), gates, input_precision="ieee")
-        ups = tl.dot(vector, _weight(up, columns, cols, F, D), ups, input_precision="ieee")
-    bent = rounded(activated(rounded(gates, x), ACTIVATION), x) * rounded(ups, x)
+        gate_sums = tl.dot(
+            vector, _weight(gate, columns, cols, F, D), gate_sums, input_precision="ieee"
+        )
+        up_sums = tl.dot(vector, _weight(up, columns, cols, F, D), up_sums, input_precision="ieee")
+    activated_gate = rounded(activated(rounded(gate_sums, x), ACTIVATION), x) * rounded(up_sums, x)
     tl.store(
         inner + pair[:, None] * F + columns[None, :],
-        bent.to(inner.dtype.element_ty),
+        activated_gate.to(inner.dtype.element_ty),
         mask=real[:, None] & (columns < F)[None, :],
     )
 
 
 @triton.jit
-def narrow(
-    inner, down, answers, pairs, blocks, total,
+def down_project(
+    inner, down, expert_out, pairs, blocks, total,
     D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +168,7 @@ def narrow(
     block = tl.program_id(0)
     if block >= tl.load(total):
         return
-    expert, pair, real = _rows(pairs, blocks, block, ROWS)
+    expert, pair, real = _load_block(pairs, blocks, block, ROWS)
     columns = tl.program_id(1) * BD + tl.arange(0, BD)
     matrix = down + expert * D * F
     sums = tl.zeros((ROWS, BD), tl.float32)
@@ -173,27 +181,27 @@ def narrow(
         )
         sums = tl.dot(vector, _weight(matrix, columns, cols, D, F), sums, input_precision="ieee")
     tl.store(
-        answers + pair[:, None] * D + columns[None, :],
-        sums.to(answers.dtype.element_ty),
+        expert_out + pair[:, None] * D + columns[None, :],
+        sums.to(expert_out.dtype.element_ty),
         mask=real[:, None] & (columns < D)[None, :],
     )
 
 
 @triton.jit
 def combine(
-    answers, shares, counts, out,
+    expert_out, gates, counts, out,
     D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, BD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """What a token's experts say, by their shares; and the counts are zero again."""
+    """Sum the outputs of a token's experts, weighted by their gates; reset `counts`."""
     wait(PDL)
     n = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
-    said = tl.zeros((BD,), tl.float32)
+    total = tl.zeros((BD,), tl.float32)
     for k in tl.static_range(K):
-        answer = tl.load(answers + (n * K + k) * D + cols, mask=cols < D, other=0.0)
-        said += answer.to(tl.float32) * rounded(tl.load(shares + n * K + k), out)
-    tl.store(out + n * D + cols, said.to(out.dtype.element_ty), mask=cols < D)
+        expert_value = tl.load(expert_out + (n * K + k) * D + cols, mask=cols < D, other=0.0)
+        total += expert_value.to(tl.float32) * rounded(tl.load(gates + n * K + k), out)
+    tl.store(out + n * D + cols, total.to(out.dtype.element_ty), mask=cols < D)
     if tl.program_id(0) == 0 and tl.program_id(1) == 0:
-        every = tl.arange(0, EP)
-        tl.store(counts + every, tl.zeros((EP,), tl.int32), mask=every < E)
+        all_experts = tl.arange(0, EP)
+        tl.store(counts + all_experts, tl.zeros((EP,), tl.int32), mask=all_experts < E)

@@ -1,9 +1,8 @@
-"""A matrix times one vector, or each of a few, with what stands before and behind it: batch 1.
+"""GEMV with fused norm, bias, activation, gate and residual: decode at batch size 1.
 
-At one text a step is nothing but reading the weights once, so everything else is folded into that:
-the norm before the product, bias, activation, gate and residual behind it. Few programs with many
-rows each: the vector stays in registers, and the next rows are on their way while these are
-multiplied.
+Decoding a single sequence is limited by reading the weights once, so all other operations are fused
+into it. There are few programs with many rows each: the vector stays in registers, and the next
+rows are loaded while the current ones are multiplied.
 """
 
 import triton
@@ -13,8 +12,8 @@ from unspool.backends.cuda.kernels.common import activated, normalized, rounded
 
 
 @triton.jit
-def rows_of(w, rows, cols, N, K: tl.constexpr, KP: tl.constexpr):
-    """A tile of the matrix, read once and never again."""
+def load_rows(w, rows, cols, N, K: tl.constexpr, KP: tl.constexpr):
+    """Load a tile of the matrix, which is read only once."""
     inside = (rows < N)[:, None]
     if K % KP != 0:
         inside = inside & (cols < K)[None, :]
@@ -28,11 +27,11 @@ def product(tile, vector):
 
 
 @triton.jit
-def finished(
+def epilogue(
     y, z, rows, inside, bias, res, out, N,
     GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr,
 ):  # fmt: skip
-    """What becomes of the products `y` (and `z` of the rows of up), and where it is written."""
+    """Bias, activation, gate and residual of the products `y` (and `z` of the rows of up)."""
     if BIAS:
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     y = rounded(y, out)
@@ -48,10 +47,8 @@ def finished(
 
 
 @triton.jit
-def normed_vector(
-    x, gain, shift, cols, eps, K: tl.constexpr, NORM: tl.constexpr, weight, bias
-):  # fmt: skip
-    """The vector that is multiplied; `weight` and `bias` of the norm were read before the wait."""
+def load_vector(x, weight, bias, cols, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """Load and normalize the vector; `weight` and `bias` of the norm were loaded before."""
     vector = tl.load(x + cols, mask=cols < K, other=0.0).to(tl.float32)
     if NORM != 0:
         vector = rounded(normalized(vector, cols < K, weight, bias, eps, K, NORM), x)
@@ -59,26 +56,31 @@ def normed_vector(
 
 
 @triton.jit
-def gemv(
-    x, gain, shift, w, bias, res, out, N, eps, X_LINE, RES_LINE, OUT_LINE,
+def gemv_kernel(
+    x, gain, shift, w, bias, res, out, N, eps, X_STRIDE, RES_STRIDE, OUT_STRIDE,
     K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """out [N] = W [N, K] · norm(x); with GLU act(W · x) * (U · x), U being the N rows below W; with
-    RES added to `res`. KP is the power of two that holds K. Of several lines each has programs of
-    its own, which do with it what they would do if it were alone."""
+    RES plus `res`. KP is the power of two >= K. Each vector has separate programs, so its result
+    does not depend on the number of vectors.
+    """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    line = tl.program_id(1).to(tl.int64)
-    x, res, out = x + line * X_LINE, res + line * RES_LINE, out + line * OUT_LINE
+    vector_index = tl.program_id(1).to(tl.int64)
+    x, res, out = (
+        x + vector_index * X_STRIDE,
+        res + vector_index * RES_STRIDE,
+        out + vector_index * OUT_STRIDE,
+    )
     start, stride = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, KP)
     rows = start * BN + tl.arange(0, BN)
     up = w + tl.cast(N, tl.int64) * K
-    tile = rows_of(w, rows, cols, N, K, KP)
+    tile = load_rows(w, rows, cols, N, K, KP)
     if GLU:
-        above = rows_of(up, rows, cols, N, K, KP)
+        up_tile = load_rows(up, rows, cols, N, K, KP)
     weight, offset = 0.0, 0.0
     if NORM != 0:
         weight = tl.load(gain + cols, mask=cols < K, other=0.0)
@@ -88,16 +90,16 @@ def gemv(
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    vector = normed_vector(x, gain, shift, cols, eps, K, NORM, weight, offset)
+    vector = load_vector(x, weight, offset, cols, eps, K, NORM)
     for block in range(start, tl.cdiv(N, BN), stride):
-        behind = (block + stride) * BN + tl.arange(0, BN)
-        next_tile = rows_of(w, behind, cols, N, K, KP)
+        next_rows = (block + stride) * BN + tl.arange(0, BN)
+        next_tile = load_rows(w, next_rows, cols, N, K, KP)
         y = product(tile, vector)
         z = y
         if GLU:
-            next_above = rows_of(up, behind, cols, N, K, KP)
-            z = product(above, vector)
-            above = next_above
-        finished(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
+            next_up_tile = load_rows(up, next_rows, cols, N, K, KP)
+            z = product(up_tile, vector)
+            up_tile = next_up_tile
+        epilogue(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
         tile = next_tile
-        rows = behind
+        rows = next_rows

@@ -1,4 +1,4 @@
-"""The small kernels between the products of a batch: one program a line (a new token)."""
+"""Small kernels between the GEMMs of a batch: one program per row (a new token)."""
 
 import triton
 import triton.language as tl
@@ -12,35 +12,38 @@ def begin(
     D: tl.constexpr, DP: tl.constexpr, UNPACKED: tl.constexpr, SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """The first kernel of a step: note new pages in the block table, and look up each token's
-    vector (UNPACKED: it is in `h` already). A token -1 - n is the n-th pick of the step before.
+    """First kernel of a step: update the block table and embed the tokens.
 
-    `updates` holds how many there are, then so many places in the table, then (ROOM further on) the
-    pages. Its programs are behind those of the lines."""
-    line, lines = tl.program_id(0), tl.num_programs(0) - 1
-    if line == lines:
+    UNPACKED: the embedding is in `h` already. A token -1 - n is pick n of the previous step.
+    `updates` holds the number of updates, then indices into the table, then (from 1 + ROOM on) the
+    pages; the last program applies them.
+    """
+    batch_row, num_rows = tl.program_id(0), tl.num_programs(0) - 1
+    if batch_row == num_rows:
         count = tl.load(updates)
         for first in range(0, count, 256):
             number = first + tl.arange(0, 256)
             inside = number < count
-            place = tl.load(updates + 1 + number, mask=inside, other=0)
+            index = tl.load(updates + 1 + number, mask=inside, other=0)
             page = tl.load(updates + 1 + ROOM + number, mask=inside, other=0)
-            tl.store(table + place, page, mask=inside)
+            tl.store(table + index, page, mask=inside)
     else:
         cols = tl.arange(0, DP)
-        row = line.to(tl.int64)
+        row = batch_row.to(tl.int64)
         if not UNPACKED:
-            row = tl.load(tokens + line)
+            row = tl.load(tokens + batch_row)
             if row < 0:
                 row = tl.load(previous - 1 - row)
-            row = tl.maximum(row, 0)  # a pick that failed: its line is dropped by the host
+            row = tl.maximum(row, 0)  # a failed pick: the host drops its row
         vector = tl.load(embed + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
         if SCALED:
             vector = rounded(vector * scale, h)
         if POSITIONS:
-            place = tl.load(positions + line).to(tl.int64) * D + cols
-            vector += tl.load(position_embed + place, mask=cols < D, other=0.0).to(tl.float32)
-        tl.store(h + line.to(tl.int64) * D + cols, vector.to(h.dtype.element_ty), mask=cols < D)
+            index = tl.load(positions + batch_row).to(tl.int64) * D + cols
+            vector += tl.load(position_embed + index, mask=cols < D, other=0.0).to(tl.float32)
+        tl.store(
+            h + batch_row.to(tl.int64) * D + cols, vector.to(h.dtype.element_ty), mask=cols < D
+        )
 
 
 @triton.jit
@@ -49,9 +52,9 @@ def add_norm(
     D: tl.constexpr, DP: tl.constexpr, ADDED: tl.constexpr, POST: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h += what the last products gave (ADDED vectors, the first after a norm of its own if POST);
-    out = norm(h), or h itself if there is no NORM."""
-    line, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
+    """h += first + second (ADDED vectors; POST: `first` is normalized before); out = norm(h), or h
+    without NORM."""
+    batch_row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     inside = cols < D
     weight, offset, post_weight, post_offset = 0.0, 0.0, 0.0, 0.0
     if NORM != 0:
@@ -63,47 +66,47 @@ def add_norm(
     if POST == 2:
         post_offset = tl.load(post_shift + cols, mask=inside, other=0.0)
     wait(PDL)
-    x = tl.load(h + line * D + cols, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(h + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
     if ADDED > 0:
-        y = tl.load(first + line * D + cols, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(first + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
         if POST != 0:
             y = rounded(normalized(y, inside, post_weight, post_offset, eps, D, POST), h)
         x = rounded(x + y, h)
         if ADDED > 1:
-            x = rounded(x + tl.load(second + line * D + cols, mask=inside, other=0.0), h)
-        tl.store(h + line * D + cols, x.to(h.dtype.element_ty), mask=inside)
+            x = rounded(x + tl.load(second + batch_row * D + cols, mask=inside, other=0.0), h)
+        tl.store(h + batch_row * D + cols, x.to(h.dtype.element_ty), mask=inside)
     if NORM != 0:
         x = normalized(x, inside, weight, offset, eps, D, NORM)
-    tl.store(out + line * D + cols, x.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + batch_row * D + cols, x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def glu(
-    both, out, F: tl.constexpr, BF: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    gate_up, out, F: tl.constexpr, BF: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """act(gate) * up, which lie side by side; without a gate act(up)."""
+    """act(gate) * up, where `gate_up` is [gate, up]; without a gate act(up)."""
     wait(PDL)
-    line, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BF + tl.arange(0, BF)
+    batch_row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BF + tl.arange(0, BF)
     inside, width = cols < F, F * (1 + GATED)
-    y = tl.load(both + line * width + cols, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(gate_up + batch_row * width + cols, mask=inside, other=0.0).to(tl.float32)
     y = rounded(activated(y, ACTIVATION), out)
     if GATED:
-        y *= tl.load(both + line * width + F + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + line * F + cols, y.to(out.dtype.element_ty), mask=inside)
+        y *= tl.load(gate_up + batch_row * width + F + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + batch_row * F + cols, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def norm_heads_whole(
+def norm_all_heads(
     qkv, q_gain, k_gain, eps, Q: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm over all query heads at once, and over all key heads, in place."""
+    """RMSNorm over all query heads together, and over all key heads, in place."""
     wait(PDL)
-    line, keys = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch_row, keys = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = tl.arange(0, P)
     size = tl.where(keys == 1, K, Q)
-    at = qkv + line * WIDTH + tl.where(keys == 1, Q, 0) + cols
+    at = qkv + batch_row * WIDTH + tl.where(keys == 1, Q, 0) + cols
     inside = cols < size
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(tl.where(keys == 1, k_gain, q_gain) + cols, mask=inside, other=0.0)

@@ -1,8 +1,8 @@
-"""A row's candidates as a line, likeliest first, equals by lower id: sums along it, places on it.
+"""The ranking of a row's candidates (highest logit first, ties by lower id): sums along it.
 
-What is summed up (`kind`): the number of candidates, their weights exp(logit - peak), or these
-after temperature, all as int64. Bins divide the line by depth below the peak; the last one holds
-all that lies beyond the depth that matters.
+`kind` says what is summed: the number of candidates, their weights exp(logit - peak), or these
+after temperature, all as int64. Bins divide the ranking by depth below the peak; the last bin holds
+all candidates below the relevant depth.
 """
 
 import triton
@@ -15,13 +15,13 @@ from unspool.backends.cuda.kernels.pick.numbers import (
     power,
     unordered,
 )
-from unspool.backends.cuda.kernels.pick.penalties import levels
+from unspool.backends.cuda.kernels.pick.penalties import load_logits
 
-COUNTED = tl.constexpr(0)
-WEIGHED = tl.constexpr(1)
-WARMED = tl.constexpr(2)
+COUNTS = tl.constexpr(0)
+WEIGHTS = tl.constexpr(1)
+TEMPERED = tl.constexpr(2)
 
-WAYS = tl.constexpr(16)  # into how many parts a range is divided by one look at the candidates
+WAYS = tl.constexpr(16)  # parts of a range per pass over the candidates
 
 
 @triton.jit
@@ -30,59 +30,59 @@ def bin_of(x, peak, scale, BINS: tl.constexpr):
 
 
 @triton.jit
-def weights(x, peak, cool, unit):
-    """exp((logit - peak) / temperature) in whole units; `cool` is log2(e) over the temperature."""
-    base = cool.to(tl.float32)
-    rest = (cool - base.to(tl.float64)).to(tl.float32)
-    weight = power(-tl.minimum(depth_below(x, peak), 200.0 / base), base, rest)
+def weights(x, peak, sharpness, unit):
+    """exp((logit - peak) / temperature) in integer units; `sharpness` is log2(e) / temperature."""
+    base = sharpness.to(tl.float32)
+    base_low = (sharpness - base.to(tl.float64)).to(tl.float32)
+    weight = power(-tl.minimum(depth_below(x, peak), 200.0 / base), base, base_low)
     return (weight * unit).to(tl.int64)
 
 
 @triton.jit
-def addends(x, inside, line, kind):
-    """What each candidate adds to a sum."""
-    peak, _, cool, unit = line
-    cool = tl.where(kind == WEIGHED, LOG2E, cool)
-    weight = tl.where(kind == COUNTED, 1, weights(x, peak, cool, unit))
+def addends(x, inside, ranking, kind):
+    """Summand of each candidate."""
+    peak, _, sharpness, unit = ranking
+    sharpness = tl.where(kind == WEIGHTS, LOG2E, sharpness)
+    weight = tl.where(kind == COUNTS, 1, weights(x, peak, sharpness, unit))
     return tl.where(inside, weight, 0)
 
 
 @triton.jit
-def candidates(source, found, number, at, BLOCK: tl.constexpr, PENALTIES: tl.constexpr):
-    """Some candidates: those gathered (`number` of them), or, where that is -1, of the whole row.
+def candidates(source, gathered, number, at, BLOCK: tl.constexpr, PENALTIES: tl.constexpr):
+    """Load a block of the gathered candidates (`number` of them), or of the row if that is -1.
 
-    Gives their logits, ids, and which of them there are.
+    Returns their logits, ids, and which of them are valid.
     """
-    place = at + tl.arange(0, BLOCK)
-    ids = place
-    inside = place < source[3]
+    index = at + tl.arange(0, BLOCK)
+    ids = index
+    inside = index < source[3]
     if number >= 0:
-        inside = place < number
-        x = tl.load(found[0] + place, mask=inside, other=-float("inf"))
-        ids = tl.load(found[1] + place, mask=inside, other=0)
+        inside = index < number
+        x = tl.load(gathered[0] + index, mask=inside, other=-float("inf"))
+        ids = tl.load(gathered[1] + index, mask=inside, other=0)
     else:
-        x = levels(source, ids, PENALTIES)
+        x = load_logits(source, ids, PENALTIES)
     return x, ids, inside
 
 
 @triton.jit
 def rank_of(x, ids, lowest, span):
-    """Whole numbers in the order of the line, the larger the earlier, each one candidate's own."""
+    """Unique integers in the order of the ranking, larger ones first."""
     return (ordered(x).to(tl.int64) - lowest) * span + (span - 1 - ids)
 
 
 @triton.jit
-def narrowed(
-    source, found, number, line, bin, above, goal, span, kind, BINS: tl.constexpr,
+def search_bin(
+    source, gathered, number, ranking, bin, above, goal, span, kind, BINS: tl.constexpr,
     BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """`first_reaching` in a bin, by narrowing the range of ranks in which it lies."""
-    peak, scale, _, _ = line
+    """`first_reaching` within a bin, by narrowing the range of ranks."""
+    peak, scale, _, _ = ranking
     size = tl.where(number >= 0, number, source[3])
     lowest = tl.full([], 2147483647, tl.int32)
     highest = tl.full([], -2147483648, tl.int32)
     for at in range(0, size, BLOCK):
-        x, ids, inside = candidates(source, found, number, at, BLOCK, PENALTIES)
+        x, ids, inside = candidates(source, gathered, number, at, BLOCK, PENALTIES)
         inside = inside & (bin_of(x, peak, scale, BINS) == bin)
         lowest = tl.minimum(lowest, tl.min(tl.where(inside, ordered(x), 2147483647), 0))
         highest = tl.maximum(highest, tl.max(tl.where(inside, ordered(x), -2147483648), 0))
@@ -95,9 +95,9 @@ def narrowed(
         bounds = low + ways * step
         sums = tl.zeros([BLOCK, WAYS], tl.int64)
         for at in range(0, size, BLOCK):
-            x, ids, inside = candidates(source, found, number, at, BLOCK, PENALTIES)
+            x, ids, inside = candidates(source, gathered, number, at, BLOCK, PENALTIES)
             inside = inside & (bin_of(x, peak, scale, BINS) == bin)
-            weight = addends(x, inside, line, kind)
+            weight = addends(x, inside, ranking, kind)
             rank = rank_of(x, ids, lowest, span)
             sums += tl.where(rank[:, None] >= bounds[None, :], weight[:, None], 0)
         reached = tl.sum(sums, 0) + above >= goal
@@ -109,58 +109,60 @@ def narrowed(
 
 @triton.jit
 def first_reaching(
-    source, found, number, line, bins, goal, span, kind, BINS: tl.constexpr,
+    source, gathered, number, ranking, bins, goal, span, kind, BINS: tl.constexpr,
     BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """The candidate, as (ordered logit, id), at which the sum along the line reaches the goal.
+    """Candidate (ordered logit, id) at which the sum along the ranking reaches the goal.
 
-    `bins` are the sums in the bins. `number` says how many candidates were gathered, and of which
-    bins: see `in_reach`.
+    `bins` are the sums of the bins. `number`: how many candidates were gathered, and of which bins
+    (see `num_candidates`).
     """
-    place = tl.arange(0, BINS)
-    sums = tl.load(bins + place)
+    index = tl.arange(0, BINS)
+    sums = tl.load(bins + index)
     bin = tl.sum((tl.cumsum(sums, 0) < goal).to(tl.int32), 0)
     bin = tl.minimum(bin, BINS - 1)
-    above = tl.sum(tl.where(place < bin, sums, 0), 0)
-    there = in_reach(number, bin, BINS)
-    return narrowed(
-        source, found, there, line, bin, above, goal, span, kind, BINS, BLOCK, PENALTIES
+    above = tl.sum(tl.where(index < bin, sums, 0), 0)
+    size_hint = num_candidates(number, bin, BINS)
+    return search_bin(
+        source, gathered, size_hint, ranking, bin, above, goal, span, kind, BINS, BLOCK, PENALTIES
     )
 
 
 @triton.jit
 def sum_until(
-    source, found, number, line, bins, value, last, kind, BINS: tl.constexpr,
+    source, gathered, number, ranking, bins, value, last, kind, BINS: tl.constexpr,
     BLOCK: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """The sum along the line up to a border: over what is above `value` or, up to `last`, at it."""
-    peak, scale, _, _ = line
-    place = tl.arange(0, BINS)
+    """Sum along the ranking up to a border: logits above `value`, and ids up to `last` at it."""
+    peak, scale, _, _ = ranking
+    index = tl.arange(0, BINS)
     border = bin_of(unordered(value), peak, scale, BINS)
-    total = tl.sum(tl.where(place < border, tl.load(bins + place), 0), 0)
-    there = in_reach(number, border, BINS)
-    size = tl.where(there >= 0, there, source[3])
+    total = tl.sum(tl.where(index < border, tl.load(bins + index), 0), 0)
+    size_hint = num_candidates(number, border, BINS)
+    size = tl.where(size_hint >= 0, size_hint, source[3])
     for at in range(0, size, BLOCK):
-        x, ids, inside = candidates(source, found, there, at, BLOCK, PENALTIES)
+        x, ids, inside = candidates(source, gathered, size_hint, at, BLOCK, PENALTIES)
         inside = inside & (bin_of(x, peak, scale, BINS) == border)
         inside = inside & ((ordered(x) > value) | ((ordered(x) == value) & (ids <= last)))
-        total += tl.sum(addends(x, inside, line, kind), 0)
+        total += tl.sum(addends(x, inside, ranking, kind), 0)
     return total
 
 
 @triton.jit
 def is_gathered(bin, brackets):
-    """Whether a bin's candidates are gathered: those in one of three ranges of bins."""
+    """Whether a bin is in one of the three ranges of bins that are gathered."""
     first, second, third, fourth, fifth, sixth = brackets
-    found = (bin >= first) & (bin <= second)
-    found = found | ((bin >= third) & (bin <= fourth))
-    return found | ((bin >= fifth) & (bin <= sixth))
+    gathered = (bin >= first) & (bin <= second)
+    gathered = gathered | ((bin >= third) & (bin <= fourth))
+    return gathered | ((bin >= fifth) & (bin <= sixth))
 
 
 @triton.jit
-def in_reach(number, bin, BINS: tl.constexpr):
-    """How many candidates to look at for those of a bin: all gathered ones if it is among them
-    and they found room, otherwise -1: the whole row. (The last bin's are never gathered.)"""
+def num_candidates(number, bin, BINS: tl.constexpr):
+    """Number of gathered candidates if they include all of a bin, otherwise -1 (read the row).
+
+    The last bin is never gathered.
+    """
     count, room, brackets = number
-    there = is_gathered(bin, brackets) & (bin < BINS - 1) & (count <= room)
-    return tl.where(there, count, -1)
+    size_hint = is_gathered(bin, brackets) & (bin < BINS - 1) & (count <= room)
+    return tl.where(size_hint, count, -1)

@@ -1,16 +1,16 @@
-"""Numbers: floats in order, exponentials, the draw."""
+"""Orderable floats, exponentials, and the random number of a draw."""
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_REST = tl.constexpr(1.925963033500862e-08)  # what float32 leaves of it
+LOG2E_LOW = tl.constexpr(1.925963033500862e-08)  # LOG2E - float32(LOG2E)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def ordered(x):
-    """Floats as whole numbers (int32) in the same order; 0 and -0 are equal."""
+    """Map floats to int32 in the same order; 0 and -0 are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(bits == -2147483648, 0, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -18,28 +18,28 @@ def ordered(x):
 
 @triton.jit
 def unordered(key):
-    """The float that `ordered` gives this whole number."""
+    """Inverse of `ordered`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def power(x, base, rest):
-    """2 ** (x · (base + rest)) in float32, good to the last digit or two for x far below 0 too."""
-    whole = x * base
-    left = tl.fma(x, tl.zeros_like(x) + base, -whole) + x * rest
-    result = tl.exp2(whole)
-    return result + result * (left * LN2)
+def power(x, base, base_low):
+    """2 ** (x · (base + base_low)) in float32, within an ulp or two for very negative x too."""
+    rounded = x * base
+    error = tl.fma(x, tl.zeros_like(x) + base, -rounded) + x * base_low
+    result = tl.exp2(rounded)
+    return result + result * (error * LN2)
 
 
 @triton.jit
 def depth_below(x, peak):
-    """How far below the peak; 0 for what equals it, infinite peaks too."""
+    """peak - x; 0 if they are equal, even if infinite."""
     return tl.where(x == peak, 0.0, peak - x)
 
 
 @triton.jit
 def uniform(seed, sample, position):
-    """The number in [0,1) of `sampling/draw.py`: Philox4x32-10 of seed, sample and position."""
+    """The random number in [0,1) of `sampling/draw.py`: Philox4x32-10 of seed, sample, position."""
     word = tl.full([], 0xFFFFFFFF, tl.uint64)
     first = tl.full([], 0xD2511F53, tl.uint64)
     second = tl.full([], 0xCD9E8D57, tl.uint64)

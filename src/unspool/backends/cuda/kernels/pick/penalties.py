@@ -1,9 +1,9 @@
-"""What was written before, counted on the device, and the logits of a row after it was."""
+"""Penalties: token counts of the history, and logits of a row after penalties."""
 
 import triton
 import triton.language as tl
 
-# A row's settings, as `sampling/picker.py` orders them.
+# Columns of a row's settings, as in `sampling/picker.py`.
 TEMPERATURE = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
 MIN_P = tl.constexpr(2)
@@ -16,7 +16,7 @@ SAMPLE = tl.constexpr(2)
 POSITION = tl.constexpr(3)
 HISTORY_START = tl.constexpr(4)
 HISTORY_END = tl.constexpr(5)
-NUMBERS = tl.constexpr(6)
+SETTINGS = tl.constexpr(6)
 
 
 @triton.jit
@@ -29,64 +29,66 @@ def has_penalties(floats, ints):
 
 @triton.jit
 def resolve(floats, ints, history, previous, tokens, BLOCK: tl.constexpr):
-    """The tokens that each row's history means: its entry -1-n is the n-th of `previous`."""
+    """Resolve each row's history: entry -1-n stands for `previous[n]`."""
     row = tl.program_id(0).to(tl.int64)
-    floats += row * NUMBERS
-    ints += row * NUMBERS
+    floats += row * SETTINGS
+    ints += row * SETTINGS
     if has_penalties(floats, ints):
         end = tl.load(ints + HISTORY_END)
         for at in range(tl.load(ints + HISTORY_START), end, BLOCK):
-            place = at + tl.arange(0, BLOCK)
-            token = tl.load(history + place, mask=place < end, other=0)
+            index = at + tl.arange(0, BLOCK)
+            token = tl.load(history + index, mask=index < end, other=0)
             picked = tl.load(previous - 1 - token, mask=token < 0, other=0)
-            tl.store(tokens + place, tl.where(token < 0, picked, token), mask=place < end)
+            tl.store(tokens + index, tl.where(token < 0, picked, token), mask=index < end)
 
 
 @triton.jit
-def tally(floats, ints, tokens, counts, vocabulary, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
-    """Counts each row's tokens into `counts` [rows, vocabulary], or makes these 0 again."""
+def count_tokens(
+    floats, ints, tokens, counts, vocabulary, CLEAR: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Count each row's history tokens in `counts` [rows, vocabulary], or reset these counts."""
     row = tl.program_id(0).to(tl.int64)
-    floats += row * NUMBERS
-    ints += row * NUMBERS
+    floats += row * SETTINGS
+    ints += row * SETTINGS
     counts += row * vocabulary
     if has_penalties(floats, ints):
         end = tl.load(ints + HISTORY_END)
         for at in range(tl.load(ints + HISTORY_START), end, BLOCK):
-            place = at + tl.arange(0, BLOCK)
-            token = tl.load(tokens + place, mask=place < end, other=-1)
-            known = (token >= 0) & (token < vocabulary)
+            index = at + tl.arange(0, BLOCK)
+            token = tl.load(tokens + index, mask=index < end, other=-1)
+            is_valid = (token >= 0) & (token < vocabulary)
             if CLEAR:
-                tl.store(counts + token, 0, mask=known)
+                tl.store(counts + token, 0, mask=is_valid)
             else:
-                tl.atomic_add(counts + token, 1, mask=known, sem="relaxed")
+                tl.atomic_add(counts + token, 1, mask=is_valid, sem="relaxed")
 
 
 @triton.jit
 def penalized(x, times, floats):
-    """Logits of tokens that occurred so many times; in float32, each step rounded, as the chain."""
-    by = tl.load(floats + REPETITION).to(tl.float32)
-    less = (tl.load(floats + FREQUENCY) * times.to(tl.float64)).to(tl.float32)
-    changed = tl.where(x > 0, tl.div_rn(x, by + tl.zeros_like(x)), x * by)
-    changed = changed - less - tl.load(floats + PRESENCE).to(tl.float32)
-    return tl.where(times > 0, changed, x)
+    """Logits after penalties of tokens that occurred `times` times; float32, as in the chain."""
+    repetition = tl.load(floats + REPETITION).to(tl.float32)
+    frequency = (tl.load(floats + FREQUENCY) * times.to(tl.float64)).to(tl.float32)
+    penalized_x = tl.where(x > 0, tl.div_rn(x, repetition + tl.zeros_like(x)), x * repetition)
+    penalized_x = penalized_x - frequency - tl.load(floats + PRESENCE).to(tl.float32)
+    return tl.where(times > 0, penalized_x, x)
 
 
 @triton.jit
-def levels(source, ids, PENALTIES: tl.constexpr):
-    """The logits of some tokens, in float32, as the stages after the penalties see them.
+def load_logits(source, ids, PENALTIES: tl.constexpr):
+    """Logits of some tokens after penalties, in float32.
 
-    `source` is a row: where its logits, counts and floats are, the vocabulary, whether it has
-    penalties, whether it is `sure` (has logits of +inf, which alone remain, as equals), and the
-    `warmth` that all are divided by (1: not).
+    `source` is a row: pointers to its logits, counts and floats, the vocabulary size, whether it
+    has penalties, whether it `has_inf` (+inf logits: only these remain, all equal), and the
+    `temperature` to divide by (1: none).
     """
-    logits, counts, floats, vocabulary, edits, sure, warmth = source
+    logits, counts, floats, vocabulary, has_edits, has_inf, temperature = source
     inside = ids < vocabulary
     x = tl.load(logits + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if PENALTIES:
-        if edits:
-            if sure:
+        if has_edits:
+            if has_inf:
                 x = tl.where(x == float("inf"), 0.0, -float("inf"))
             x = penalized(x, tl.load(counts + ids, mask=inside, other=0), floats)
-    if warmth != 1.0:
-        x = tl.div_rn(x, warmth + tl.zeros_like(x))
+    if temperature != 1.0:
+        x = tl.div_rn(x, temperature + tl.zeros_like(x))
     return x
