@@ -18,7 +18,7 @@ from running_server import Running, running, settled
 
 from unspool.language_model import LanguageModel
 from unspool.serve.core.registry import ModelEntry
-from unspool.serve.core.waking import Waking
+from unspool.serve.core.waking import LoopWaker
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -131,16 +131,16 @@ def test_the_loop_is_woken_once_for_all_that_came(monkeypatch: pytest.MonkeyPatc
             return wake(*given, **named)
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-        waking = Waking.here()
-        assert Waking.here() is waking
+        waker = LoopWaker.for_running_loop()
+        assert LoopWaker.for_running_loop() is waker
         thread = threading.Thread(
-            target=lambda: [waking.call(lambda n=n: done.append(n)) for n in range(300)]
+            target=lambda: [waker.schedule(lambda n=n: done.append(n)) for n in range(300)]
         )
         thread.start()
         thread.join()  # the loop has not looked meanwhile
         while len(done) < 300:
             await asyncio.sleep(0.001)
-        waking.call(lambda: done.append(300))  # and again, behind a round
+        waker.schedule(lambda: done.append(300))  # and again, behind a round
         while len(done) < 301:
             await asyncio.sleep(0.001)
         return len(woken), done
@@ -153,15 +153,15 @@ def test_one_reader_that_fails_holds_up_no_other() -> None:
     async def both() -> tuple[list[str], list[Any]]:
         told: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, said: told.append(said))
-        waking, heard = Waking.here(), list[str]()
+        waker, heard = LoopWaker.for_running_loop(), list[str]()
 
         def fails() -> None:
             raise ValueError("a reader's own fault")
 
-        waking.call(fails)
-        waking.call(lambda: heard.append("same round"))
+        waker.schedule(fails)
+        waker.schedule(lambda: heard.append("same round"))
         await asyncio.sleep(0.05)
-        waking.call(lambda: heard.append("next round"))
+        waker.schedule(lambda: heard.append("next round"))
         await asyncio.sleep(0.05)
         return heard, told
 

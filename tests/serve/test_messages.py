@@ -9,6 +9,8 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
+from unspool.serve.anthropic.messages import thread_store
+
 SEED = {"unspool": {"seed": 7}}
 ENDLESS = {"unspool": {"seed": 7, "regex": "[a-z ]{900}"}}  # ends for want of tokens only
 HELLO = [{"role": "user", "content": "Say hi."}]
@@ -227,5 +229,5 @@ def test_a_thread_holds_what_was_said(client: anthropic.Anthropic) -> None:
 def test_a_tool_runner_whose_thread_is_lost_sends_all_of_it_again(
     client: anthropic.Anthropic, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.state.threads, "_limit", 0)  # nothing stays
+    monkeypatch.setattr(thread_store(server.state), "_limit", 0)  # nothing stays
     test_a_tool_runner_goes_on_with_its_thread(client, stream=False)

@@ -71,7 +71,7 @@ def test_its_models_are_loaded_by_name_and_listed_nowhere(
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["tiny"]
     assert client.get("/v1/models/countdown").json()["unspool"]["source"] == "shipped"
-    assert set(serving.state.registry.passing) == {"countdown", "countdown-causal"}
+    assert set(serving.state.registry.ephemeral) == {"countdown", "countdown-causal"}
 
 
 @pytest.mark.parametrize("name", ["sudoku/../sudoku", "../shipped/sudoku", "shipped", "sudoko"])

@@ -528,7 +528,7 @@ def play(visitors: Visitors, draw: random.Random) -> None:
 def test_whatever_is_asked_in_whatever_order(
     tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(registries, "MAX_PASSING", limit)
+    monkeypatch.setattr(registries, "MAX_EPHEMERAL", limit)
 
     async def check(seed: int) -> None:
         draw = random.Random(seed)

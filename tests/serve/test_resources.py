@@ -21,6 +21,7 @@ from unspool.serve.core.registry import ModelRegistry
 from unspool.serve.http import events
 from unspool.serve.http.app import create_app
 from unspool.serve.http.settings import ServeSettings
+from unspool.serve.tree.branch_json import branch_store
 
 SHORT = {"prompt": ["hi"] * 64, "max_tokens": 1}
 
@@ -169,7 +170,7 @@ async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late:
     async with registry.use(None) as served:
         state.ready = True
         await interrupted(app, "/v1/tree", {"prompt": "Once upon"}, 10**9, late)
-        (branch,) = state.branches.all
+        (branch,) = branch_store(state).all
         number, was_cancelled = 0, True
         while was_cancelled:
             number += 1
@@ -187,10 +188,10 @@ async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late:
             while extra := asyncio.all_tasks() - before:
                 assert time.monotonic() < until, f"tasks are left running (await {number}): {extra}"
                 await asyncio.sleep(0.002)
-            assert state.branches.all[branch].writing is None
-            for other in [b for b in state.branches.all.values() if b.id != branch]:
+            assert branch_store(state).all[branch].writing is None
+            for other in [b for b in branch_store(state).all.values() if b.id != branch]:
                 assert other.writing is None
-                state.branches.delete(other)
+                branch_store(state).delete(other)
         assert number > 4
     await registry.close_all()
 
@@ -205,11 +206,11 @@ def test_a_watcher_may_be_cancelled_at_every_await(
         registry = ModelRegistry([default_entry(default_model, memory=32 << 20)], room=1 << 33)
         app, state = create_app(ServeSettings(), registry)
         await interrupted(app, "/v1/tree", {"prompt": "Once upon"}, 10**9, late)
-        (branch,) = state.branches.all
+        (branch,) = branch_store(state).all
         for number in range(1, 6):
             path = f"/v1/tree/{branch}/events"
             assert await interrupted(app, path, None, number, late, "GET")
-            assert state.branches.watchers == 0
+            assert state.num_watchers == 0
         await registry.close_all()
 
     asyncio.run(check())

@@ -229,7 +229,7 @@ def test_words_and_calls_are_blocks(one_call: bool) -> None:
     changes: list[Change] = []
     for place, character in enumerate(text):
         end = "stop" if place == len(text) - 1 else None
-        changes += blocks.take(step_of(character, place, end))
+        changes += blocks.push(step_of(character, place, end))
     found = [(block.name, block.text, block.is_complete) for block in blocks.all]
     calls = [("f", '{"x": 1}', True)] * (1 if one_call else 2)
     assert found == [(None, "Sure. ", True), *calls]

@@ -23,7 +23,7 @@ from unspool.serve.core import registry
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.runs.endpoints import StartRequest
 from unspool.serve.runs.library import RunLibrary
-from unspool.serve.runs.run_json import drawable
+from unspool.serve.runs.run_json import downsample
 from unspool.serve.runs.trainer import Trainer
 from unspool.train.data import sources
 from unspool.train.running.runs import Run
@@ -108,13 +108,13 @@ def test_no_run_outside_the_folder_can_be_had(served: Running, root: Path, name:
     shutil.rmtree(outside)
 
 
-def test_a_long_log_is_drawable_but_never_its_held_out_losses() -> None:
+def test_a_long_log_is_downsampled_but_never_its_held_out_losses() -> None:
     lines = [{"step": step} for step in range(10_000)]
     lines.insert(4322, {"step": 4321, "held_out_loss": 3})  # a line of its own
-    found = drawable(lines, 1000)
+    found = downsample(lines, 1000)
     assert len(found) <= 1002 and found[-1]["step"] == 9999
     assert {"step": 4321, "held_out_loss": 3} in found
-    assert drawable([]) == [] and drawable(lines[:5]) == lines[:5]
+    assert downsample([]) == [] and downsample(lines[:5]) == lines[:5]
 
 
 def test_a_run_is_told_as_it_goes_and_to_its_end(served: Running, root: Path) -> None:
@@ -190,7 +190,7 @@ def test_an_adapter_counts_with_the_model_it_was_tuned_from(root: Path, tmp_path
 def test_only_so_many_checkpoints_are_in_memory(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MAX_PASSING", 2)
+    monkeypatch.setattr(registry, "MAX_EPHEMERAL", 2)
     loaded = served.state.registry.loaded
     for step in (0, 2, 6, 20):
         assert completed(served.url, f"speeches@{step}").status_code == 200

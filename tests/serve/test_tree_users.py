@@ -26,6 +26,7 @@ from unspool.sampling.records import StageReport
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.http.errors import ApiError
 from unspool.serve.tree import branches as stored
+from unspool.serve.tree.branch_json import branch_store
 from unspool.serve.tree.branches import (
     Branches,
     ExtraSettings,
@@ -215,7 +216,7 @@ def test_what_could_not_begin_is_seen_by_nobody(
     listed: list[int] = []
 
     async def fails(self: BranchTexts) -> None:
-        listed.append(len(serving.state.branches.all))
+        listed.append(len(branch_store(serving.state).all))
         raise ApiError(503, "no")
 
     with monkeypatch.context() as patch:
@@ -248,7 +249,7 @@ def test_a_change_of_a_branch_that_is_deleted_meanwhile_is_not_acknowledged(
         with monkeypatch.context() as patch:
             patch.setattr(Generation, "choose", deletes)
             assert alice.do(verb, made, 404, **given)["error"]["code"] == "branch_not_found"
-    assert serving.state.branches.weight == 0
+    assert branch_store(serving.state).weight == 0
 
 
 def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> None:
@@ -392,7 +393,7 @@ class Users:
                 await self.round()
             for identity, key in list(self.owners.items()):
                 await self.ask(key, "DELETE", f"/{identity}")
-        assert self.server.state.branches.weight == 0
+        assert branch_store(self.server.state).weight == 0
 
     async def create(self) -> None:
         key = self.rng.choice([ALICE, BOB])
@@ -436,7 +437,7 @@ class Users:
         for name, done in acknowledged.items():
             await self.check(name, done)
         await self.check_lists()
-        store = self.server.state.branches
+        store = branch_store(self.server.state)
         assert store.weight == kept_weight(store)
 
     async def send(self, name: str, verb: str, given: dict[str, Any]) -> httpx.Response:
@@ -484,7 +485,7 @@ class Users:
 def test_random_operations_at_once_are_as_if_in_some_order(
     serving: Running, small: Any, seed: int
 ) -> None:
-    assert not serving.state.branches.all
+    assert not branch_store(serving.state).all
     users = Users(serving, seed, small.tokenizer.encode)
     asyncio.run(users.play(rounds=25))
     assert {200, 409} <= {*users.statuses}

@@ -20,12 +20,11 @@ from unspool.decoding.passes import Pass, Place
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Tokens, stops
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import event, pouring
+from unspool.serve.http.events import error_event, event, writer_from
 from unspool.serve.http.routes import new_router
 from unspool.serve.http.threads import Worker
 from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message
 from unspool.serve.openai.chat_schema import Message
-from unspool.serve.tree.writing import error_event
 
 router = new_router("Diffusion")
 MAX_CANDIDATES = 20
@@ -88,7 +87,7 @@ async def diffuse(body: DiffuseRequest, request: Request) -> Response:
     passes = await call.hold(Worker(stream, call.run))
     start = _start(call, body, prompt, stream)
     if body.stream:
-        return call.stream(pouring(_events(start, passes, stream)), error_event)
+        return call.stream(writer_from(_events(start, passes, stream)), error_event)
     return await call.reply(_whole(start, passes, stream))
 
 

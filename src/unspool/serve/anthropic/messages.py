@@ -31,13 +31,13 @@ from unspool.serve.anthropic.messages_schema import (
     ToolUseBlock,
 )
 from unspool.serve.core.blocks import Block, Change, Grown, Opened
-from unspool.serve.core.state import Call, new_id, state_of
+from unspool.serve.core.state import Call, ServerState, state_of
 from unspool.serve.core.step_json import texts_json
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import ApiError, bad_request, thread_not_found
 from unspool.serve.http.events import event
 from unspool.serve.http.notes import ignore
-from unspool.serve.http.routes import JsonReply, new_router, to_json
+from unspool.serve.http.routes import JsonReply, new_id, new_router, to_json
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
@@ -52,11 +52,11 @@ _PING = event({"type": "ping"}, "ping")
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     state, user = state_of(request), request.state.user
     if isinstance(body.thread, ContinuedThread):
-        body = _continue_thread(state.threads, body, body.thread.previous_message_id, user)
+        body = _continue_thread(thread_store(state), body, body.thread.previous_message_id, user)
     call = await state.enter(request, body.model)
     ready = await call.thread(_prepare, call, body)
     texts = await call.write([ready.ids], ready.options)
-    store = None if body.thread is None else partial(_store_thread, state.threads, body, user)
+    store = None if body.thread is None else partial(_store_thread, thread_store(state), body, user)
     answer = _Answer(call, body, texts, ready.use, store)
     if body.stream:
         return call.stream(answer.write, lambda error: event(error.anthropic(), "error"))
@@ -71,6 +71,11 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 
 # -- threads: conversations that are stored here ------------------------------------------------
+
+
+def thread_store(state: ServerState) -> ResponseStore:
+    """The threads of a server: each reply with the conversation before it."""
+    return state.extension("threads", ResponseStore)
 
 
 def _continue_thread(
@@ -218,7 +223,7 @@ class _Answer(BlockAnswer):
         self,
         call: Call,
         body: MessagesRequest,
-        texts: Texts,
+        texts: RequestTexts,
         use: ToolUse,
         store: Callable[[dict[str, Any]], None] | None,
     ) -> None:

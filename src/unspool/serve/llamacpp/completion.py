@@ -18,11 +18,11 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling.settings import SamplingSettings
 from unspool.serve.core.foreign import sampler_names
-from unspool.serve.core.options import check_choices, read_schema, sampling_options
+from unspool.serve.core.options import check_choices, compile_schema, sampling_options
 from unspool.serve.core.schema import LoraScale
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.step_json import progress_json, timings_json
-from unspool.serve.core.texts import Text, Texts
+from unspool.serve.core.texts import RequestText, RequestTexts
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.events import event
 from unspool.serve.http.routes import JsonReply, new_router
@@ -47,7 +47,7 @@ async def completion(body: CompletionRequest, request: Request) -> Response:
     return await answer_completion(call, body, texts)
 
 
-async def answer_completion(call: Call, body: CompletionRequest, texts: Texts) -> Response:
+async def answer_completion(call: Call, body: CompletionRequest, texts: RequestTexts) -> Response:
     answer = CompletionAnswer(call, body, texts)
     if body.stream:
         return call.stream(answer.write, lambda error: event(error.llamacpp()))
@@ -66,14 +66,14 @@ def _prepare(
 
 def completion_options(call: Call, body: CompletionRequest, prompt_length: int) -> dict[str, Any]:
     """The options of `LanguageModel.stream` that a request asks for."""
-    call.heed(body)
+    call.apply_hints(body)
     options = sampling_options(call.served.lm, body, top=body.n_probs)
     if body.n_probs and body.post_sampling_probs:
         options["explain"] = True
     if not body.end:  # ignore_eos forbids end tokens, elsewhere they are written like any other
         forbidden = dict.fromkeys(call.served.lm.end_ids, -math.inf)
         options["logit_bias"] = options.get("logit_bias", {}) | forbidden
-    read_schema(call, options)
+    compile_schema(options, call.note)
     options["max_tokens"] = call.token_limit(body.max_tokens, prompt_length)
     return options
 
@@ -98,7 +98,7 @@ def encode_mixed(
 class CompletionAnswer:
     """What is answered, whole or in chunks."""
 
-    def __init__(self, call: Call, body: CompletionRequest, texts: Texts) -> None:
+    def __init__(self, call: Call, body: CompletionRequest, texts: RequestTexts) -> None:
         self.call, self.body, self.texts = call, body, texts
         self.tokens = LogprobFormat(call.served.lm.tokenizer)
 
@@ -164,7 +164,7 @@ class CompletionAnswer:
         }
         return _chosen(found, self.body.response_fields)
 
-    def _settings(self, text: Text) -> dict[str, Any]:
+    def _settings(self, text: RequestText) -> dict[str, Any]:
         """The settings of a text by llama.cpp's names; a request that has them is accepted."""
         limits, body = text.generation.request.limits, self.body
         return {
@@ -209,7 +209,7 @@ class CompletionAnswer:
         }
 
 
-def _ending(text: Text) -> dict[str, Any]:
+def _ending(text: RequestText) -> dict[str, Any]:
     by = text.stream.stopped_by
     reason = text.generation.finish_reason
     kind = "word" if by is not None else "eos" if reason == "stop" else "limit"

@@ -54,7 +54,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     assert given is not None
     prompts = split_prompts(given, "input")
     call = await state_of(request).enter(request, body.model)
-    call.heed(body)
+    call.apply_hints(body)
     return await call.reply(_answer(call, prompts, body.embd_normalize))
 
 

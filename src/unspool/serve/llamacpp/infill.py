@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.decoding.fill.fim import OtherFile
-from unspool.serve.core.filling import Between
+from unspool.serve.core.filling import InfillGap
 from unspool.serve.core.options import check_choices
 from unspool.serve.core.schema import ShortText, Strict
 from unspool.serve.core.state import Call, state_of
@@ -49,11 +49,11 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     return await answer_completion(call, body, texts)
 
 
-def _prepare(call: Call, body: InfillRequest) -> tuple[Between, list[int], dict[str, Any]]:
+def _prepare(call: Call, body: InfillRequest) -> tuple[InfillGap, list[int], dict[str, Any]]:
     extra = body.input_extra or []
     left = body.input_prefix + body.prompt
     call.check_text(left, body.input_suffix, *(chunk.text for chunk in extra))
     others = tuple(OtherFile(chunk.filename, chunk.text) for chunk in extra)
-    between = Between(left, body.input_suffix, others)
+    between = InfillGap(left, body.input_suffix, others)
     prompt = between.prompt(call.served.lm)
     return between, prompt, completion_options(call, body, len(prompt))

@@ -22,14 +22,14 @@ router = new_router("Ollama")
 @router.post("/api/embed", summary="Texts as vectors")
 async def embed(body: EmbedRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model)
-    call.heed(body)
+    call.apply_hints(body)
     return await call.reply(_embedded(call, body, perf_counter()))
 
 
 @router.post("/api/embeddings", summary="A text as a vector")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model)
-    call.heed(body)
+    call.apply_hints(body)
     return await call.reply(_one(call, body.prompt))
 
 

@@ -42,7 +42,7 @@ async def tags(request: Request) -> Response:
 @router.get("/api/ps", summary="The models that are loaded")
 async def running(request: Request) -> Response:
     registry = state_of(request).registry
-    known = {**registry.passing, **registry.entries}
+    known = {**registry.ephemeral, **registry.entries}
     found = [
         {
             **_model(known[name], served),

@@ -88,7 +88,7 @@ class GenerateRequest(_Asking):
 
 
 class EmbedRequest(ForeignRequest):
-    """Texts to be made vectors."""
+    """Texts to embed."""
 
     model: ShortText | None = None
     input: str | Annotated[list[str], Field(min_length=1, max_length=256)]

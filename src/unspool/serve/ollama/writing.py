@@ -17,11 +17,11 @@ from starlette.responses import Response
 
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, Change, Closed, Grown, was_cut
-from unspool.serve.core.filling import Between
+from unspool.serve.core.filling import InfillGap
 from unspool.serve.core.foreign import keep_alive_seconds, llama_defaults
-from unspool.serve.core.options import read_schema, sampling_options
+from unspool.serve.core.options import compile_schema, sampling_options
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply, new_router, to_json
 from unspool.serve.http.wire import Wire
@@ -67,7 +67,7 @@ async def _loaded(body: Asking, request: Request) -> Response:
         reason = "unload"
     else:
         async with state.call(request, body.model, places=0) as call:
-            call.heed(body)
+            call.apply_hints(body)
     found = {**_head(name), **_piece(body, ""), "done": True, "done_reason": reason}
     return JsonReply(found)
 
@@ -75,14 +75,14 @@ async def _loaded(body: Asking, request: Request) -> Response:
 # -- the request, as a chat -------------------------------------------------------------------
 
 
-def _gap(body: Asking) -> Between | None:
+def _gap(body: Asking) -> InfillGap | None:
     """The gap before a suffix: there the prompt is what stands on its left, and no question."""
     if isinstance(body, GenerateRequest) and body.suffix:
-        return Between(body.prompt or "", body.suffix)
+        return InfillGap(body.prompt or "", body.suffix)
     return None
 
 
-def _prepare(call: Call, body: Asking, gap: Between | None) -> PreparedChat:
+def _prepare(call: Call, body: Asking, gap: InfillGap | None) -> PreparedChat:
     if isinstance(body, GenerateRequest):
         return _prepare_generate(call, body, gap)
     functions = [tool.model_dump() for tool in body.tools or ()]
@@ -90,7 +90,7 @@ def _prepare(call: Call, body: Asking, gap: Between | None) -> PreparedChat:
     return prepare_chat(call, _chat(call, body, messages=messages, tools=functions))
 
 
-def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) -> PreparedChat:
+def _prepare_generate(call: Call, body: GenerateRequest, gap: InfillGap | None) -> PreparedChat:
     prompt, lm = body.prompt or "", call.served.lm
     system = [{"role": "system", "content": body.system}] if body.system else []
     chat = _chat(call, body, messages=[*system, {"role": "user", "content": prompt}])
@@ -100,7 +100,7 @@ def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) ->
         ids, options, use = [*before, *ready.ids], ready.options, ready.use
     else:
         use = ToolUse()
-        call.heed(chat)
+        call.apply_hints(chat)
         call.check_text(prompt, body.suffix or "", longer=chat.is_endless)
         if gap is not None:
             ids = gap.prompt(lm)
@@ -110,7 +110,7 @@ def _prepare_generate(call: Call, body: GenerateRequest, gap: Between | None) ->
         options = sampling_options(lm, chat, top=chat.top_logprobs or 0)
         if chat.response_format is not None:
             options |= {"json": True} if body.format == "json" else {"json_schema": body.format}
-        read_schema(call, options)
+        compile_schema(options, call.note)
     options["max_tokens"] = call.token_limit(chat.max_tokens, len(ids))
     return PreparedChat(ids, options, use)
 
@@ -210,7 +210,7 @@ class _Answer(BlockAnswer):
     """An answer, whole or in lines."""
 
     def __init__(
-        self, call: Call, body: Asking, texts: Texts, use: ToolUse, load_seconds: float
+        self, call: Call, body: Asking, texts: RequestTexts, use: ToolUse, load_seconds: float
     ) -> None:
         super().__init__(call, texts, use)
         self.body, self.load_seconds = body, load_seconds

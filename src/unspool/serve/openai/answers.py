@@ -10,10 +10,11 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, BlockParser, Change
 from unspool.serve.core.schema import Extension, StreamOptions
-from unspool.serve.core.state import Call, new_id
+from unspool.serve.core.state import Call
 from unspool.serve.core.step_json import progress_json, step_json, texts_json, timings_json
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.events import DONE, event
+from unspool.serve.http.routes import new_id
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.chat_prompt import ToolUse
 from unspool.serve.openai.logprobs import LogprobFormat
@@ -29,7 +30,7 @@ class Answer:
     def __init__(
         self,
         call: Call,
-        texts: Texts,
+        texts: RequestTexts,
         extension: Extension | None,
         stream_options: StreamOptions | None,
     ) -> None:
@@ -106,7 +107,7 @@ class BlockAnswer:
     """An answer of one text, as a row of blocks: thoughts, words and calls."""
 
     def __init__(
-        self, call: Call, texts: Texts, use: ToolUse, *, never_empty: bool = False
+        self, call: Call, texts: RequestTexts, use: ToolUse, *, never_empty: bool = False
     ) -> None:
         self.texts, self.served = texts, call.served
         self.blocks = BlockParser(
@@ -128,6 +129,6 @@ class BlockAnswer:
         """Put on the wire what steps change, as they come."""
 
         def take(steps: list[tuple[int, Step]]) -> None:
-            wire.put(render([change for _, step in steps for change in self.blocks.take(step)]))
+            wire.put(render([change for _, step in steps for change in self.blocks.push(step)]))
 
         await self.texts.deliver_final(take, wire)

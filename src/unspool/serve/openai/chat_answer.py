@@ -17,7 +17,7 @@ from unspool.serve.core.blocks import (
 )
 from unspool.serve.core.options import finish_reason
 from unspool.serve.core.state import Call
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import Answer
@@ -51,7 +51,7 @@ class ChatAnswer(Answer):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, call: Call, body: ChatRequest, texts: Texts, use: ToolUse) -> None:
+    def __init__(self, call: Call, body: ChatRequest, texts: RequestTexts, use: ToolUse) -> None:
         super().__init__(call, texts, body.unspool, body.stream_options)
         self.body, one_call = body, use.parallel is False
         self.choices = [
@@ -123,7 +123,7 @@ class ChatAnswer(Answer):
         if self.is_live:
             yield self._delta(number, {"content": ""}, step=step)
         rest: list[Step] = []
-        for change in choice.blocks.take(step):
+        for change in choice.blocks.push(step):
             delta = self._delta_of(choice, change)
             if isinstance(change, Closed):
                 rest = change.block.steps[choice.sent_steps :] if change.block.is_words else []

@@ -15,8 +15,8 @@ from unspool.sampling import GrammarSpec
 from unspool.serve.core.options import (
     check_one_grammar,
     check_stream_options,
-    predicted,
-    read_schema,
+    compile_schema,
+    prediction_drafter,
     sampling_options,
 )
 from unspool.serve.core.registry import ServedModel
@@ -117,7 +117,7 @@ def check_chat(body: ChatRequest) -> None:
 def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
     """A conversation as ids, with all its options checked; `more` are options that `ChatRequest`
     has no field for. On a thread, since templates and tokenizing take their time."""
-    call.heed(body)
+    call.apply_hints(body)
     options = sampling_options(call.served.lm, body, top=body.top_logprobs or 0, **more)
     use = tool_use(body)
     schema = _answer_schema(options, body)
@@ -131,7 +131,7 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
         if options.get("speculate"):
             message = "prediction and unspool.speculate are two drafts; give one"
             raise bad_request(message, "prediction")
-        options["speculate"] = predicted(call.served.lm, body.prediction.text)
+        options["speculate"] = prediction_drafter(call.served.lm, body.prediction.text)
     messages = [template_message(message) for message in body.messages]
     if len(messages) > call.served.lm.context:
         raise bad_request(
@@ -150,7 +150,7 @@ def prepare_chat(call: Call, body: ChatRequest, **more: Any) -> PreparedChat:
     think = _think(call, body, options)
     _set_format(call, options, use, schema)
     ids = chat_prompt(call.served, messages, use, options, told, note=call.note, think=think).ids
-    read_schema(call, options)
+    compile_schema(options, call.note)
     most = body.max_completion_tokens or body.max_tokens
     options["max_tokens"] = call.token_limit(most, len(ids))
     return PreparedChat(ids, options, replace(use, thinking=call.served.lm.thinking(ids)))

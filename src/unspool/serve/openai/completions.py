@@ -15,17 +15,17 @@ from starlette.responses import Response
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Score, Step
-from unspool.serve.core.filling import Between
+from unspool.serve.core.filling import InfillGap
 from unspool.serve.core.options import (
     check_choices,
     check_stream_options,
+    compile_schema,
     finish_reason,
-    read_schema,
     sampling_options,
 )
 from unspool.serve.core.schema import Prompts, SamplingRequest, as_list
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.routes import new_router
@@ -38,7 +38,7 @@ DEFAULT_TOKENS = 16  # as OpenAI
 
 
 class CompletionRequest(SamplingRequest):
-    """Texts to be continued."""
+    """Prompts to complete."""
 
     prompt: Prompts
     suffix: str | None = Field(None, description="what stands behind the text to be written")
@@ -81,7 +81,7 @@ def _check(body: CompletionRequest, n: int) -> None:
 
 def _prepare(
     call: Call, body: CompletionRequest
-) -> tuple[list[list[int]], list[Between] | None, dict[str, Any]]:
+) -> tuple[list[list[int]], list[InfillGap] | None, dict[str, Any]]:
     lm, many = call.served.lm, as_list(body.prompt)
     for text in many:
         words = text if isinstance(text, str) else ""
@@ -96,11 +96,11 @@ def _prepare(
     gaps = None
     if body.suffix:
         before = [text if isinstance(text, str) else lm.tokenizer.decode(text) for text in many]
-        gaps = [Between(text, body.suffix) for text in before]
+        gaps = [InfillGap(text, body.suffix) for text in before]
         prompts = [gap.prompt(lm) for gap in gaps]
-    call.heed(body)
+    call.apply_hints(body)
     options = sampling_options(lm, body, top=body.logprobs or 0)
-    read_schema(call, options)
+    compile_schema(options, call.note)
     longest = max(map(len, prompts))
     options["max_tokens"] = call.token_limit(body.max_tokens, longest, default=DEFAULT_TOKENS)
     return prompts, gaps, options
@@ -128,7 +128,7 @@ class _Completion(Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
+    def __init__(self, call: Call, body: CompletionRequest, texts: RequestTexts, n: int) -> None:
         super().__init__(call, texts, body.unspool, body.stream_options)
         self.body, self.n, self.scores = body, n, list[Score]()
         self.timed, self.verbose = bool(body.timings_per_token), bool(body.verbose)

@@ -37,7 +37,7 @@ class EmbeddingRequest(ForeignRequest):
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     state = state_of(request)
     call = await state.enter(request, body.model)
-    call.heed(body)
+    call.apply_hints(body)
     return await call.reply(_answer(call, body))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unspool.serve.core.state import new_id
+from unspool.serve.http.routes import new_id
 from unspool.serve.openai.chat_prompt import tool_call
 from unspool.serve.openai.responses_schema import (
     Content,

@@ -15,39 +15,51 @@ from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, Change, Grown, Opened, was_cut
 from unspool.serve.core.options import check_stream_options
 from unspool.serve.core.schema import Constraints
-from unspool.serve.core.state import Call, new_id, state_of
+from unspool.serve.core.state import Call, ServerState, state_of
 from unspool.serve.core.step_json import texts_json
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import ApiError, bad_request, unsupported
 from unspool.serve.http.events import EventStream, event
 from unspool.serve.http.notes import ignore
-from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.http.routes import JsonReply, new_id, new_router
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
 from unspool.serve.openai.chat_schema import AllowedToolsChoice, ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat
 from unspool.serve.openai.response_items import drop_oldest, items_of, messages_of
+from unspool.serve.openai.response_store import ResponseStore
 from unspool.serve.openai.responses_schema import ENCRYPTED, LOGPROBS, ResponseRequest, TextFormat
 
 router = new_router("OpenAI")
 
 
+def response_store(state: ServerState) -> ResponseStore:
+    """The responses that a server stores."""
+    return state.extension("responses", ResponseStore)
+
+
+def _conversation(body: ResponseRequest, stored: ResponseStore, user: str) -> list[dict[str, Any]]:
+    """The items of the previous response, if one is named, and those of this request."""
+    previous = body.previous_response_id
+    earlier = () if previous is None else stored.conversation(previous, user)
+    return [*earlier, *items_of(body.input)]
+
+
 @router.post("/responses", include_in_schema=False)
 @router.post("/v1/responses", summary="Answer, and keep the answer")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
-    state = state_of(request)
-    before = body.previous_response_id
-    earlier = () if before is None else state.responses.conversation(before, request.state.user)
-    items = [*earlier, *items_of(body.input)]
+    state, user = state_of(request), request.state.user
+    stored = response_store(state)
+    items = _conversation(body, stored, user)
     call = await state.enter(request, body.model)
     ready = await call.thread(_prepare, call, body, items)
     texts = await call.write([ready.ids], ready.options)
     store = None
     if body.store is not False:
-        store = partial(state.responses.add, items=items, user=request.state.user)
+        store = partial(stored.add, items=items, user=user)
     answer = _Answer(call, body, texts, ready.use, store)
-    await call.hold(state.responses.running(answer.id, answer, request.state.user))
+    await call.hold(stored.running(answer.id, answer, user))
     if body.stream:
         return call.stream(answer.write, answer.failed)
     return await call.reply(answer.answer())
@@ -56,9 +68,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 @router.post("/v1/responses/input_tokens", summary="Count the tokens of a response's input")
 async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
     state = state_of(request)
-    before = body.previous_response_id
-    earlier = () if before is None else state.responses.conversation(before, request.state.user)
-    items = [*earlier, *items_of(body.input)]
+    items = _conversation(body, response_store(state), request.state.user)
     async with state.call(request, body.model) as call:
         ready: PreparedChat = await call.thread(_prepare, call, body, items)
     return JsonReply({"object": "response.input_tokens", "input_tokens": len(ready.ids)})
@@ -76,7 +86,7 @@ async def get_response(
 ) -> Response:
     """With `stream`, a finished response is told once more as events."""
     _check_query(request, "stream", "starting_after", "include_obfuscation")
-    store, user = state_of(request).responses, request.state.user
+    store, user = response_store(state_of(request)), request.state.user
     running = store.find_running(response_id, user)
     if not stream:
         return JsonReply(
@@ -97,7 +107,7 @@ async def get_response(
 @router.post("/v1/responses/{response_id}/cancel", summary="Stop a response that is being written")
 async def cancel_response(response_id: str, request: Request) -> Response:
     """A response that is finished is returned as it is."""
-    store, user = state_of(request).responses, request.state.user
+    store, user = response_store(state_of(request)), request.state.user
     running = store.find_running(response_id, user)
     if running is None:
         return JsonReply(store.response(response_id, user))
@@ -106,7 +116,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 
 @router.delete("/v1/responses/{response_id}", summary="Forget a response")
 async def delete_response(response_id: str, request: Request) -> Response:
-    state_of(request).responses.delete(response_id, request.state.user)
+    response_store(state_of(request)).delete(response_id, request.state.user)
     return JsonReply({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -119,7 +129,7 @@ async def input_items(
     after: str | None = None,
 ) -> Response:
     _check_query(request, "limit", "order", "after")
-    items = [*state_of(request).responses.items(response_id, request.state.user)]
+    items = [*response_store(state_of(request)).items(response_id, request.state.user)]
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -213,7 +223,7 @@ def _prepare_items(call: Call, body: ResponseRequest, items: list[dict[str, Any]
         "seed": body.seed,
         **body.model_dump(include={*Constraints.model_fields}),
     }
-    call.heed(body)
+    call.apply_hints(body)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         ignore(call.request, "text.verbosity")
     return prepare_chat(call, ChatRequest.model_validate(chat))
@@ -246,7 +256,7 @@ class _Answer(BlockAnswer):
         self,
         call: Call,
         body: ResponseRequest,
-        texts: Texts,
+        texts: RequestTexts,
         use: ToolUse,
         store: Callable[[dict[str, Any]], None] | None,
     ) -> None:

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling import SamplingSettings
-from unspool.serve.core.state import state_of
+from unspool.serve.core.state import ServerState, state_of
 from unspool.serve.core.step_json import finite, step_json
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
-from unspool.serve.tree.branches import MessageSpan, TreeBranch, TreePrompt, UserBranches
+from unspool.serve.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt, UserBranches
 from unspool.serve.tree.schema import DEFAULT_TOKENS
 
 _PREVIEW = 80  # characters
@@ -146,9 +146,15 @@ def preview(generation: Generation, start: int) -> str:
 router = new_router("The tree of tokens", "/v1/tree")
 
 
+def branch_store(state: ServerState) -> Branches:
+    """All branches of a server."""
+    settings = state.settings
+    return state.extension("tree", lambda: Branches(settings.max_branches, settings.replica))
+
+
 def branches_of(request: Request) -> UserBranches:
     """The branches of the user who sends the request."""
-    return state_of(request).branches.of(request.state.user)
+    return branch_store(state_of(request)).of_user(request.state.user)
 
 
 async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:

@@ -27,7 +27,6 @@ from unspool.text.tokenizer.stream import TextStream
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 STALE_SECONDS = 6 * 3600.0  # untouched for so long, a branch makes room for others
-MAX_WATCHERS = 512
 MAX_WEIGHT = 10_000_000  # memory of all branches together, in units of about 100 bytes
 _UNIT_BYTES = 100
 _PER_BRANCH, _PER_STEP, _PER_STAGE = 10, 5, 10
@@ -289,23 +288,10 @@ class Branches:
     def __init__(self, limit: int, replica: str = "") -> None:
         self.limit, self.replica = limit, replica
         self.all: dict[str, TreeBranch] = {}
-        self.watchers = 0
         self.memory = StepMemory()
 
-    def of(self, user: str) -> UserBranches:
-        """The branches of one user."""
+    def of_user(self, user: str) -> UserBranches:
         return UserBranches(self, user)
-
-    @contextmanager
-    def watcher(self) -> Iterator[None]:
-        """One who watches branches; so many may."""
-        if self.watchers >= MAX_WATCHERS:
-            raise ApiError(429, f"{MAX_WATCHERS} watch already, as many as may", retry_after=5)
-        self.watchers += 1
-        try:
-            yield
-        finally:
-            self.watchers -= 1
 
     @property
     def weight(self) -> int:
@@ -378,7 +364,7 @@ class UserBranches:
 
     def __init__(self, store: Branches, user: str) -> None:
         self.store, self.user = store, user
-        self.make_room, self.watcher, self.delete = store.make_room, store.watcher, store.delete
+        self.make_room, self.delete = store.make_room, store.delete
 
     def all(self) -> list[TreeBranch]:
         """In the order in which they were made."""

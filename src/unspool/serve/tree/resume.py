@@ -16,7 +16,7 @@ from unspool.serve.core.options import check_choices
 from unspool.serve.core.state import Call, ServerState, state_of
 from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import EventStream, pouring
+from unspool.serve.http.events import EventStream, error_event, writer_from
 from unspool.serve.http.threads import in_thread
 from unspool.serve.tree.branch_json import (
     branch_with_steps,
@@ -27,7 +27,7 @@ from unspool.serve.tree.branch_json import (
 from unspool.serve.tree.branches import Cursor, TreeBranch, UserBranches, fork_branch
 from unspool.serve.tree.prompt import merged_settings
 from unspool.serve.tree.schema import DEFAULT_TOKENS, ResumeRequest
-from unspool.serve.tree.writing import BranchTexts, BranchWriting, branch_event, error_event, watch
+from unspool.serve.tree.writing import BranchTexts, BranchWriting, branch_event, watch
 from unspool.text.tokenizer.stream import TextStream
 
 
@@ -111,7 +111,7 @@ def _streamed(call: Call, writing: BranchWriting, cursors: list[Cursor]) -> Resp
         list(zip(branches, cursors, strict=True)),
         is_over=lambda: all(branch.writing is not writing for branch in branches),
     )
-    return call.stream(pouring(events), error_event)
+    return call.stream(writer_from(events), error_event)
 
 
 @router.post("/{identity}/stop", summary="Stop the writing that goes on")
@@ -136,7 +136,7 @@ async def events(
     cursors = _cursor_of(branch, since, last_event_id)
     resources: AsyncExitStack = request.state.resources
     await resources.enter_async_context(CancelOnDisconnect(request.receive))
-    resources.enter_context(branches.watcher())
+    resources.enter_context(state.watcher())
 
     async def happening() -> AsyncGenerator[bytes, None]:
         over = partial(_is_over, branch, state)
@@ -146,7 +146,7 @@ async def events(
         if branch.deleted:
             yield branch_event("delete", branch, {}, cursors)
 
-    return EventStream(pouring(happening()), until=None, failed=error_event)
+    return EventStream(writer_from(happening()), until=None, failed=error_event)
 
 
 def _is_over(branch: TreeBranch, state: ServerState) -> bool:

@@ -18,13 +18,12 @@ from unspool.decoding.fill.masked import MaskedModel, masked_model
 from unspool.serve.core.schema import Strict
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import event, pouring
+from unspool.serve.http.events import error_event, event, writer_from
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.http.threads import Worker
 from unspool.serve.tree.branch_json import branches_of, router
 from unspool.serve.tree.branches import TreeBranch
 from unspool.serve.tree.plain import PlainText
-from unspool.serve.tree.writing import error_event
 
 # A person waits for them: fewer first tokens are weighed than in `lm.edit`.
 _SINGLES, _DRAFTS, _CANDIDATES = 24, 2, 8
@@ -71,7 +70,7 @@ async def revise(identity: str, body: ReviseRequest, request: Request) -> Respon
     twin = await _twin(call, body)
     found = await call.hold(Worker(_revised(call, tokens, plain, body, twin), call.run))
     if body.stream:
-        return call.stream(pouring(_events(identity, found)), error_event)
+        return call.stream(writer_from(_events(identity, found)), error_event)
     return await call.reply(_whole(identity, found))
 
 

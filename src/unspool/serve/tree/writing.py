@@ -23,8 +23,8 @@ from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
 from unspool.serve.core.step_json import step_json
-from unspool.serve.core.texts import Texts
-from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.core.texts import RequestTexts
+from unspool.serve.http.errors import to_api_error
 from unspool.serve.http.events import event
 from unspool.serve.tree.branch_json import branch_json
 from unspool.serve.tree.branches import Cursor, TreeBranch
@@ -34,8 +34,8 @@ _STEPS_AT_ONCE = 32  # in one piece of an answer
 
 
 @dataclass(eq=False)
-class BranchTexts(Texts):
-    """Texts that go on with what is there, instead of beginning with a prompt.
+class BranchTexts(RequestTexts):
+    """Texts that continue branches instead of starting from a prompt.
 
     `options` are what changes; `drafts` what stands there already, one for each text.
     """
@@ -252,11 +252,6 @@ def branch_event(name: str, branch: TreeBranch, data: dict[str, Any], cursor: Cu
     """One event; its id says how much of the branch is known to whoever has read it."""
     mark = f"id: {cursor.cuts}-{cursor.count}\n".encode()
     return mark + event({"branch": branch.id, **data}, name)
-
-
-def error_event(error: ApiError) -> bytes:
-    """The last event of an answer that could not be finished."""
-    return event(error.openai(), "error")
 
 
 def pending_events(branch: TreeBranch, cursor: Cursor) -> bytes:
