@@ -200,7 +200,7 @@ async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late:
 def test_a_watcher_may_be_cancelled_at_every_await(
     default_model: Path, late: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("unspool.serve.tree.writing._LOOK_AROUND_SECONDS", 0.05)
+    monkeypatch.setattr("unspool.serve.tree.writing._POLL_SECONDS", 0.05)
 
     async def check() -> None:
         registry = ModelRegistry([default_entry(default_model, memory=32 << 20)], room=1 << 33)

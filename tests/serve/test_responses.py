@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from unspool.engine.steps import Step
-from unspool.serve.core.blocks import BlockParser, Change, Closed
+from unspool.serve.core.blocks import BlockClosed, BlockParser, Change
 from unspool.serve.openai.response_store import ResponseStore
 from unspool.text.tools.calls import ToolCallReader
 from unspool.text.tools.formats import ToolFormat
@@ -233,7 +233,7 @@ def test_words_and_calls_are_blocks(one_call: bool) -> None:
     found = [(block.name, block.text, block.is_complete) for block in blocks.all]
     calls = [("f", '{"x": 1}', True)] * (1 if one_call else 2)
     assert found == [(None, "Sure. ", True), *calls]
-    assert sum(isinstance(change, Closed) for change in changes) == len(found)
+    assert sum(isinstance(change, BlockClosed) for change in changes) == len(found)
 
 
 def step_of(text: str, place: int, finish_reason: str | None) -> Step:

@@ -13,7 +13,7 @@ import pytest
 from tree_client import Tree, tokens
 
 from unspool.lens.look import look
-from unspool.serve.tree.look import FINEST, MAX_CELLS, _position_json, _vectors
+from unspool.serve.tree.look import MAX_CELL, MAX_CELLS, _position_json, _vectors
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_vectors_are_those_of_the_run(tree: Tree, branch: dict[str, Any], lm: An
     vectors = found["vectors"]
     assert vectors["every"] == 1 and vectors["width"] == lm.config.width
     cells, scales = np.array(vectors["cells"]), np.array(vectors["scales"])
-    assert cells.shape == seen.residuals.shape and abs(cells).max() == FINEST
+    assert cells.shape == seen.residuals.shape and abs(cells).max() == MAX_CELL
     # Half a cell off at most, up to what the server's other arithmetic leaves.
     apart = abs(cells * scales[:, None] - seen.residuals)
     assert (apart <= scales[:, None] * 0.51 + abs(seen.residuals).max(1)[:, None] * 0.01).all()

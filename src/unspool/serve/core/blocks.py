@@ -47,7 +47,7 @@ class Block:
     is_complete: bool = False
 
     @property
-    def is_words(self) -> bool:
+    def is_text(self) -> bool:
         return self.name is None and not self.is_thought
 
     @property
@@ -57,23 +57,23 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class BlockOpened:
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class BlockGrown:
     block: Block
     text: str
     steps: list[Step]  # new in this change
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class BlockClosed:
     block: Block
 
 
-Change = Opened | Grown | Closed
+Change = BlockOpened | BlockGrown | BlockClosed
 
 
 class BlockParser:
@@ -158,19 +158,19 @@ class BlockParser:
             yield from self._close(self._reader.calls[piece.index].is_complete)
             self._unsent = []  # steps of a call belong to no text
 
-    def _open_block(self, name: str | None, is_thought: bool = False) -> Opened:
+    def _open_block(self, name: str | None, is_thought: bool = False) -> BlockOpened:
         self._open = Block(len(self.all), name, is_thought)
         self.all.append(self._open)
-        return Opened(self._open)
+        return BlockOpened(self._open)
 
-    def _grow(self, text: str, steps: list[Step]) -> Grown:
+    def _grow(self, text: str, steps: list[Step]) -> BlockGrown:
         assert self._open is not None
         self._open.parts.append(text)
         self._open.steps += steps
-        return Grown(self._open, text, steps)
+        return BlockGrown(self._open, text, steps)
 
     def _close(self, is_complete: bool) -> Iterator[Change]:
         if self._open is not None:
             closed, self._open = self._open, None
             closed.is_complete = is_complete
-            yield Closed(closed)
+            yield BlockClosed(closed)

@@ -28,21 +28,21 @@ _DEFAULT_GAP = 32  # tokens of a ranked gap without a limit
 class InfillGap:
     """A gap between two texts. `others`: further files that the model reads first."""
 
-    left: str
-    right: str
+    prefix: str
+    suffix: str
     others: tuple[OtherFile, ...] | None = None
 
     def prompt(self, lm: Session) -> list[int]:
         """The tokens of the prompt."""
         tokens = _fim(lm)
         if tokens is not None:
-            return fim_prompt(lm.tokenizer, tokens, self.left, self.right, self.others)
+            return fim_prompt(lm.tokenizer, tokens, self.prefix, self.suffix, self.others)
         return lm.prompt_ids(self.before or start_ids(lm))
 
     @property
     def before(self) -> str:
         """Everything before the gap as one text, for a model without FIM tokens."""
-        return "".join(f"{other.text}\n\n" for other in self.others or ()) + self.left
+        return "".join(f"{other.text}\n\n" for other in self.others or ()) + self.prefix
 
 
 def _fim(lm: Session) -> FimTokens | None:
@@ -82,10 +82,10 @@ class InfillTexts(RequestTexts):
         return Generation(request, empty_reason="stop", source=lm), StepStream(queue)
 
     def _rank(self, prompt: int) -> Filling:
-        lm, between, options = self.served.lm, self.gaps[prompt], dict[str, Any](self.options)
+        lm, infill, options = self.served.lm, self.gaps[prompt], dict[str, Any](self.options)
         max_tokens = options.pop("max_tokens")
         room = max(1, lm.context - len(self.prompts[prompt]))
         gap_len = min(max_tokens, LONGEST) if max_tokens < room else _DEFAULT_GAP
         gap = Gap(1, max(1, min(gap_len, room)))
-        parts: list[str | Gap] = [between.before, gap, between.right]
+        parts: list[str | Gap] = [infill.before, gap, infill.suffix]
         return fill(lm, parts, candidates=max(_CANDIDATES, self.n), **options)

@@ -370,8 +370,8 @@ class ForeignRequest(PartialApi):
         return request
 
     @classmethod
-    def _translated(cls, value: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        return translate_names(value, keep={*cls.model_fields, *cls.unsupported_fields})
+    def _translated(cls, params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        return translate_names(params, keep={*cls.model_fields, *cls.unsupported_fields})
 
     @property
     def ignored(self) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import Request
 
 _MAX_HEADER = 1000  # characters
 

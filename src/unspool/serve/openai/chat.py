@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: answer a conversation, as OpenAI does."""
+"""`POST /v1/chat/completions`: OpenAI's chat completions."""
 
 from __future__ import annotations
 
