@@ -287,14 +287,14 @@ def test_a_prediction_is_a_draft_and_changes_nothing(ask):
         ({"temperature": -1}, "temperature", "a number of 0 or more"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "by id"),
         ({"extra_body": {"min_p": 1.5}}, "min_p", "a number from 0 to 1"),
         ({"extra_body": {"top_k": 4, "unspool": {"top_k": 5}}}, "unspool.top_k", "given twice"),
         ({"extra_body": {"repeat_penalty": 1.1, "repetition_penalty": 1.2}}, None, "give one"),
-        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, None, "a place of its own"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, None, "a separate parameter"),
         ({"extra_body": {"keep_alive": "soon"}}, "keep_alive", "such as '5m'"),
-        ({"extra_body": {"functions": [{}]}}, "functions", "give tools"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "use tools"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "unsupported"),
         ({"extra_body": {"temprature": 1}}, "temprature", "did you mean 'temperature'?"),
         ({"extra_body": {"unspool": {"stages": ["nonsense"]}}}, None, "unknown stage"),
@@ -332,7 +332,7 @@ def test_what_is_nested_too_deep_is_refused(server):
 
 
 def test_an_unknown_model_and_a_prompt_that_is_too_long(ask):
-    with pytest.raises(openai.NotFoundError, match="there is smollm"):
+    with pytest.raises(openai.NotFoundError, match="available: smollm"):
         ask(model="gpt-4")
     with pytest.raises(openai.BadRequestError) as caught:
         ask(messages=[{"role": "user", "content": "word " * 9000}])

@@ -229,7 +229,7 @@ def test_openai_for_node(server, lm):
         np.testing.assert_allclose(vector, embedding(lm, lm.prompt_ids(text)), atol=1e-5)
     assert found["response"] == lm.chat(QUESTION, temperature=0, max_tokens=12).text
     assert (found["error"]["class"], found["error"]["status"]) == ("NotFoundError", 404)
-    assert f"there is {server.model}" in found["error"]["message"]
+    assert f"available: {server.model}" in found["error"]["message"]
 
 
 # -- Open WebUI ------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_the_end_can_be_written_over(complete, lm):
     ("given", "words"),
     [
         ({"max_tokens": 0}, "echo"),
-        ({"best_of": 1, "n": 2}, "n cannot be larger"),
+        ({"best_of": 1, "n": 2}, "best_of must be at least n"),
         ({"best_of": 3, "stream": True}, "cannot be streamed"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [99999999]}, "not in the vocabulary"),

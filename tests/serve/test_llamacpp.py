@@ -92,7 +92,7 @@ def test_what_can_be_read(client, server):
     assert len(slots) == 64 and not slots[0]["is_processing"]
     for path in ("/props", "/slots/0?action=erase"):
         refused = client.post(path, json={})
-        assert refused.status_code == 501 and "only be read" in refused.json()["error"]["message"]
+        assert refused.status_code == 501 and "read-only" in refused.json()["error"]["message"]
 
 
 def test_errors_have_its_shape(client):

@@ -188,9 +188,9 @@ def test_the_probes_of_its_clients(server):
 @pytest.mark.parametrize(
     ("ask", "status", "words"),
     [
-        (lambda c, m: c.chat("nonsense", ASKED), 404, "there is no model 'nonsense'"),
+        (lambda c, m: c.chat("nonsense", ASKED), 404, "no such model: 'nonsense'"),
         (lambda c, m: c.pull("llama3.2"), 501, "unspool serve --model"),
-        (lambda c, m: c.delete(m), 501, "chosen when it starts"),
+        (lambda c, m: c.delete(m), 501, "chosen when the server starts"),
         (lambda c, m: c.copy(m, "other"), 501, "NAME=PATH"),
         (lambda c, m: c.generate(m, "Hi", images=[b"abc"]), 400, "only text"),
         (lambda c, m: c.generate(m, "Hi", template="{{ .Prompt }}"), 400, "raw: true"),

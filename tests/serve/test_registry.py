@@ -270,7 +270,7 @@ def test_adapters_have_short_names_as_models_do(tmp_path: Path, name: str, meani
     if meaning is not None:
         assert registry.entry(name).name == meaning
         return
-    with pytest.raises(ApiError, match="there is no model") as refusal:
+    with pytest.raises(ApiError, match="no such model") as refusal:
         registry.entry(name)
     assert refusal.value.status == 404
 
@@ -351,7 +351,7 @@ def test_a_second_model_for_one_request_never_deadlocks():
         assert sorted(isinstance(each, ApiError) for each in found) == [False, True]
         (error,) = (each for each in found if isinstance(each, ApiError))
         assert error.status == 503
-        with pytest.raises(ApiError, match="no room for d beside a") as refusal:
+        with pytest.raises(ApiError, match="d and a do not fit together") as refusal:
             await nested("a", "d", asyncio.Barrier(1))
         assert refusal.value.status == 400
         # The same model once more is there already, also while others wait for it to leave.

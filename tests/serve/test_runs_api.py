@@ -150,7 +150,7 @@ def test_a_run_whose_process_is_gone_is_broken_off(served: Running, root: Path) 
     assert told["run"]["state"] == "broken off" and "done" in told
     assert not told["run"]["can_resume"]
     answer = httpx.post(f"{served.url}/v1/runs/gone/control", json={"want": "pause"})
-    assert answer.status_code == 400 and "broken off already" in answer.text
+    assert answer.status_code == 400 and "already broken off" in answer.text
 
 
 # -- checkpoints as models ---------------------------------------------------------------------

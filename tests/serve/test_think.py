@@ -135,25 +135,25 @@ def test_judges_by_name(client: httpx.Client, judge: str):
 @pytest.mark.parametrize(
     ("think", "said"),
     [
-        ({"judge": "python:/etc/passwd"}, "cannot be asked for over HTTP"),
-        ({"judge": "tests:/tmp/x.py"}, "cannot be asked for over HTTP"),
-        ({"judge": "vote+python:/tmp/x.py:f"}, "cannot be asked for over HTTP"),
+        ({"judge": "python:/etc/passwd"}, "are not available over HTTP"),
+        ({"judge": "tests:/tmp/x.py"}, "are not available over HTTP"),
+        ({"judge": "vote+python:/tmp/x.py:f"}, "are not available over HTTP"),
         ({"judge": "magic"}, "no judge 'magic'"),
         ({"judge": "regex:("}, "not a regular expression"),
-        ({"judge": "ask:/etc"}, "no model '/etc'"),
+        ({"judge": "ask:/etc"}, "no such model: '/etc'"),
         ({"judge": "reward:chatty"}, "no score head"),
         ({"judge": "ask:rewarder"}, "no output head"),
         ({"policy": "magic"}, "no policy 'magic'"),
         ({"budget": 5000}, "at most 1,000"),
         ({"budget": 0}, "budget"),
         ({"budget": 10}, "budget"),
-        ({"n": 9}, "9 texts at once"),
+        ({"n": 9}, "9 texts in parallel"),
         ({"n": "many"}, "n is 'many'"),
         ({"depth_of_field": 2}, "no option 'depth_of_field'"),
     ],
 )
 def test_what_is_refused(client: httpx.Client, think: dict[str, Any], said: str):
-    status = 404 if "no model" in said else 400
+    status = 404 if "no such model" in said else 400
     assert said in chat(client, {**THINK, **think}, status)["error"]["message"]
 
 

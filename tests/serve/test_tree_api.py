@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_in_its_branch(tree: Tree, lm: Any, ended: bool):
     assert tokens(again)[-len(alone.tokens) :] == alone.tokens
     plain = tree.new()
     refused = tree.ask("POST", f"/{plain['id']}/append", 400, json={"message": more})
-    assert "did not begin with messages" in refused["error"]["message"]
+    assert "the branch has no messages" in refused["error"]["message"]
     both = {"message": more, "tokens": [5]}
     tree.ask("POST", f"/{branch['id']}/append", 400, json=both)
 

@@ -125,13 +125,13 @@ def test_who_leaves_a_revision_ends_it(tree: Tree, story: dict[str, Any], server
 @pytest.mark.parametrize(
     ("verb", "body", "said"),
     [
-        ("fill", {"first": 3, "last": 3}, "no part"),
+        ("fill", {"first": 3, "last": 3}, "last must be after first"),
         ("fill", {"first": 0, "last": 999}, "steps"),
         ("fill", {"first": 0, "last": 1, "candidates": 999}, "candidates"),
         ("replace", {"changes": []}, "changes"),
-        ("replace", {"changes": [{"first": 2, "last": 1, "text": "a"}]}, "no part"),
+        ("replace", {"changes": [{"first": 2, "last": 1, "text": "a"}]}, "must be after first"),
         ("replace", {"changes": [{"first": 0, "last": 3, "text": "a"},
-                                 {"first": 2, "last": 4, "text": "b"}]}, "same steps"),
+                                 {"first": 2, "last": 4, "text": "b"}]}, "overlap"),
         ("doubt", {"by": "masked"}, "masked model"),
         ("doubt", {"twin": "smollm"}, "no mask token"),
         ("revise", {"places": 0}, "places"),

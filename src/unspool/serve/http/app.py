@@ -117,7 +117,8 @@ class _Api(FastAPI):
         """Import the routes of these groups, each once. Thread-safe."""
         with self._including:
             for group in [group for group in groups if group in self._missing]:
-                for router in dict.fromkeys([load(target) for target in group.routers]):
+                routers = [load(target) for target in group.routers]
+                for router in {id(router): router for router in routers}.values():
                     self.include_router(router)
                 self._missing.remove(group)  # last: until then requests for it wait
 
