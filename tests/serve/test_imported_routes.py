@@ -105,12 +105,12 @@ def test_the_document_and_a_first_request_at_once(slow: SlowImport):
         async with client(app) as http:
             first = asyncio.ensure_future(http.get("/slow/route"))
             await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
-            whole = asyncio.ensure_future(http.get("/openapi.json"))
+            complete = asyncio.ensure_future(http.get("/openapi.json"))
             other = asyncio.ensure_future(asyncio.to_thread(app.app.openapi))
             assert (await http.get("/health")).status_code == 200
             slow.is_ready.set()
             assert (await first).json() == {"slow": True}
-            assert "/slow/route" in (await whole).json()["paths"]
+            assert "/slow/route" in (await complete).json()["paths"]
             assert "/slow/route" in (await other)["paths"]
         assert slow.imports == 1
 

@@ -60,10 +60,10 @@ def test_a_client_may_hang_up_at_any_moment(small: Running, stream: bool):
     """All 64 places are taken each time; one that was lost would stop the server for good."""
     body = json.dumps({**SHORT, "stream": stream}).encode()
     for milliseconds in range(5, 105, 5):
-        gone = connected(small)
-        gone.sendall(posted("/v1/completions", body))
+        closed = connected(small)
+        closed.sendall(posted("/v1/completions", body))
         time.sleep(milliseconds / 1000)
-        gone.close()
+        closed.close()
     answer = httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=60)
     assert len(answer.json()["choices"]) == 64
     settled(small)
@@ -127,7 +127,7 @@ async def interrupted(
 ) -> bool:
     """Send a request and cancel it at its nth await; False if it was finished before that."""
     received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-    sent: list[Any] = []
+    messages: list[Any] = []
 
     async def receive() -> Any:
         if received:
@@ -136,7 +136,7 @@ async def interrupted(
 
     async def send(message: Any) -> None:
         await asyncio.sleep(0)
-        sent.append(message)
+        messages.append(message)
 
     work = Interrupted(app(scope_of(path, method), receive, send), number, late)
     task = asyncio.ensure_future(work)
@@ -144,7 +144,7 @@ async def interrupted(
         await asyncio.wait_for(asyncio.shield(task), 60)
     except asyncio.CancelledError:
         return True
-    assert sent[0]["status"] == 200, sent
+    assert messages[0]["status"] == 200, messages
     return work.left <= 0
 
 
@@ -268,19 +268,19 @@ def test_ready_says_no_when_the_engine_has_stopped(small_entry: ModelEntry):
 
 def closed_by_server(sockets: list[socket.socket], seconds: float) -> int:
     """How many the server hangs up on."""
-    until, found = time.monotonic() + seconds, 0
-    for each in sockets:
+    until, result = time.monotonic() + seconds, 0
+    for item in sockets:
         try:
-            each.settimeout(max(0.1, until - time.monotonic()))
-            while each.recv(4096):
+            item.settimeout(max(0.1, until - time.monotonic()))
+            while item.recv(4096):
                 pass
-            found += 1
+            result += 1
         except TimeoutError:
             pass
         except ConnectionResetError:
-            found += 1
-        each.close()
-    return found
+            result += 1
+        item.close()
+    return result
 
 
 def test_who_sends_half_a_body_is_hung_up_on(small_entry: ModelEntry):
@@ -290,12 +290,12 @@ def test_who_sends_half_a_body_is_hung_up_on(small_entry: ModelEntry):
         keyed = half.replace(b"\r\n", b"\r\nx-api-key: long-enough-key\r\n", 1)
         for data, status in ((keyed, b"408"), (half, b"401")):
             sockets = [connected(server) for _ in range(30)]
-            for each in sockets:
-                each.sendall(data)
+            for item in sockets:
+                item.sendall(data)
             first = sockets[0].recv(4096)
             assert first.startswith(b"HTTP/1.1 " + status)
-            for each in sockets:
-                each.sendall(b" ")  # a little more, so that it does not look idle
+            for item in sockets:
+                item.sendall(b" ")  # a little more, so that it does not look idle
             assert closed_by_server(sockets, 8) == 30
 
 
@@ -312,22 +312,22 @@ def test_who_sends_a_body_drop_by_drop_is_hung_up_on(small_entry: ModelEntry):
 
 def test_who_begins_another_request_and_stops_is_hung_up_on(small_entry: ModelEntry):
     with running([small_entry], body_seconds=0.5) as server:
-        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        complete = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
-        def answered(each: socket.socket) -> bool:
-            each.sendall(whole)
-            found = b""
-            while not found.endswith(b"}") and (more := each.recv(4096)):
-                found += more
-            return found.startswith(b"HTTP/1.1 200")
+        def answered(item: socket.socket) -> bool:
+            item.sendall(complete)
+            result = b""
+            while not result.endswith(b"}") and (extra := item.recv(4096)):
+                result += extra
+            return result.startswith(b"HTTP/1.1 200")
 
         # One after the other: who connects and does not ask in time is hung up on too.
-        with contextlib.ExitStack() as held:
-            idle = held.enter_context(connected(server))
+        with contextlib.ExitStack() as holder:
+            idle = holder.enter_context(connected(server))
             assert answered(idle)
-            half = held.enter_context(connected(server))
+            half = holder.enter_context(connected(server))
             assert answered(half)
-            half.sendall(whole[:20])
+            half.sendall(complete[:20])
             assert half.recv(4096) == b""
             assert answered(idle)  # one that is only kept open is still served
 
@@ -357,7 +357,7 @@ async def _round(server: Running, number: int, streams: int) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
 
-        async def one(index: int) -> None:
+        async def item(index: int) -> None:
             body = {"prompt": f"Round {number}, text {index}: once upon a time " + "word " * 40,
                     "max_tokens": 16, "stream": True}  # fmt: skip
             async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -365,7 +365,7 @@ async def _round(server: Running, number: int, streams: int) -> None:
                     if index % 10 == 0:
                         return
 
-        await asyncio.gather(*map(one, range(streams)))
+        await asyncio.gather(*map(item, range(streams)))
 
 
 @pytest.mark.slow

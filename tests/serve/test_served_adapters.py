@@ -55,8 +55,8 @@ def served(small_entry: ModelEntry, adapters: Path) -> Any:
 
 
 def written(server: Any, model: str) -> Any:
-    asked = {"model": model, "prompt": "the tree", "temperature": 0, "max_tokens": 8, "logprobs": 1}
-    return httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120)
+    body = {"model": model, "prompt": "the tree", "temperature": 0, "max_tokens": 8, "logprobs": 1}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
 
 
 def judged(answer: Any) -> Any:
@@ -65,27 +65,27 @@ def judged(answer: Any) -> Any:
 
 
 def test_they_are_listed_with_their_model(served: Any) -> None:
-    found = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
-    assert [model["id"] for model in found] == ["smollm", "smollm:one", "smollm:two"]
-    assert [model.get("parent") for model in found] == [None, "smollm", "smollm"]
+    result = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
+    assert [model["id"] for model in result] == ["smollm", "smollm:one", "smollm:two"]
+    assert [model.get("parent") for model in result] == [None, "smollm", "smollm"]
 
 
 def test_llama_cpp_names_them_by_number(served: Any) -> None:
     """`lora` beside any request, by the ids of `/lora-adapters`."""
     listed = httpx.get(f"{served.url}/lora-adapters", timeout=60).json()
-    assert [(one["id"], one["path"]) for one in listed] == [(0, "one"), (1, "two")]
+    assert [(item["id"], item["path"]) for item in listed] == [(0, "one"), (1, "two")]
 
-    def asked(path: str, lora: Any, **more: Any) -> httpx.Response:
-        body = {"prompt": "the tree", "max_tokens": 1, "lora": lora, **more}
+    def request_body(path: str, lora: Any, **extra: Any) -> httpx.Response:
+        body = {"prompt": "the tree", "max_tokens": 1, "lora": lora, **extra}
         return httpx.post(f"{served.url}{path}", json=body, timeout=120)
 
-    both = [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]
+    pair = [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]
     for path in ("/completion", "/v1/completions"):
-        assert asked(path, both).json()["model"] == "smollm:two"
-        assert asked(path, [{"id": 1, "scale": 0.0}]).json()["model"] == "smollm"
+        assert request_body(path, pair).json()["model"] == "smollm:two"
+        assert request_body(path, [{"id": 1, "scale": 0.0}]).json()["model"] == "smollm"
         for wrong in ([{"id": 2, "scale": 1}], [{"id": 0, "scale": 0.5}],
                       [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]):  # fmt: skip
-            assert asked(path, wrong).status_code == 400
+            assert request_body(path, wrong).status_code == 400
     scales = [{"id": 0, "scale": 1.0}]
     refused = httpx.post(f"{served.url}/lora-adapters", json=scales, timeout=60)
     assert refused.status_code == 501 and "use `lora`" in refused.json()["error"]["message"]
@@ -107,18 +107,18 @@ def test_requests_with_different_adapters_are_answered_together(served: Any) -> 
 
 
 def test_a_chat_uses_it_too(served: Any) -> None:
-    asked = {
+    body = {
         "messages": [{"role": "user", "content": "the tree"}],
         "max_tokens": 8,
         "logprobs": True,
     }
     url = f"{served.url}/v1/chat/completions"
     answers = [
-        httpx.post(url, json={"model": name, "temperature": 0, **asked}, timeout=120).json()
+        httpx.post(url, json={"model": name, "temperature": 0, **body}, timeout=120).json()
         for name in ("smollm", "smollm:one")
     ]
-    one, other = (found["choices"][0]["logprobs"]["content"][0]["logprob"] for found in answers)
-    assert one != other
+    item, other = (result["choices"][0]["logprobs"]["content"][0]["logprob"] for result in answers)
+    assert item != other
 
 
 @pytest.mark.parametrize(
