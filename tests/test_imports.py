@@ -21,10 +21,10 @@ SOURCE = Path(__file__).parent.parent / "src" / "unspool"
 
 # The parts of Unspool from the bottom to the top: a part imports only those before it.
 ORDER = [
-    "errors", "collecting", "features", "notebook", "native", "text", "model", "sampling",
-    "backends", "engine", "request_options", "session", "decoding", "lens", "beyond",
-    "language_model", "lm", "loading", "conversation", "page", "serve", "server", "train",
-    "costing", "costs", "scale", "__init__", "cli", "__main__",
+    "errors", "collecting", "gc_pause", "features", "notebook", "progress", "native", "text",
+    "model", "sampling", "backends", "engine", "request_options", "session", "decoding", "lens",
+    "beyond", "language_model", "lm", "loading", "conversation", "page", "serve", "server",
+    "train", "costing", "costs", "scale", "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same within a folder; a folder without a list must only be free of cycles.
 ORDER_WITHIN = {"server": ["http", "runtime", "dialects", "tree", "app"]}
