@@ -492,7 +492,10 @@ class Visitors:
         """All requests are answered, or told why not; then nothing is left."""
         for outcome in await asyncio.gather(*self.tasks, return_exceptions=True):
             if isinstance(outcome, ApiError):
-                assert "no room for" in outcome.message
+                assert (
+                    "do not fit together" in outcome.message
+                    or "not enough memory" in outcome.message
+                )
             elif isinstance(outcome, RuntimeError):
                 assert "is damaged" in str(outcome)
             else:
