@@ -20,28 +20,31 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from unspool import __version__
 from unspool.errors import UnspoolError
 from unspool.features import FEATURES, Feature, RouteGroup, load
-from unspool.page import files as page_files
+from unspool.page.files import router as page_router
 from unspool.serve.core.passing import shipped_entry
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.core.state import ServerState
-from unspool.serve.http import docs_page, operation
+from unspool.serve.http.docs_page import router as docs_router
 from unspool.serve.http.errors import ApiError, to_api_error
 from unspool.serve.http.middleware import Middleware
+from unspool.serve.http.operation import operation_router
 from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
-from unspool.serve.openai import chat, completions, models
+from unspool.serve.openai.chat import router as chat_router
+from unspool.serve.openai.completions import router as completions_router
+from unspool.serve.openai.models import router as models_router
 
 _DESCRIPTION = """The APIs of OpenAI, Anthropic, Ollama and llama.cpp for local models, and a tree
 of tokens: every text can be inspected, edited, forked and rewound."""
 
 # Imported when the server starts: what nearly every client uses.
 _ROUTERS = (
-    models.router,
-    chat.router,
-    completions.router,
-    operation.router,
-    docs_page.router,
-    page_files.router,
+    models_router,
+    chat_router,
+    completions_router,
+    operation_router,
+    docs_router,
+    page_router,
 )
 
 # Imported with the first request, in the order of /docs.

@@ -9,16 +9,16 @@ from unspool.serve.core.state import state_of
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.routes import JsonReply, new_router
 
-router = new_router("Operation")
+operation_router = new_router("Operation")
 
 
-@router.get("/health", summary="Whether the process is alive")
-@router.get("/v1/health", include_in_schema=False)
+@operation_router.get("/health", summary="Whether the process is alive")
+@operation_router.get("/v1/health", include_in_schema=False)
 async def health() -> Response:
     return JsonReply({"status": "ok"})
 
 
-@router.get("/ready", summary="Whether the server accepts requests")
+@operation_router.get("/ready", summary="Whether the server accepts requests")
 async def ready(request: Request) -> Response:
     state = state_of(request)
     if state.admission.refusing or not state.ready:
@@ -30,7 +30,7 @@ async def ready(request: Request) -> Response:
     return JsonReply({"status": "ready", "models": list(state.registry.loaded)})
 
 
-@router.get("/metrics", summary="Prometheus metrics")
+@operation_router.get("/metrics", summary="Prometheus metrics")
 async def metrics(request: Request) -> Response:
     state = state_of(request)
     return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
